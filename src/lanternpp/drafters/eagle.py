@@ -1,0 +1,51 @@
+"""EAGLE (arXiv 2401.15077): one decoder layer over [embedding of the code one ahead ; target feature]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lanternpp.drafters.base import Drafter
+from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
+from lanternpp.types import Nodes
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """The shape of an EAGLE drafter; dim, heads and hidden are its target's."""
+
+    dim: int
+    heads: int
+    hidden: int
+    layers: int = 1
+    bias: bool = True
+    first_norm: bool = True
+    final_norm: bool = False
+
+
+class EagleDrafter(Drafter):
+    """fc(2D -> D), then the layer; embedding and head are the target's own, frozen."""
+
+    def __init__(self, config: EagleConfig, turns: Tensor):
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(2 * config.dim, config.dim, bias=config.bias)
+        shape = DecoderConfig(
+            config.dim,
+            config.layers,
+            config.heads,
+            config.hidden,
+            first_norm=config.first_norm,
+            final_norm=config.final_norm,
+        )
+        self.decoder = Decoder(shape, turns)
+
+    def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+        """ahead [R, N, D], features [R, N, D] -> the features one ahead, [R, N, D]."""
+        return self.decoder(self.fc(torch.cat((ahead, features), -1)), nodes, cache)
+
+    def teach(self, ahead: Tensor, features: Tensor) -> Tensor:
+        """The same over a whole sequence, causal: [B, T, D] twice -> [B, T, D]."""
+        return self.decoder.teach(self.fc(torch.cat((ahead, features), -1)))

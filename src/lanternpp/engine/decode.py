@@ -1,0 +1,146 @@
+"""The loop. Admit samples, step until they are done, harvest their codes.
+
+Plain AR is the same loop with an empty tree, so a speed-up divides two runs of the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lanternpp.accept.base import Acceptance
+from lanternpp.engine.cache import Cache
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verify import verify
+from lanternpp.proposers.base import Proposer
+from lanternpp.targets.base import Target
+from lanternpp.types import Draft, Look, Tree, Verdict
+
+
+@dataclass(frozen=True)
+class Harvest:
+    """One finished sample."""
+
+    codes: Tensor  # [length] int64
+    accepted: list[int]  # codes decided by each pass, the prefill first
+
+
+class Engine:
+    """A batch of samples that advance on their own, each at its own pace."""
+
+    def __init__(
+        self,
+        target: Target,
+        proposer: Proposer,
+        rule: Acceptance,
+        sampling: Sampling,
+        guidance: Guidance,
+        batch: int,
+    ):
+        like = next(target.parameters())
+        self.target, self.proposer, self.rule = target, proposer, rule
+        self.sampling, self.guidance, self.batch = sampling, guidance, batch
+        room = target.slots + target.length + proposer.size
+        self.cache = Cache(target.decoder.config, guidance.branches * batch, room, like)
+        self.codes = torch.zeros(batch, target.length + proposer.depth + 1, dtype=torch.int64, device=like.device)
+        self.count = torch.full((batch,), target.length, device=like.device)  # decided codes; all: an idle slot
+        self.passes = torch.zeros_like(self.count)
+        self.accepted = torch.zeros_like(self.codes)
+        self.noise = Noise(seed=torch.zeros_like(self.count), turn=self.passes)
+        self._ahead = torch.arange(proposer.depth + 1, device=like.device)
+        proposer.open(target, sampling, guidance, batch)
+
+    @torch.inference_mode()
+    def admit(self, slot: int, condition: str | None, seed: int) -> None:
+        """A sample enters at `slot`: prefill its prompt, decide its first code.
+
+        One sample at a time, so that its rounding does not depend on who enters beside it.
+        """
+        prompt = self.target.prompt([condition], self.guidance.branches)
+        count, device = prompt.embeds.shape[1], self.codes.device
+        rows = torch.arange(self.guidance.branches, device=device) * self.batch + slot
+        memory = self.cache.rows(rows, prompt.start, count)
+        embeds = prompt.embeds.to(self.cache.kv.dtype)
+        features = self.target(embeds, memory.nodes(), memory)
+        self.noise.seed[slot] = seed
+        self.passes[slot] = 0
+        logits = self.guidance.merge(self.target.head(features[:, -1:]))
+        logits = self.target.constrain(logits, torch.zeros(1, 1, dtype=torch.int64, device=device))
+        noise = Noise(self.noise.seed[slot : slot + 1], self.noise.turn[slot : slot + 1])
+        root = self.sampling.draw(self.sampling.probs(logits[:, 0]), noise)
+        self.codes[slot, 0] = root[0]
+        self.count[slot] = self.passes[slot] = self.accepted[slot, 0] = 1
+        self.proposer.begin(slot, rows, prompt, features, root)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Draft, look at the whole draft in one pass of the target, keep a path."""
+        rows, target = self.guidance.rows, self.target
+        draft = self.proposer.propose(self.noise)
+        nodes = self.cache.nodes(rows(draft.tree.depth), rows(draft.tree.mask))
+        features = target(rows(target.embed(draft.codes)), nodes, self.cache)
+        logits = target.constrain(self.guidance.merge(target.head(features)), self._index(draft.tree))
+        verdict = self._fit(verify(draft, logits, self.sampling, self.rule, self.noise))
+        self.cache.commit(rows(verdict.path), rows(verdict.kept))
+        self._append(verdict)
+        self.proposer.observe(Look(draft, features, logits, verdict))
+
+    def done(self) -> list[int]:
+        """Slots with nothing left to decide, the idle ones among them. The one host read of the loop."""
+        return (self.count >= self.target.length).nonzero()[:, 0].tolist()
+
+    def harvest(self, slot: int) -> Harvest:
+        """The codes of a finished sample."""
+        accepted = self.accepted[slot, : int(self.passes[slot])].tolist()
+        return Harvest(self.codes[slot, : self.target.length].clone(), accepted)
+
+    def _index(self, tree: Tree) -> Tensor:
+        """Which code of the image the logits at each node decide, [B, N]."""
+        return (self.count[:, None] + tree.depth).clamp(max=self.target.length - 1)
+
+    def _fit(self, verdict: Verdict) -> Verdict:
+        """Keep no more than the image has room for, and nothing for a finished sample."""
+        kept = torch.minimum(verdict.kept, self.target.length - self.count)
+        return Verdict(verdict.path, kept, verdict.ahead, verdict.bonus)
+
+    def _append(self, verdict: Verdict) -> None:
+        """Write what was decided behind what was; a finished sample's overflow falls into the margin."""
+        where = self.count[:, None] + self._ahead
+        self.codes.scatter_(1, where, verdict.ahead)
+        self.accepted.scatter_(1, self.passes[:, None], verdict.kept[:, None])
+        self.passes += verdict.kept > 0
+        self.count += verdict.kept
+
+
+def generate(
+    engine: Engine,
+    conditions: list[str | None],
+    seeds: list[int],
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Harvest]:
+    """Draw one sample per condition and seed, in order, `engine.batch` at a time.
+
+    progress is called with (decided codes, all codes) now and then.
+    """
+    waiting = list(range(len(conditions)))
+    running: dict[int, int] = {}
+    drawn: dict[int, Harvest] = {}
+    length = engine.target.length
+    while len(drawn) < len(conditions):
+        for slot in engine.done():
+            if slot in running:
+                drawn[running.pop(slot)] = engine.harvest(slot)
+            if waiting:
+                running[slot] = waiting.pop(0)
+                engine.admit(slot, conditions[running[slot]], seeds[running[slot]])
+        if running:
+            engine.step()
+        if progress:
+            decided = sum(int(engine.count[slot]) for slot in running)
+            progress(len(drawn) * length + decided, len(conditions) * length)
+    return [drawn[i] for i in range(len(conditions))]

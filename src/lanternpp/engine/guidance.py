@@ -1,0 +1,37 @@
+"""Classifier-free guidance: the one place where samples B become rows R and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lanternpp.errors import InputError
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Scale 1 is the conditional model alone, in one row per sample; above it every sample has two."""
+
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.scale >= 1:
+            raise InputError(f"cfg {self.scale} is below 1; use 1 (no guidance) or more")
+
+    @property
+    def branches(self) -> int:
+        """Rows per sample."""
+        return 1 if self.scale == 1 else 2
+
+    def rows(self, x: Tensor) -> Tensor:
+        """[B, ...] -> [R, ...]; conditional rows first."""
+        return x if self.branches == 1 else x.repeat(2, *[1] * (x.dim() - 1))
+
+    def merge(self, logits: Tensor) -> Tensor:
+        """[R, ..., V] -> [B, ..., V] in float32 (float64 stays), before temperature."""
+        logits = logits if logits.element_size() == 8 else logits.float()
+        if self.branches == 1:
+            return logits
+        conditional, unconditional = logits.chunk(2)
+        return unconditional.lerp(conditional, self.scale)

@@ -1,0 +1,81 @@
+"""From logits to choices: temperature, top-k and top-p, or the greedy choice.
+
+Stochastic and greedy decoding differ in how a child is tried and how a code is drawn, nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lanternpp.accept.base import Acceptance
+from lanternpp.engine.noise import Noise
+from lanternpp.errors import InputError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy; top_k 0 and top_p 1 keep every code. Raises InputError out of range."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise InputError(f"temperature {self.temperature} is negative; use 0 (greedy) or more")
+        if self.top_k < 0:
+            raise InputError(f"top-k {self.top_k} is negative; use 0 (all codes) or more")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top-p {self.top_p} is outside (0, 1]; use 1 to keep every code")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable code is always taken."""
+        return self.temperature == 0
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """logits [..., V] -> the distribution codes are drawn from, [..., V]. Greedy: the plain softmax."""
+        if self.greedy:
+            return logits.softmax(-1)
+        if self.temperature != 1:
+            logits = logits / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            best, index = logits.topk(self.top_k, -1, sorted=False)
+            logits = torch.full_like(logits, float("-inf")).scatter_(-1, index, best)
+        probs = logits.softmax(-1)
+        if self.top_p < 1:
+            ordered, index = probs.sort(-1, descending=True, stable=True)
+            ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= self.top_p, 0)
+            probs = torch.zeros_like(probs).scatter_(-1, index, ordered / ordered.sum(-1, keepdim=True))
+        return probs
+
+    def children(self, q: Tensor, count: int, noise: Noise, purpose: int) -> Tensor:
+        """q [B, W, V] -> `count` codes per row in trial order, [B, W, count].
+
+        Drawn without replacement (the exponential form of Gumbel top-k), or the top-k when greedy.
+        """
+        if not self.greedy:
+            q = q / noise.exponential(purpose, *q.shape[1:])
+        return q.topk(count, -1).indices
+
+    def accepts(self, relaxed: Tensor, chance: Tensor, code: Tensor, u: Tensor) -> Tensor:
+        """Whether a child is kept, [B]: u q(x) < relaxed(x), or the relaxed argmax is x when greedy.
+
+        relaxed [B, V], chance [B] = q(x), code [B], u [B] uniform.
+        """
+        if self.greedy:
+            return relaxed.argmax(-1) == code
+        return u * chance < relaxed.gather(-1, code[:, None])[:, 0]
+
+    def residual(self, rule: Acceptance, p: Tensor, relaxed: Tensor, q: Tensor, code: Tensor) -> Tensor:
+        """What the next child is judged by once one is refused, [B, V]; greedy: p still."""
+        return p if self.greedy else rule.residual(p, relaxed, q, code)
+
+    def draw(self, probs: Tensor, noise: Noise) -> Tensor:
+        """probs [B, V], not necessarily normalised -> a code per sample, [B]."""
+        if self.greedy:
+            return probs.argmax(-1)
+        return (probs / noise.exponential(Noise.BONUS, probs.shape[-1])).argmax(-1)

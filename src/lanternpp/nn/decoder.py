@@ -1,0 +1,133 @@
+"""The one network: a pre-norm transformer decoder that serves every family and the drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lanternpp.nn.rope import rotate
+from lanternpp.types import Nodes
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Memory(Protocol):
+    """What a decoder needs of a cache: to store keys and values and to attend over all of them."""
+
+    def attend(self, layer: int, nodes: Nodes, mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [R, N, H, d], k and v [R, N, Hkv, d] -> [R, N, H, d]."""
+        ...
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The shape of a decoder; a family is a row of these."""
+
+    dim: int
+    layers: int
+    heads: int
+    hidden: int
+    kv_heads: int | None = None
+    norm_eps: float = 1e-5
+    final_norm: bool = True
+    first_norm: bool = True
+    dropout: float = 0.0
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one head."""
+        return self.dim // self.heads
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+
+class Norm(nn.Module):
+    """RMSNorm."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class Block(nn.Module):
+    """One layer: attention and a SwiGLU, each on a normed residual stream."""
+
+    def __init__(self, config: DecoderConfig, first: bool = False):
+        super().__init__()
+        self.heads, self.groups, self.head_dim = config.heads, config.groups, config.head_dim
+        self.dropout = config.dropout
+        width = (self.heads + 2 * self.groups) * self.head_dim
+        self.attention_norm: nn.Module
+        if first and not config.first_norm:
+            self.attention_norm = nn.Identity()
+        else:
+            self.attention_norm = Norm(config.dim, config.norm_eps)
+        self.wqkv = nn.Linear(config.dim, width, bias=False)
+        self.wo = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
+        self.ffn_norm = Norm(config.dim, config.norm_eps)
+        self.w13 = nn.Linear(config.dim, 2 * config.hidden, bias=False)
+        self.w2 = nn.Linear(config.hidden, config.dim, bias=False)
+
+    def forward(self, x: Tensor, turn: Tensor, attend: Attend) -> Tensor:
+        """x [R, N, D], turn [R, N, 2, 1, d] -> [R, N, D]."""
+        rows, count, _ = x.shape
+        qkv = self.wqkv(self.attention_norm(x)).view(rows, count, -1, self.head_dim)
+        turning = self.heads + self.groups
+        qk = rotate(qkv[:, :, :turning], turn)
+        y = attend(qk[:, :, : self.heads], qk[:, :, self.heads :], qkv[:, :, turning:])
+        x = x + self._drop(self.wo(y.reshape(rows, count, -1)))
+        gate, up = self.w13(self.ffn_norm(x)).chunk(2, -1)
+        return x + self._drop(self.w2(F.silu(gate) * up))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout) if self.training and self.dropout else x
+
+
+class Decoder(nn.Module):
+    """A stack of blocks over a table of rotations, with or without a cache."""
+
+    turns: Tensor
+
+    def __init__(self, config: DecoderConfig, turns: Tensor):
+        super().__init__()
+        self.config = config
+        self.blocks = nn.ModuleList(Block(config, first=i == 0) for i in range(config.layers))
+        self.norm = Norm(config.dim, config.norm_eps) if config.final_norm else nn.Identity()
+        self.register_buffer("turns", turns, persistent=False)  # [positions, 2, d]
+
+    def forward(self, x: Tensor, nodes: Nodes, memory: Memory) -> Tensor:
+        """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to `memory`."""
+        turn = self.turns[nodes.position.clamp(max=self.turns.shape[0] - 1)][:, :, :, None].to(x.dtype)
+        mask = torch.zeros_like(nodes.mask, dtype=x.dtype).masked_fill_(~nodes.mask, float("-inf"))
+        for layer, block in enumerate(self.blocks):
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
+                return memory.attend(layer, nodes, mask, q, k, v)
+
+            x = block(x, turn, attend)
+        return self.norm(x)
+
+    def teach(self, x: Tensor) -> Tensor:
+        """x [B, T, D] at positions 0..T-1 -> features [B, T, D], causal and without a cache."""
+        turn = self.turns[None, : x.shape[1], :, None].to(x.dtype)
+        for block in self.blocks:
+            x = block(x, turn, _causal)
+        return self.norm(x)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return y.transpose(1, 2)

@@ -1,0 +1,36 @@
+"""Rotary position tables. One rotation for every family: rotate half against half.
+
+A checkpoint that pairs neighbouring channels is permuted to halves when it is read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def grid_table(prefix: int, grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
+    """2-D table over a grid of codes, [prefix + grid * grid, 2, head_dim], for `rotate`.
+
+    The first half of the frequency pairs turns with the row, the second with the column.
+    Prefix slots are not turned at all.
+    """
+    quarter = head_dim // 4
+    freq = base ** -(torch.arange(quarter, dtype=torch.float64) / quarter)
+    line = torch.arange(grid, dtype=torch.float64)[:, None] * freq  # [grid, quarter]
+    row = line[:, None].expand(grid, grid, quarter)
+    column = line[None].expand(grid, grid, quarter)
+    angle = torch.cat((row, column), -1).reshape(grid * grid, 2 * quarter)
+    angle = torch.cat((torch.zeros(prefix, 2 * quarter, dtype=torch.float64), angle))
+    return angle_table(angle)
+
+
+def angle_table(angle: Tensor) -> Tensor:
+    """Angles [positions, head_dim / 2] as the two factors of `rotate`, [positions, 2, head_dim]."""
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """x [R, N, H, d] turned by the rows `turn` [R, N, 2, 1, d] of a table."""
+    return torch.addcmul(x * turn[:, :, 0], x.roll(x.shape[-1] // 2, -1), turn[:, :, 1])

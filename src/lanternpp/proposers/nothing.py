@@ -1,0 +1,27 @@
+"""The empty tree: plain autoregressive decoding in the same loop as everything else."""
+
+from __future__ import annotations
+
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.sampling import Sampling
+from lanternpp.proposers.base import Proposer
+from lanternpp.targets.base import Target
+from lanternpp.trees.chain import chain_tree
+from lanternpp.types import Draft
+
+
+class Nothing(Proposer):
+    """Proposes the root alone."""
+
+    size = 1
+    depth = 0
+
+    def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
+        """Make room for a batch."""
+        super().open(target, sampling, guidance, batch)
+        self._tree = chain_tree(batch, 0, self.root.device)
+
+    def propose(self, noise: Noise) -> Draft:
+        """The root."""
+        return Draft(self._tree, self.root[:, None].clone(), None)

@@ -1,0 +1,63 @@
+"""What the engine asks of a target: a decoder that speaks codes 0..V-1."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lanternpp.nn.decoder import Decoder, Memory
+from lanternpp.types import Nodes, Prompt
+
+
+class Target(nn.Module, ABC):
+    """The AR model whose images we want. Offsets into a text vocabulary stay in the family's file."""
+
+    vocab: int  # V
+    length: int  # codes of an image, in raster order
+    width: int  # codes of one image row
+    decoder: Decoder
+
+    @property
+    @abstractmethod
+    def codebook(self) -> Tensor | None:
+        """[V, C] the latent vector of every code; None where the family has no table."""
+
+    @property
+    @abstractmethod
+    def slots(self) -> int:
+        """The most prompt slots T a condition takes."""
+
+    @abstractmethod
+    def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
+        """b conditions (None: the null condition) as [branches * b, T, D], conditional rows first."""
+
+    @abstractmethod
+    def embed(self, codes: Tensor) -> Tensor:
+        """codes [R, N] -> [R, N, D]."""
+
+    @abstractmethod
+    def head(self, features: Tensor) -> Tensor:
+        """features [..., D] -> logits [..., V]."""
+
+    @abstractmethod
+    def pixels(self, codes: Tensor) -> Tensor:
+        """codes [B, length] -> images [B, 3, H, W] in [-1, 1]."""
+
+    def constrain(self, logits: Tensor, index: Tensor) -> Tensor:
+        """Forbid what the format forbids: logits [B, N, V] of the codes at `index` [B, N] of the image."""
+        return logits
+
+    def forward(self, x: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+        """x [R, N, D] -> features [R, N, D] after the final norm."""
+        return self.decoder(x, nodes, cache)
+
+    def states(self, prompt: Tensor, codes: Tensor) -> Tensor:
+        """prompt [B, T, D], codes [B, length] -> features of every slot, [B, T + length - 1, D], causal."""
+        return self.decoder.teach(torch.cat((prompt, self.embed(codes[:, :-1]).to(prompt.dtype)), 1))
+
+    def teach(self, prompt: Tensor, codes: Tensor) -> Tensor:
+        """prompt [B, T, D], codes [B, length] -> features [B, length, D]; feature i predicts code i."""
+        return self.states(prompt, codes)[:, prompt.shape[1] - 1 :]

@@ -1,0 +1,153 @@
+"""The embedded default's family: a LlamaGen-shaped decoder (arXiv 2406.06525) with a prefix of words."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lanternpp.errors import InputError
+from lanternpp.nn.decoder import Decoder, DecoderConfig
+from lanternpp.nn.rope import grid_table
+from lanternpp.targets.base import Target
+from lanternpp.types import Prompt
+from lanternpp.vq.model import VQ
+
+SILENT = frozenset("a an the of photo photograph picture image".split())
+
+
+class PromptWarning(UserWarning):
+    """A part of the prompt that the model cannot follow."""
+
+
+@dataclass(frozen=True)
+class WordsConfig:
+    """The shape of a words target. `factored` tables are those of training: table + codebook @ basis."""
+
+    words: tuple[str, ...]
+    subjects: tuple[str, ...]
+    dim: int = 384
+    layers: int = 14
+    heads: int = 6
+    hidden: int = 1024
+    grid: int = 16
+    vocab: int = 4096
+    code_dim: int = 8
+    slots: int = 8
+    dropout: float = 0.0
+    factored: bool = False
+
+
+class CodeTable(nn.Module):
+    """One vector per code, [V, D]: free, or (in training) free + a linear map of the code's latent."""
+
+    def __init__(self, vocab: int, dim: int, code_dim: int | None):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(vocab, dim) * 0.02)
+        self.basis = nn.Parameter(torch.randn(code_dim, dim) * 0.1) if code_dim else None
+
+    def matrix(self, codebook: Tensor) -> Tensor:
+        """The vectors of all codes, [V, D]."""
+        return self.table if self.basis is None else self.table + codebook.to(self.table.dtype) @ self.basis
+
+
+class WordsTarget(Target):
+    """Codes after a prefix of word slots; a learned null prefix for classifier-free guidance."""
+
+    def __init__(self, config: WordsConfig, vq: VQ):
+        super().__init__()
+        self.config, self.vocab = config, config.vocab
+        self.width, self.length = config.grid, config.grid**2
+        shape = DecoderConfig(config.dim, config.layers, config.heads, config.hidden, dropout=config.dropout)
+        turns = grid_table(config.slots, config.grid, shape.head_dim)
+        self.decoder = Decoder(shape, turns.float())
+        code_dim = config.code_dim if config.factored else None
+        self.codes_in = CodeTable(config.vocab, config.dim, code_dim)
+        self.codes_out = CodeTable(config.vocab, config.dim, code_dim)
+        self.word_table = nn.Parameter(torch.randn(len(config.words) + 1, config.dim) * 0.02)  # 0: no word
+        self.slot_table = nn.Parameter(torch.randn(config.slots, config.dim) * 0.02)
+        self.null_prefix = nn.Parameter(torch.randn(config.slots, config.dim) * 0.02)
+        self._vq = [vq]  # in a list: the tokenizer is not part of this module's weights
+
+    @property
+    def vq(self) -> VQ:
+        """The tokenizer that turns codes into pixels."""
+        return self._vq[0]
+
+    @property
+    def codebook(self) -> Tensor:
+        """[V, C] l2-normalised latents."""
+        return self.vq.codebook
+
+    @property
+    def slots(self) -> int:
+        """Word slots T of every prompt."""
+        return self.config.slots
+
+    def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
+        """Sentences -> [branches * b, T, D]; raises InputError where no subject is named."""
+        ids = torch.tensor([self.word_ids(c) for c in conditions], device=self.word_table.device)
+        null = torch.tensor([c is None for c in conditions], device=ids.device)
+        embeds = self.prefix(ids, null)
+        if branches == 2:
+            embeds = torch.cat((embeds, self.prefix(ids, torch.ones_like(null))))
+        return Prompt(embeds, torch.zeros(embeds.shape[0], dtype=torch.int64, device=ids.device))
+
+    def prefix(self, ids: Tensor, null: Tensor) -> Tensor:
+        """Word ids [b, T] -> [b, T, D]; rows where null [b] is True get the null prefix."""
+        words = self.word_table[ids] + self.slot_table
+        return torch.where(null[:, None, None], self.null_prefix, words)
+
+    def word_ids(self, sentence: str | None) -> list[int]:
+        """A sentence -> T ids into the word table (0: no word). Warns of words the model never saw."""
+        if sentence is None:
+            return [0] * self.slots
+        ids, unknown, subject = [], [], False
+        for word in re.findall(r"[^\W_]+", sentence.lower()):
+            if word in SILENT:
+                continue
+            known = next((w for w in (word, word.removesuffix("s"), word.removesuffix("es")) if w in self.config.words), None)
+            if known is None:
+                unknown.append(word)
+                continue
+            ids.append(self.config.words.index(known) + 1)
+            subject = subject or known in self.config.subjects
+        if not subject:
+            raise InputError(
+                f"prompt {sentence!r} names no subject this model knows; use one of: {', '.join(self.config.subjects)}"
+            )
+        if unknown:
+            warnings.warn(
+                f"words this model does not know are ignored: {', '.join(unknown)}; "
+                f"it knows: {', '.join(self.config.words)}",
+                PromptWarning,
+                stacklevel=2,
+            )
+        if len(ids) > self.slots:
+            raise InputError(f"prompt {sentence!r} has {len(ids)} known words; this model takes at most {self.slots}")
+        return ids + [0] * (self.slots - len(ids))
+
+    def embed(self, codes: Tensor) -> Tensor:
+        """codes [R, N] -> [R, N, D]."""
+        return self.codes_in.matrix(self.codebook)[codes]
+
+    def head(self, features: Tensor) -> Tensor:
+        """features [..., D] -> logits [..., V]."""
+        return nn.functional.linear(features, self.codes_out.matrix(self.codebook))
+
+    def pixels(self, codes: Tensor) -> Tensor:
+        """codes [B, length] -> images [B, 3, H, W] in [-1, 1]."""
+        return self.vq.decode(codes)
+
+    def folded(self) -> tuple[WordsConfig, dict[str, Tensor]]:
+        """The same model with plain code tables: what is written to disk for inference."""
+        from dataclasses import replace
+
+        tensors = {k: v for k, v in self.state_dict().items() if not k.endswith(".basis")}
+        for name, table in (("codes_in", self.codes_in), ("codes_out", self.codes_out)):
+            tensors[f"{name}.table"] = table.matrix(self.codebook).detach()
+        return replace(self.config, factored=False, dropout=0.0), tensors

@@ -1,0 +1,25 @@
+"""What a tree proposer asks of a tree builder."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lanternpp.types import Draft, Frontier
+
+Extend = Callable[[Frontier], Tensor]  # -> [B, W, V] what the children of these nodes are drawn from
+Children = Callable[[Tensor, int, int], Tensor]  # (q [B, W, V], count, level) -> codes [B, W, count]
+
+
+class TreeBuilder(ABC):
+    """Grows a draft from the root. `size`, `depth` and `scratch` are known before the first step."""
+
+    size: int  # N, the root included
+    depth: int  # levels below the root
+    scratch: int  # cache slots the drafter needs for the nodes it looks beyond
+
+    @abstractmethod
+    def grow(self, root: Tensor, q: Tensor, extend: Extend, children: Children) -> Draft:
+        """root [B] and what its children are drawn from, q [B, V] -> a draft of `size` nodes."""

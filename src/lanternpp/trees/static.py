@@ -1,0 +1,101 @@
+"""A tree of fixed shape (EAGLE-1, LANTERN++): children drawn without replacement, whatever the drafter says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lanternpp.trees.base import Children, Extend, TreeBuilder
+from lanternpp.trees.shapes import Shape
+from lanternpp.types import Draft, Frontier, Tree
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """The nodes at one depth that have children, and where those children go; node ids."""
+
+    node: Tensor  # [B, W]
+    parent: Tensor  # [B, W]
+    depth: Tensor  # [B, W]
+    mask: Tensor  # [B, W, N]
+    pick: Tensor  # [C] of the W * K drawn children, those that are nodes
+    first: int  # ids first..last - 1 are the children
+    last: int
+    width: int  # K
+
+
+class StaticTree(TreeBuilder):
+    """The shape is data: a list of paths with every path's prefix in it."""
+
+    def __init__(self, shape: Shape):
+        paths: list[tuple[int, ...]] = [(), *sorted(set(shape), key=lambda p: (len(p), p))]
+        self.shape = shape
+        self.paths = paths
+        self.size = self.scratch = len(paths)
+        self.depth = len(paths[-1])
+        self._ready: tuple[Tree, list[_Level], Tensor] | None = None
+
+    def grow(self, root: Tensor, q: Tensor, extend: Extend, children: Children) -> Draft:
+        """root [B], q [B, V] -> a draft; the drafter looks beyond the inner nodes of each level at once."""
+        tree, levels, probs = self._constants(root, q)
+        codes = root[:, None].repeat(1, self.size)
+        level_q = q[:, None]
+        for depth, level in enumerate(levels):
+            if depth:
+                frontier = Frontier(
+                    codes.gather(1, level.node), level.node, level.parent, level.depth, level.mask
+                )
+                level_q = extend(frontier)
+            probs[:, level.node[0]] = level_q
+            drawn = children(level_q, level.width, depth).flatten(1)
+            codes[:, level.first : level.last] = drawn[:, level.pick]
+        return Draft(tree, codes, probs)
+
+    def _constants(self, root: Tensor, q: Tensor) -> tuple[Tree, list[_Level], Tensor]:
+        """Index tensors for this batch size and device, made once, and the buffer of node distributions."""
+        if self._ready is None or self._ready[2].shape[::2] != (len(root), q.shape[-1]):
+            self._ready = self._build(len(root), q)
+        return self._ready
+
+    def _build(self, batch: int, q: Tensor) -> tuple[Tree, list[_Level], Tensor]:
+        device = q.device
+        index = {path: i for i, path in enumerate(self.paths)}
+        parent = [-1] + [index[p[:-1]] for p in self.paths[1:]]
+        depth = [len(p) for p in self.paths]
+        kids: list[list[int]] = [[] for _ in self.paths]
+        for path in self.paths[1:]:
+            kids[index[path[:-1]]].append(index[path])
+        mask = torch.eye(self.size, dtype=torch.bool)
+        for i in range(1, self.size):
+            mask[i] |= mask[parent[i]]
+        beyond = mask.clone()
+        beyond[:, 0] = False  # the drafter knows the root already
+        inner = [[i for i in range(self.size) if depth[i] == d and kids[i]] for d in range(self.depth)]
+        widths = tuple(max(len(kids[i]) for i in nodes) for nodes in inner)
+
+        def each(values: object, dtype: torch.dtype = torch.int64) -> Tensor:
+            one = torch.as_tensor(values, dtype=dtype, device=device)
+            return one[None].expand(batch, *one.shape).contiguous()
+
+        table = [k + [-1] * (max(widths) - len(k)) for k in kids]
+        tree = Tree(each(parent), each(depth), each(table), each(mask, torch.bool), widths)
+        levels = []
+        for d, nodes in enumerate(inner):
+            made = [kid for i in nodes for kid in kids[i]]
+            slot = {kid: w * widths[d] + rank for w, i in enumerate(nodes) for rank, kid in enumerate(kids[i])}
+            first = min(made)
+            levels.append(
+                _Level(
+                    each(nodes),
+                    each([parent[i] for i in nodes]),
+                    each([d] * len(nodes)),
+                    each(beyond[nodes], torch.bool),
+                    torch.tensor([slot[first + j] for j in range(len(made))], device=device),
+                    first,
+                    first + len(made),
+                    widths[d],
+                )
+            )
+        return tree, levels, torch.zeros(batch, self.size, q.shape[-1], dtype=q.dtype, device=device)

@@ -1,0 +1,79 @@
+"""The tensors that travel between the rooms of the library, as frozen dataclasses.
+
+Letters: B samples, R rows (R = branches x B), N nodes, P path length = depth + 1, V codes,
+D features, T prompt slots, S cache slots, W frontier width, K children.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The shape of a draft. Node 0 is the root and a parent precedes its children."""
+
+    parent: Tensor  # [B, N] int64, -1 for the root
+    depth: Tensor  # [B, N] int64, 0 for the root
+    children: Tensor  # [B, N, K] int64 node ids in trial order, -1 = none
+    mask: Tensor  # [B, N, N] bool, True where j is i or an ancestor of i
+    widths: tuple[int, ...]  # most children of any node at depth 0, 1, ...; a constant of the builder
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A tree of guessed codes, and what they were drawn from."""
+
+    tree: Tree
+    codes: Tensor  # [B, N] int64; codes[:, 0] is the root, already decided
+    probs: Tensor | None  # [B, N, V] what a node's children were drawn from; None: point masses
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target kept of a draft."""
+
+    path: Tensor  # [B, P] int64 kept nodes, root first, the last one repeated as padding
+    kept: Tensor  # [B] int64 how many of the path count, 1..P (0 for a finished sample)
+    ahead: Tensor  # [B, P] int64 the code decided after each kept node; the last of them is the bonus
+    bonus: Tensor  # [B] int64 the code drawn after the path: the next root
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Where a pass puts its inputs: three separate tensors for RoPE, for the cache, for attention."""
+
+    position: Tensor  # [R, N] int64 what RoPE sees
+    slot: Tensor  # [R, N] int64 where keys and values go
+    mask: Tensor  # [R, 1, N, S] bool, True = may be seen
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one pass of the target showed, for a proposer to learn from."""
+
+    draft: Draft
+    features: Tensor  # [R, N, D] after the final norm
+    logits: Tensor  # [B, N, V] guided and constrained, before temperature
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A condition as the target's input. Conditional rows come first, unconditional ones after."""
+
+    embeds: Tensor  # [R, T, D]
+    start: Tensor  # [R] int64 the first slot that counts (left padding)
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """The nodes a tree builder asks the drafter to look beyond."""
+
+    codes: Tensor  # [B, W] int64
+    node: Tensor  # [B, W] int64 ids of these nodes
+    parent: Tensor  # [B, W] int64 ids of their parents, looked beyond before
+    depth: Tensor  # [B, W] int64
+    mask: Tensor  # [B, W, N] bool, True at themselves and their ancestors, the root apart

@@ -1,0 +1,117 @@
+"""Small stand-ins with the interfaces of the real thing: two targets and two drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lanternpp.drafters.base import Drafter
+from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.engine.cache import RowCache
+from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
+from lanternpp.nn.rope import grid_table
+from lanternpp.targets.base import Target
+from lanternpp.types import Nodes, Prompt
+
+
+class ToyTarget(Target):
+    """A tiny random decoder over a random codebook; a condition is a word whose length decides the prompt."""
+
+    def __init__(self, vocab: int = 12, grid: int = 4, seed: int = 0, sharp: float = 3.0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.vocab, self.width, self.length = vocab, grid, grid * grid
+        shape = DecoderConfig(dim=16, layers=2, heads=2, hidden=24)
+        self.decoder = Decoder(shape, grid_table(self.slots, grid, shape.head_dim))
+        self.table = torch.nn.Parameter(torch.randn(vocab, 16))
+        self.out = torch.nn.Parameter(torch.randn(vocab, 16) * sharp / 4)
+        self.book = torch.nn.functional.normalize(torch.randn(vocab, 3), dim=-1)
+        self.null = torch.nn.Parameter(torch.randn(16))
+        self.double().eval().requires_grad_(False)
+
+    slots = 3
+
+    @property
+    def codebook(self) -> Tensor:
+        return self.book
+
+    def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
+        every = [*conditions, *[None] * (len(conditions) * (branches - 1))]
+        embeds = torch.stack(
+            [self.null.expand(3, -1) if c is None else self.table[[len(c) % 5, len(c) % 3, len(c) % 7]] for c in every]
+        )
+        start = torch.tensor([0 if c is None else len(c) % 2 for c in every])
+        self.first_slots = embeds[:, :1]
+        return Prompt(embeds, start)
+
+    def embed(self, codes: Tensor) -> Tensor:
+        return self.table[codes]
+
+    def head(self, features: Tensor) -> Tensor:
+        return features @ self.out.T
+
+    def pixels(self, codes: Tensor) -> Tensor:
+        return self.book[codes].transpose(1, 2).reshape(len(codes), 3, self.width, self.width)
+
+
+class MarkovTarget(ToyTarget):
+    """A first-order Markov chain with a known table [V, V]; the first code follows row 0."""
+
+    def __init__(self, table: Tensor, grid: int = 2):
+        super().__init__(vocab=len(table), grid=grid)
+        self.logp = table.double().log()
+        self.table = torch.nn.Parameter(torch.eye(len(table), 16, dtype=torch.float64), requires_grad=False)
+
+    def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
+        rows = len(conditions) * branches
+        return Prompt(self.table[torch.zeros(rows, 3, dtype=torch.int64)], torch.zeros(rows, dtype=torch.int64))
+
+    def forward(self, x: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+        return x
+
+    def head(self, features: Tensor) -> Tensor:
+        return features[..., : self.vocab] @ self.logp
+
+
+class OracleDrafter(Drafter):
+    """The target itself, as a drafter: it ignores the features, so every first child must be kept.
+
+    A drafter never sees the first prompt slot (its inputs run one ahead); the oracle puts it back, and so
+    keeps its whole cache one slot further on.
+    """
+
+    def __init__(self, target: ToyTarget):
+        super().__init__()
+        self._target = [target]
+        self.decoder = target.decoder
+
+    def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+        target = self._target[0]
+        if isinstance(cache, RowCache):
+            memory = RowCache(cache._cache, cache._rows[:, 0], cache._start, cache._count + 1)
+            return target(torch.cat((target.first_slots, ahead), 1), memory.nodes(), memory)[:, 1:]
+        mask = nodes.mask.roll(1, -1)
+        mask.scatter_(-1, cache.start[:, None, None, None].expand(*mask.shape[:3], 1), True)
+        return target(ahead, Nodes(nodes.position + 1, nodes.slot + 1, mask), cache)
+
+
+class NoisyMarkovDrafter(Drafter):
+    """A Markov chain of its own: a known q that differs from the target's p."""
+
+    def __init__(self, target: MarkovTarget):
+        super().__init__()
+        self.decoder = target.decoder
+        self.scale = torch.nn.Parameter(torch.tensor(0.5, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+        return ahead * self.scale
+
+
+def eagle(target: Target, seed: int = 1) -> EagleDrafter:
+    """A random EAGLE drafter of the toy's width."""
+    torch.manual_seed(seed)
+    shape = target.decoder.config
+    config = EagleConfig(dim=shape.dim, heads=shape.heads, hidden=shape.hidden)
+    return EagleDrafter(config, target.decoder.turns).double().eval().requires_grad_(False)
