@@ -1,0 +1,71 @@
+"""`lanternpp train`: the tokenizer, the target and the drafter of a model, in that order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from lanternpp.training.run import Plan
+
+app = typer.Typer(no_args_is_help=True)
+
+Data = Annotated[Path, typer.Option(help="Imagefolder with train/ and val/, each with metadata.jsonl.")]
+Model = Annotated[Path, typer.Option(help="Model folder to write to.")]
+Steps = Annotated[int | None, typer.Option(help="Budget in steps, earlier runs counted in.")]
+Minutes = Annotated[float | None, typer.Option(help="Budget in minutes, earlier runs counted in.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights, data order and noise.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Resume = Annotated[bool, typer.Option("--resume/--restart", help="Go on from a saved state, or start over.")]
+Checks = Annotated[int, typer.Option(help="Validations, samples and saved states over the run.")]
+Store = Annotated[str, typer.Option(help="Weights on disk: float32, bfloat16 or int8.")]
+Limit = Annotated[int | None, typer.Option(help="Use only this many pictures of each split.")]
+
+
+def plan(folder: Path, steps: int | None, minutes: float | None, device: str, compiled: bool, resume: bool,
+         checks: int, store: str) -> Plan:
+    """The options all three trainings share."""
+    from lanternpp.errors import InputError
+    from lanternpp.training.hardware import pick
+    from lanternpp.training.run import Plan
+
+    if store not in ("float32", "bfloat16", "int8"):
+        raise InputError(f"--store {store!r} is unknown: use float32, bfloat16 or int8.")
+    return Plan(folder, steps, minutes, restart=not resume, device=pick(device), compile=compiled,
+                checks=checks, store=store)  # type: ignore[arg-type]
+
+
+def leave(finished: bool) -> None:
+    """130 after an interrupt, as a shell expects."""
+    if not finished:
+        raise typer.Exit(130)
+
+
+@app.callback()
+def main() -> None:
+    """Train a model's tokenizer, target and drafter, in that order; each run resumes where it stopped."""
+
+
+@app.command()
+def tokenizer(
+    data: Data, model: Model,
+    size: Annotated[int, typer.Option(help="Pixels of an image's side.")] = 128,
+    codes: Annotated[int, typer.Option(help="Entries of the codebook.")] = 4096,
+    steps: Steps = None, minutes: Minutes = None,
+    batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 128,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 4e-4,
+    adversarial: Annotated[bool, typer.Option(help="Sharpen the decoder against a discriminator.")] = False,
+    adversarial_start: Annotated[float, typer.Option(help="Share of the budget before that.")] = 0.5,
+    adversarial_weight: Annotated[float, typer.Option(help="Its gradient, in lengths of the reconstruction's.")] = 0.3,
+    seed: Seed = 0, device: Device = "auto", compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
+    resume: Resume = True, checks: Checks = 20, store: Store = "float32", limit: Limit = None,
+) -> None:
+    """Train the tokenizer: pictures <-> codes."""
+    from lanternpp.training.tokenizer import TokenizerSettings, train
+    from lanternpp.vq.model import VQConfig
+
+    settings = TokenizerSettings(batch_size, lr, seed, adversarial, adversarial_start, adversarial_weight)
+    where = plan(model / "tokenizer", steps, minutes, device, compiled, resume, checks, store)
+    leave(train(data, model, VQConfig(size, codes), settings, where, limit))

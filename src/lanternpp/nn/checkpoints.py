@@ -1,0 +1,189 @@
+"""Model folders: `config.json` beside `model.safetensors`, written whole or not at all, read without trust."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialise
+from torch import Tensor, nn
+
+from lanternpp.errors import InputError
+
+Store = Literal["float32", "bfloat16", "int8"]
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+SCALE = ".scale"  # suffix of the tensor that undoes an int8 tensor
+
+
+def save(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor],
+         store: Store = "float32", keep: Collection[str] = ()) -> None:
+    """Write a model folder; a kill at any moment leaves the old model, the new one, or no `config.json`.
+
+    `store` is how floating-point tensors lie on disk. int8 is symmetric with one scale per output channel
+    (dimension 0) for tensors of two or more dimensions; the rest, and the names in `keep`, stay float32.
+    """
+    if store not in ("float32", "bfloat16", "int8"):
+        raise InputError(f"store {store!r} is unknown: choose float32, bfloat16 or int8.")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(dict(config), indent=2, sort_keys=True) + "\n"
+    packed = pack(tensors, store, keep)
+    target = folder / CONFIG
+    if target.exists() and target.read_text(encoding="utf-8") != text:
+        target.unlink()  # never new weights under an old config
+    with replacing(folder / WEIGHTS) as temporary:
+        temporary.write_bytes(serialise(packed, metadata={"format": "pt", "store": store}))
+    write_text(target, text)
+
+
+def load(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config and the tensors of a model folder, on the CPU, int8 undone to float32."""
+    folder = Path(folder)
+    return load_config(folder), read_safetensors(folder / WEIGHTS)
+
+
+def load_config(folder: str | Path) -> dict[str, Any]:
+    """`config.json` of a model folder."""
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise InputError(f"{path} is missing: {folder} is not a model folder, or its training never finished.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not valid JSON ({error}): restore it from its source.") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{path} holds a {type(config).__name__}, where a JSON object is expected.")
+    return config
+
+
+def load_into(module: nn.Module, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Fill `module` from a model folder; every name and shape must agree. `dtype` casts the module first."""
+    path = Path(folder) / WEIGHTS
+    fill(module, read_safetensors(path), path, dtype)
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: str | Path,
+         dtype: torch.dtype | None = None) -> None:
+    """Copy `tensors` into `module`; missing, unexpected and misshaped names are listed with `source`."""
+    if dtype is not None:
+        module.to(dtype)
+    own = module.state_dict()
+    faults = [f"missing {name}" for name in own if name not in tensors]
+    faults += [f"unexpected {name}" for name in tensors if name not in own]
+    faults += [f"{name} is {tuple(tensors[name].shape)} where {tuple(tensor.shape)} is expected"
+               for name, tensor in own.items() if name in tensors and tensors[name].shape != tensor.shape]
+    if faults:
+        more = f", and {len(faults) - 10} more" if len(faults) > 10 else ""
+        raise InputError(f"{source} does not fit {type(module).__name__}: {', '.join(faults[:10])}{more}.")
+    module.load_state_dict(dict(tensors))
+
+
+def read_safetensors(path: str | Path) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file, on the CPU, int8 undone to float32."""
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path} is missing: a model folder holds {CONFIG} and {WEIGHTS}.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return unpack({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} is truncated or no safetensors file ({error}): fetch or train it again.") from None
+
+
+def read_pt(path: str | Path) -> dict[str, Any]:
+    """A `.pt` checkpoint holding tensors and plain containers; a pickle that would run code is refused."""
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path} is missing.")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise InputError(f"{path} holds more than tensors and could run code: convert it to safetensors.") from None
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{path} is truncated or no torch checkpoint ({reason}): fetch it again.") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path} holds a {type(content).__name__}, where a dictionary of tensors is expected.")
+    return content
+
+
+def write_pt(path: str | Path, content: Mapping[str, Any]) -> None:
+    """A `.pt` of tensors and plain containers, replaced as a whole."""
+    with replacing(Path(path)) as temporary:
+        torch.save(dict(content), temporary)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A text file, replaced as a whole."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+class replacing:
+    """A temporary name in the same folder that takes `path`'s place on success and goes away on failure."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+    def __enter__(self) -> Path:
+        return self.temporary
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            os.replace(self.temporary, self.path)
+        else:
+            self.temporary.unlink(missing_ok=True)
+
+
+def checksum(tensor: Tensor) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of a tensor's shape, dtype and bytes."""
+    tensor = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def digest(parts: Iterable[str]) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of some lines of text."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def pack(tensors: Mapping[str, Tensor], store: Store, keep: Collection[str] = ()) -> dict[str, Tensor]:
+    """Tensors as they lie on disk; `x.scale` stands beside an int8 `x`."""
+    packed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format)
+        if not tensor.is_floating_point():
+            packed[name] = tensor
+        elif store == "bfloat16" and name not in keep:
+            packed[name] = tensor.bfloat16()
+        elif store == "int8" and name not in keep and tensor.ndim >= 2:
+            rows = tensor.float().flatten(1)
+            scale = rows.abs().amax(1).clamp_min(1e-12) / 127
+            packed[name] = (rows / scale[:, None]).round().to(torch.int8).view(tensor.shape)
+            packed[name + SCALE] = scale
+        else:
+            packed[name] = tensor.float()
+    return packed
+
+
+def unpack(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Undo `pack`'s int8; other tensors keep their dtype."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in packed.items():
+        scale = packed.get(name + SCALE)
+        if tensor.dtype == torch.int8 and scale is not None:
+            tensors[name] = tensor.float() * scale.view(-1, *[1] * (tensor.ndim - 1))
+        elif not (name.endswith(SCALE) and getattr(packed.get(name.removesuffix(SCALE)), "dtype", None) is torch.int8):
+            tensors[name] = tensor
+    return tensors

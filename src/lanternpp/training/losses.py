@@ -1,0 +1,28 @@
+"""Losses of the trainings, each a function of tensors."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def slopes(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Differences of neighbouring pixels, down and across."""
+    return images[..., 1:, :] - images[..., :-1, :], images[..., 1:] - images[..., :-1]
+
+
+def reconstruction(images: Tensor, truth: Tensor, scales: int = 3) -> Tensor:
+    """L1 + 2 x squared error on pixels, and L1 on the slopes at 1, 1/2, 1/4 ... of the size."""
+    loss = F.l1_loss(images, truth) + 2 * F.mse_loss(images, truth)
+    for scale in range(scales):
+        if scale:
+            images, truth = F.avg_pool2d(images, 2), F.avg_pool2d(truth, 2)
+        for mine, other in zip(slopes(images), slopes(truth), strict=True):
+            loss = loss + F.l1_loss(mine, other) / (2 * scales)
+    return loss
+
+
+def psnr(images: Tensor, truth: Tensor) -> Tensor:
+    """Peak signal-to-noise ratio in dB of each image [B]; both in [-1, 1], rounded to 8 bits as a file would be."""
+    mine, other = (((x.float() + 1) * 127.5).round() for x in (images, truth))
+    return -10 * ((mine - other).square().flatten(1).mean(1) / 255**2).clamp_min(1e-10).log10()

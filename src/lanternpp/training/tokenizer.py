@@ -1,0 +1,172 @@
+"""Training of the tokenizer: reconstruction first; then, with the codes frozen, a sharper decoder."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lanternpp.errors import InputError
+from lanternpp.training import hardware, losses
+from lanternpp.training.adversarial import Discriminator, balance, hinge, matching
+from lanternpp.training.data import Order, Pictures, describe
+from lanternpp.training.pictures import sheet
+from lanternpp.training.run import Plan, Task, averaged, run
+from lanternpp.vq.model import VQ, VQConfig, usage
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """What decides the result, budget and machine aside."""
+
+    batch_size: int = 128
+    lr: float = 4e-4
+    seed: int = 0
+    adversarial: bool = False
+    adversarial_start: float = 0.5  # share of the budget
+    adversarial_weight: float = 0.3  # length of the adversarial gradient, in lengths of the reconstruction's
+    matching: float = 10.0  # weight of feature matching inside the adversarial loss
+    discriminator_lr: float = 2e-4
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise InputError(f"batch size {self.batch_size} must be at least 1.")
+        if not 0 < self.lr < 1:
+            raise InputError(f"lr {self.lr} must lie between 0 and 1; 4e-4 is usual.")
+
+
+class TokenizerTask(Task):
+    """A VQ autoencoder on crops of pictures."""
+
+    name = "tokenizer"
+
+    def __init__(self, config: VQConfig, settings: TokenizerSettings, train: Pictures, val: Pictures,
+                 data: dict[str, Any], device: torch.device):
+        torch.manual_seed(settings.seed)
+        self.config, self.options, self.device, self.data = config, settings, device, data
+        self.train, self.val = train.to(device), val.to(device)
+        self.settings = {**asdict(config), **asdict(settings), "data": data["hash"]}
+        self.model: VQ = VQ(config).to(device=device, memory_format=torch.channels_last).train()
+        self.average: VQ = averaged(self.model)  # type: ignore[assignment]
+        self.judge = Discriminator().to(device=device, memory_format=torch.channels_last)
+        fused = device.type == "cuda"
+        self.optimizers = {
+            "model": torch.optim.AdamW(self.model.parameters(), settings.lr, (0.9, 0.99), weight_decay=1e-4,
+                                       fused=fused),
+            "judge": torch.optim.AdamW(self.judge.parameters(), settings.discriminator_lr, (0.5, 0.9),
+                                       weight_decay=1e-4, fused=fused)}
+        self.order = Order(len(train), settings.batch_size, settings.seed)
+        self.since: float | None = None  # progress at which the adversarial part began
+
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """Model, average and discriminator."""
+        return {**super().modules(), "judge": self.judge}
+
+    def extra(self) -> dict[str, Any]:
+        """The phase."""
+        return {"since": self.since}
+
+    def restore(self, extra: dict[str, Any]) -> None:
+        """The phase."""
+        self.since = extra["since"]
+
+    def speed_up(self) -> None:
+        """Compile the two convolutional stacks; the quantiser between them stays as it is."""
+        self.model.encoder.compile(dynamic=False)
+        self.model.decoder.compile(dynamic=False)
+
+    def step(self, step: int, progress: float) -> dict[str, Tensor]:
+        """One update, of everything or, in the adversarial part, of the decoder."""
+        index, generator = self.order(step)
+        images = self.train.random(generator, index)
+        if not self.options.adversarial or progress < self.options.adversarial_start:
+            return self.reconstruct(images)
+        if self.since is None:
+            self.since = progress
+            self.model.load_state_dict(self.average.state_dict())  # the codes that the average makes are final
+        return self.sharpen(images, min((progress - self.since) / 0.05, 1.0))
+
+    def reconstruct(self, images: Tensor) -> dict[str, Tensor]:
+        """Encoder, codebook and decoder together."""
+        with hardware.autocast(self.device):
+            output, codes, commitment = self.model(images)
+        loss = losses.reconstruction(output, images)
+        self.update("model", self.model, loss + commitment)
+        return {"loss": loss, "commitment": commitment}
+
+    def sharpen(self, images: Tensor, ramp: float) -> dict[str, Tensor]:
+        """The decoder against the discriminator. Gradients meet on the pixels, where their lengths are compared."""
+        with hardware.autocast(self.device):
+            with torch.no_grad():
+                quantised = self.model.codebook[self.model.encode(images)]
+            output = self.model.render(quantised)
+            pixels = output.detach().requires_grad_()
+            loss = losses.reconstruction(pixels, images)
+            pull, = torch.autograd.grad(loss, pixels)
+            with torch.no_grad():
+                _, wanted = self.judge(images)
+            scores, features = self.judge(pixels)
+            fooling = -scores.mean() + self.options.matching * matching(features, wanted)
+            push, = torch.autograd.grad(fooling, pixels)
+        weight = ramp * self.options.adversarial_weight * balance(pull, push)
+        self.optimizers["model"].zero_grad()
+        output.backward(pull + weight * push)
+        torch.nn.utils.clip_grad_norm_(self.model.decoder.parameters(), 1.0)
+        self.optimizers["model"].step()
+        with hardware.autocast(self.device):
+            verdict = hinge(self.judge(images)[0], self.judge(pixels.detach())[0])
+        self.update("judge", self.judge, verdict)
+        return {"loss": loss, "judge": verdict, "fooling": fooling}
+
+    def update(self, name: str, module: torch.nn.Module, loss: Tensor) -> None:
+        """Backward, clip, step."""
+        optimizer = self.optimizers[name]
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """PSNR on the centres of the validation pictures, and how much of the codebook they use."""
+        ratios, codes = [], []
+        with hardware.autocast(self.device):
+            for images in self.val.centres(64):
+                codes.append(self.average.encode(images))
+                ratios.append(losses.psnr(self.average.decode(codes[-1]), images))
+        share, perplexity = usage(torch.cat(codes), self.config.codes)
+        return {"psnr": torch.cat(ratios).mean().item(), "usage": share, "perplexity": perplexity}
+
+    @torch.no_grad()
+    def final(self) -> dict[str, Any]:
+        """Codebook use over the training set."""
+        with hardware.autocast(self.device):
+            codes = torch.cat([self.average.encode(images) for images in self.train.centres(64)])
+        share, perplexity = usage(codes, self.config.codes)
+        return {"train_usage": share, "train_perplexity": perplexity}
+
+    @torch.no_grad()
+    def sample(self, path: Path) -> None:
+        """Sixteen validation pictures in rows of eight, each row above its reconstruction."""
+        index = torch.linspace(0, len(self.val) - 1, min(16, len(self.val))).long()
+        rows = []
+        for part in index.split(8):
+            images = self.val.centre(part)
+            with hardware.autocast(self.device):
+                rows += [images, self.average.decode(self.average.encode(images))]
+        sheet(torch.cat(rows), min(8, len(index)), path)
+
+    def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The averaged tokenizer."""
+        return {"kind": "vq", **asdict(self.config)}, self.average.weights()
+
+
+def train(data: Path, model: Path, config: VQConfig, settings: TokenizerSettings, plan: Plan,
+          limit: int | None = None) -> bool:
+    """Train `model/tokenizer` on the pictures of `data`; False if interrupted."""
+    pictures = [Pictures.read(data, split, config.size, limit) for split in ("train", "val")]
+    task = TokenizerTask(config, settings, *pictures, describe(*pictures, data), plan.device)
+    return run(task, plan)

@@ -1,0 +1,192 @@
+"""Our tokenizer: a convolutional VQ autoencoder (VQGAN, 2012.09841, with the latents of ViT-VQGAN, 2110.04627)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lanternpp.errors import InputError
+from lanternpp.vq.quantiser import Quantiser
+
+
+@dataclass(frozen=True)
+class VQConfig:
+    """Shape of the tokenizer. Stages run from fine to coarse; each is half as wide and high as the one before."""
+
+    size: int = 128  # pixels of an image's side
+    codes: int = 4096  # V
+    dim: int = 8  # C, of a latent
+    channels: tuple[int, ...] = (64, 128, 256)  # at 1/2, 1/4, 1/8 of the size
+    encoder_blocks: tuple[int, ...] = (1, 2, 1)
+    decoder_blocks: tuple[int, ...] = (2, 3, 3)
+    thin: int = 32  # channels of the decoder's last stage, at full size
+    commitment: float = 0.25
+
+    def __post_init__(self) -> None:
+        for name in ("channels", "encoder_blocks", "decoder_blocks"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON gives lists
+        if len({len(self.channels), len(self.encoder_blocks), len(self.decoder_blocks)}) != 1:
+            raise InputError("channels, encoder_blocks and decoder_blocks need one entry per stage each.")
+        if self.size % self.down:
+            raise InputError(f"size {self.size} is not a multiple of {self.down}, the tokenizer's reduction.")
+
+    @property
+    def down(self) -> int:
+        """Pixels of an image's side per code."""
+        return 2 ** len(self.channels)
+
+    @property
+    def grid(self) -> int:
+        """Codes of an image's side."""
+        return self.size // self.down
+
+
+def norm(channels: int) -> nn.Module:
+    """Group normalisation, 16 channels a group."""
+    return nn.GroupNorm(max(channels // 16, 1), channels, eps=1e-6)
+
+
+class Block(nn.Module):
+    """Residual: norm, SiLU, 3x3, norm, SiLU, 3x3; the second convolution starts at zero."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.norm1, self.norm2 = norm(channels), norm(channels)
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
+        nn.init.zeros_(self.conv2.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> the same shape."""
+        h = self.conv1(F.silu(self.norm1(x)))
+        return x + self.conv2(F.silu(self.norm2(h)))
+
+
+class Mix(nn.Module):
+    """Residual self-attention over all places, for the coarsest stage."""
+
+    def __init__(self, channels: int, head_dim: int = 64):
+        super().__init__()
+        self.heads = max(channels // head_dim, 1)
+        self.norm = norm(channels)
+        self.qkv = nn.Conv2d(channels, 3 * channels, 1)
+        self.out = nn.Conv2d(channels, channels, 1)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> the same shape."""
+        b, c, h, w = x.shape
+        qkv = self.qkv(self.norm(x)).permute(0, 2, 3, 1).reshape(b, h * w, 3, self.heads, c // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, h, w, c)
+        return x + self.out(y.permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last))
+
+
+class Up(nn.Module):
+    """Twice the size by repetition, then 3x3."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, inputs, H, W] -> [B, outputs, 2H, 2W]."""
+        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+
+
+def encoder(config: VQConfig) -> nn.Sequential:
+    """Images [B, 3, H, W] -> latents [B, C, H/down, W/down], not yet normalised."""
+    first, last = config.channels[0], config.channels[-1]
+    layers: list[nn.Module] = [nn.PixelUnshuffle(2), nn.Conv2d(12, first, 3, padding=1)]
+    inputs = first
+    for stage, (channels, blocks) in enumerate(zip(config.channels, config.encoder_blocks, strict=True)):
+        if stage:
+            layers.append(nn.Conv2d(inputs, channels, 3, stride=2, padding=1))
+        layers += [Block(channels) for _ in range(blocks)]
+        inputs = channels
+    return nn.Sequential(*layers, Mix(last), norm(last), nn.SiLU(), nn.Conv2d(last, config.dim, 1))
+
+
+def decoder(config: VQConfig) -> nn.Sequential:
+    """Latents [B, C, H/down, W/down] -> images [B, 3, H, W], not clamped."""
+    last = config.channels[-1]
+    layers: list[nn.Module] = [nn.Conv2d(config.dim, last, 3, padding=1), Mix(last)]
+    stages = list(zip(config.channels, config.decoder_blocks, strict=True))[::-1]
+    for (channels, blocks), (below, _) in zip(stages, [*stages[1:], (config.thin, 1)], strict=True):
+        layers += [Block(channels) for _ in range(blocks)]
+        layers.append(Up(channels, below))
+    return nn.Sequential(*layers, Block(config.thin), norm(config.thin), nn.SiLU(),
+                         nn.Conv2d(config.thin, 3, 3, padding=1))
+
+
+class VQ(nn.Module):
+    """Images in [-1, 1] <-> codes in raster order."""
+
+    def __init__(self, config: VQConfig):
+        super().__init__()
+        self.config = config
+        self.encoder = encoder(config)
+        self.quantiser = Quantiser(config.codes, config.dim)
+        self.decoder = decoder(config)
+
+    @property
+    def codebook(self) -> Tensor:
+        """[V, C], unit rows."""
+        return self.quantiser.codebook
+
+    @property
+    def length(self) -> int:
+        """Codes of an image."""
+        return self.config.grid**2
+
+    def latents(self, images: Tensor) -> Tensor:
+        """Images [B, 3, H, W] -> latents [B, length, C]."""
+        images = images.contiguous(memory_format=torch.channels_last)
+        return self.encoder(images).flatten(2).transpose(1, 2)
+
+    def render(self, quantised: Tensor) -> Tensor:
+        """Quantised latents [B, length, C] -> images [B, 3, H, W], not clamped."""
+        grid = self.config.grid
+        x = quantised.transpose(1, 2).unflatten(2, (grid, grid))
+        return self.decoder(x.contiguous(memory_format=torch.channels_last)).float()
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Images [B, 3, H, W] -> (reconstruction [B, 3, H, W], codes [B, length], weighted commitment loss)."""
+        quantised, codes, commitment = self.quantiser(self.latents(images))
+        return self.render(quantised), codes, self.config.commitment * commitment
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        """Images [B, 3, H, W] in [-1, 1] -> codes [B, length], int64."""
+        size = self.config.size
+        if images.ndim != 4 or tuple(images.shape[1:]) != (3, size, size):
+            raise InputError(f"images are {tuple(images.shape)}; this tokenizer reads [B, 3, {size}, {size}].")
+        return self.quantiser.nearest(self.latents(images.to(self.dtype)))
+
+    @torch.no_grad()
+    def decode(self, codes: Tensor) -> Tensor:
+        """Codes [B, length] -> images [B, 3, H, W] in [-1, 1], float32."""
+        if codes.ndim != 2 or codes.shape[1] != self.length:
+            raise InputError(f"codes are {tuple(codes.shape)}; this tokenizer draws from [B, {self.length}].")
+        return self.render(self.codebook[codes].to(self.dtype)).clamp(-1, 1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the convolutions compute in."""
+        return next(self.decoder.parameters()).dtype
+
+    def weights(self) -> dict[str, Tensor]:
+        """What a model folder holds: everything but the quantiser's moving statistics."""
+        moving = ("quantiser.sums", "quantiser.counts")
+        return {name: tensor for name, tensor in self.state_dict().items() if name not in moving}
+
+
+def usage(codes: Tensor, vocab: int) -> tuple[float, float]:
+    """Share of the codebook in use, and perplexity exp(entropy), of any number of codes."""
+    counts = torch.bincount(codes.flatten(), minlength=vocab).double()
+    p = counts / counts.sum().clamp_min(1)
+    return (counts > 0).double().mean().item(), torch.special.entr(p).sum().exp().item()
+

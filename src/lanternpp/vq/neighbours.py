@@ -1,0 +1,48 @@
+"""Codebook neighbours: the k nearest codes of every code in latent space (the papers' proximity set)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lanternpp.errors import InputError
+from lanternpp.nn.checkpoints import checksum, replacing
+
+
+def neighbours(codebook: Tensor, k: int, folder: Path | None = None, chunk: int = 1024) -> Tensor:
+    """codebook [V, C] -> [V, k] int32, nearest first by l2, the code itself excluded.
+
+    Kept in `folder` under the codebook's checksum, and read from there the next time. Raises InputError
+    unless 1 <= k <= V - 1.
+    """
+    vocab = len(codebook)
+    if not 1 <= k < vocab:
+        raise InputError(f"{k} neighbours of a codebook of {vocab} codes; use 1 to {vocab - 1}")
+    path = folder / f"neighbours-{checksum(codebook)}-{k}.safetensors" if folder else None
+    if path and path.is_file():
+        return load_file(path)["neighbours"]
+    book = codebook.detach().float()
+    rows = []
+    for first in range(0, vocab, chunk):
+        distance = torch.cdist(book[first : first + chunk], book, compute_mode="donot_use_mm_for_euclid_dist")
+        own = torch.arange(first, first + len(distance), device=book.device)
+        distance.scatter_(1, own[:, None], float("inf"))
+        rows.append(distance.topk(k, 1, largest=False).indices.int())
+    table = torch.cat(rows)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            save_file({"neighbours": table.cpu()}, temporary)
+    return table
+
+
+def cache_folder(beside: Path) -> Path:
+    """Where derived tables go: beside the model, or the user's cache where that is not ours to write."""
+    shipped = Path(__file__).parent.parent
+    if os.access(beside, os.W_OK) and shipped not in beside.resolve().parents:
+        return beside
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lanternpp"

@@ -1,0 +1,59 @@
+"""Vector quantisation on the unit sphere: van den Oord et al. (1711.00937), cosine form of ViT-VQGAN (2110.04627)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Quantiser(nn.Module):
+    """The nearest row of an l2-normalised codebook, which follows the latents as a moving k-means.
+
+    Codes that hardly any latent chooses are revived: they take the place of a random latent of the batch.
+    """
+
+    codebook: Tensor  # [V, C], unit rows
+    sums: Tensor  # [V, C], moving sum of the latents of each code
+    counts: Tensor  # [V], moving number of them; zero at birth, so the first batch seeds the codebook
+
+    def __init__(self, codes: int, dim: int, decay: float = 0.99, dead: float = 0.05):
+        super().__init__()
+        self.decay = decay
+        self.dead = dead  # a code chosen less often than this share of the average is revived
+        codebook = F.normalize(torch.randn(codes, dim), dim=-1)
+        self.register_buffer("codebook", codebook)
+        self.register_buffer("sums", codebook.clone(), persistent=True)
+        self.register_buffer("counts", torch.zeros(codes), persistent=True)
+
+    def nearest(self, latents: Tensor) -> Tensor:
+        """latents [..., C] -> codes [...], the rows of least distance."""
+        flat = F.normalize(latents.float(), dim=-1).flatten(0, -2)
+        with torch.autocast(flat.device.type, enabled=False):
+            parts = [(part @ self.codebook.t()).argmax(-1) for part in flat.split(32768)]
+        return torch.cat(parts).view(latents.shape[:-1])
+
+    def forward(self, latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """latents [..., C] -> (quantised [..., C] straight through, codes [...], commitment loss)."""
+        unit = F.normalize(latents.float(), dim=-1)
+        with torch.no_grad():
+            codes = self.nearest(unit)
+            chosen = self.codebook[codes]
+            if self.training:
+                self.follow(unit.flatten(0, -2), codes.flatten())
+        commitment = F.mse_loss(unit, chosen) * unit.shape[-1]
+        return unit + (chosen - unit).detach(), codes, commitment
+
+    @torch.no_grad()
+    def follow(self, unit: Tensor, codes: Tensor) -> None:
+        """Move the codebook towards unit latents [M, C] with codes [M]; revive the dead. No host read."""
+        counts = torch.zeros_like(self.counts).index_add_(0, codes, torch.ones_like(unit[:, 0]))
+        sums = torch.zeros_like(self.sums).index_add_(0, codes, unit)
+        self.counts.lerp_(counts, 1 - self.decay)
+        self.sums.lerp_(sums, 1 - self.decay)
+        average = unit.shape[0] / self.counts.shape[0]
+        dead = (self.counts < self.dead * average)[:, None]
+        fresh = unit[torch.randint(unit.shape[0], self.counts.shape, device=unit.device)]
+        self.sums.copy_(torch.where(dead, fresh * average, self.sums))
+        self.counts.copy_(torch.where(dead[:, 0], torch.full_like(self.counts, average), self.counts))
+        self.codebook.copy_(F.normalize(self.sums, dim=-1))
