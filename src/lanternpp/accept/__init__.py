@@ -1,1 +1,9 @@
+"""Acceptance rules: one paper per file, one row here."""
 
+from __future__ import annotations
+
+from lanternpp.accept.exact import Exact
+from lanternpp.accept.lantern import Lantern
+from lanternpp.accept.lantern_pp import LanternPlusPlus
+
+RULES = {"exact": Exact, "lantern": Lantern, "lantern++": LanternPlusPlus}

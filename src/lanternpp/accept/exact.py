@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from torch import Tensor
 
-from lanternpp.accept.base import Acceptance
+from lanternpp.accept.base import Acceptance, Dials
 
 
 class Exact(Acceptance):
     """The output follows the target's distribution."""
 
     lossless = True
+
+    @classmethod
+    def build(cls, dials: Dials) -> Self:
+        """It has no dials."""
+        return cls()
 
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
         """p unchanged."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from torch import Tensor
 
+from lanternpp.accept.base import Dials
 from lanternpp.accept.neighbours import NeighbourAcceptance
 from lanternpp.errors import InputError
 
@@ -16,6 +19,13 @@ class Lantern(NeighbourAcceptance):
         if not 0 <= delta <= 1:
             raise InputError(f"delta {delta} is outside [0, 1]; 0 is exact")
         self.delta = delta
+
+    @classmethod
+    def build(cls, dials: Dials) -> Self:
+        """From neighbours (k) and delta."""
+        if dials.neighbours is None or dials.delta is None:
+            raise InputError("this rule needs neighbours and delta; give both")
+        return cls(dials.table(dials.neighbours), dials.delta)
 
     def budget(self, p_code: Tensor) -> float:
         """delta, whatever the code."""

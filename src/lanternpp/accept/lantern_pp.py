@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from torch import Tensor
 
+from lanternpp.accept.base import Dials
 from lanternpp.accept.neighbours import NeighbourAcceptance
 from lanternpp.errors import InputError
 
@@ -16,6 +19,13 @@ class LanternPlusPlus(NeighbourAcceptance):
         if not lam >= 1:
             raise InputError(f"lambda {lam} is below 1; 1 is exact")
         self.lam = lam
+
+    @classmethod
+    def build(cls, dials: Dials) -> Self:
+        """From neighbours (k) and lambda."""
+        if dials.neighbours is None or dials.lam is None:
+            raise InputError("this rule needs neighbours and lambda; give both")
+        return cls(dials.table(dials.neighbours), dials.lam)
 
     def budget(self, p_code: Tensor) -> Tensor:
         """(lambda - 1) p(x)."""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from lanternpp.drafters.base import Drafter
+from lanternpp.errors import InputError
+from lanternpp.nn import checkpoints
+from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
+from lanternpp.targets.base import Target
 from lanternpp.types import Nodes
 
 
@@ -41,6 +47,19 @@ class EagleDrafter(Drafter):
             final_norm=config.final_norm,
         )
         self.decoder = Decoder(shape, turns)
+
+    @classmethod
+    def read(cls, folder: Path, target: Target, dtype: torch.dtype) -> Self:
+        """The drafter in `folder` for this target."""
+        config = config_as(EagleConfig, checkpoints.load_config(folder), folder)
+        if config.dim != target.decoder.config.dim:
+            raise InputError(
+                f"drafter {folder} is {config.dim} wide and the target {target.decoder.config.dim}; "
+                "use a drafter trained for this target"
+            )
+        drafter = cls(config, target.decoder.turns)
+        checkpoints.load_into(drafter, folder, dtype)
+        return drafter
 
     def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
         """ahead [R, N, D], features [R, N, D] -> the features one ahead, [R, N, D]."""

@@ -19,7 +19,7 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import verify
 from lanternpp.proposers.base import Proposer
 from lanternpp.targets.base import Target
-from lanternpp.types import Draft, Look, Tree, Verdict
+from lanternpp.types import Look, Tree, Verdict
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,12 @@ class Engine:
         self.sampling, self.guidance, self.batch = sampling, guidance, batch
         room = target.slots + target.length + proposer.size
         self.cache = Cache(target.decoder.config, guidance.branches * batch, room, like)
-        self.codes = torch.zeros(batch, target.length + proposer.depth + 1, dtype=torch.int64, device=like.device)
-        self.count = torch.full((batch,), target.length, device=like.device)  # decided codes; all: an idle slot
+        self.codes = torch.zeros(
+            batch, target.length + proposer.depth + 1, dtype=torch.int64, device=like.device
+        )
+        self.count = torch.full(
+            (batch,), target.length, device=like.device
+        )  # decided codes; all: an idle slot
         self.passes = torch.zeros_like(self.count)
         self.accepted = torch.zeros_like(self.codes)
         self.noise = Noise(seed=torch.zeros_like(self.count), turn=self.passes)

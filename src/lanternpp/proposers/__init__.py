@@ -1,1 +1,8 @@
+"""Proposers: whatever offers a draft to the loop."""
 
+from __future__ import annotations
+
+from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.tree import TreeProposer
+
+PROPOSERS = {"nothing": Nothing, "tree": TreeProposer}

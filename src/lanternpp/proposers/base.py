@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from lanternpp.drafters.base import Drafter
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.targets.base import Target
+from lanternpp.trees.base import TreeBuilder
 from lanternpp.types import Draft, Look, Prompt
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a proposer may be built from; each takes what it needs."""
+
+    drafter: Callable[[], Drafter]
+    tree: Callable[[], TreeBuilder]
 
 
 class Proposer(ABC):
@@ -20,6 +33,11 @@ class Proposer(ABC):
     size: int
     depth: int
     root: Tensor  # [B] the code each draft starts from
+
+    @classmethod
+    @abstractmethod
+    def build(cls, parts: Parts) -> Self:
+        """A proposer of these parts; InputError where one is missing."""
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Make room for a batch; called once, before anything else."""

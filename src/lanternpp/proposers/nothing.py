@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
-from lanternpp.proposers.base import Proposer
+from lanternpp.proposers.base import Parts, Proposer
 from lanternpp.targets.base import Target
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Draft
@@ -16,6 +18,11 @@ class Nothing(Proposer):
 
     size = 1
     depth = 0
+
+    @classmethod
+    def build(cls, parts: Parts) -> Self:
+        """It needs none."""
+        return cls()
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Make room for a batch."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
-from lanternpp.proposers.base import Proposer
+from lanternpp.proposers.base import Parts, Proposer
 from lanternpp.targets.base import Target
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.types import Draft, Frontier, Look, Prompt
@@ -27,6 +29,11 @@ class TreeProposer(Proposer):
         self.drafter, self.builder = drafter, builder
         self.size, self.depth = builder.size, builder.depth
 
+    @classmethod
+    def build(cls, parts: Parts) -> Self:
+        """From a drafter and a tree builder."""
+        return cls(parts.drafter(), parts.tree())
+
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Make room for a batch: the drafter's cache and the features of the nodes of a draft."""
         super().open(target, sampling, guidance, batch)
@@ -35,7 +42,9 @@ class TreeProposer(Proposer):
         rows, shape = guidance.branches * batch, self.drafter.decoder.config
         room = target.slots + target.length + max(self.builder.scratch, self.depth + 1)
         self.cache = Cache(shape, rows, room, like)
-        self.features = torch.zeros(rows, self.builder.scratch, shape.dim, dtype=like.dtype, device=like.device)
+        self.features = torch.zeros(
+            rows, self.builder.scratch, shape.dim, dtype=like.dtype, device=like.device
+        )
         kept = torch.ones(self.depth + 1, self.depth + 1, dtype=torch.bool, device=like.device).tril()
         self._kept_mask = kept.expand(rows, -1, -1)
         self._kept_depth = torch.arange(self.depth + 1, device=like.device).expand(rows, -1)

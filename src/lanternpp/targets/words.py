@@ -5,19 +5,24 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
+from lanternpp.nn import checkpoints
+from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.rope import grid_table
 from lanternpp.targets.base import Target
 from lanternpp.types import Prompt
+from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ
 
-SILENT = frozenset("a an the of photo photograph picture image".split())
+SILENT = frozenset(["a", "an", "the", "of", "photo", "photograph", "picture", "image"])
 
 
 class PromptWarning(UserWarning):
@@ -40,6 +45,10 @@ class WordsConfig:
     slots: int = 8
     dropout: float = 0.0
     factored: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("words", "subjects"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON gives lists
 
 
 class CodeTable(nn.Module):
@@ -72,6 +81,21 @@ class WordsTarget(Target):
         self.slot_table = nn.Parameter(torch.randn(config.slots, config.dim) * 0.02)
         self.null_prefix = nn.Parameter(torch.randn(config.slots, config.dim) * 0.02)
         self._vq = [vq]  # in a list: the tokenizer is not part of this module's weights
+
+    @classmethod
+    def read(cls, folder: Path, dtype: torch.dtype) -> Self:
+        """The target in `folder`/target over the tokenizer in `folder`/tokenizer."""
+        vq = read_vq(folder / "tokenizer", dtype)
+        source = folder / "target"
+        config = config_as(WordsConfig, checkpoints.load_config(source), source)
+        target = cls(config, vq)
+        checkpoints.load_into(target, source, dtype)
+        if (len(vq.codebook), vq.length) != (config.vocab, target.length):
+            raise InputError(
+                f"{source} speaks {config.vocab} codes on a grid of {config.grid}; "
+                f"{folder / 'tokenizer'} has {len(vq.codebook)} codes and {vq.length} per picture"
+            )
+        return target
 
     @property
     def vq(self) -> VQ:
@@ -110,7 +134,14 @@ class WordsTarget(Target):
         for word in re.findall(r"[^\W_]+", sentence.lower()):
             if word in SILENT:
                 continue
-            known = next((w for w in (word, word.removesuffix("s"), word.removesuffix("es")) if w in self.config.words), None)
+            known = next(
+                (
+                    w
+                    for w in (word, word.removesuffix("s"), word.removesuffix("es"))
+                    if w in self.config.words
+                ),
+                None,
+            )
             if known is None:
                 unknown.append(word)
                 continue
@@ -128,7 +159,9 @@ class WordsTarget(Target):
                 stacklevel=2,
             )
         if len(ids) > self.slots:
-            raise InputError(f"prompt {sentence!r} has {len(ids)} known words; this model takes at most {self.slots}")
+            raise InputError(
+                f"prompt {sentence!r} has {len(ids)} known words; this model takes at most {self.slots}"
+            )
         return ids + [0] * (self.slots - len(ids))
 
     def embed(self, codes: Tensor) -> Tensor:
@@ -145,8 +178,6 @@ class WordsTarget(Target):
 
     def folded(self) -> tuple[WordsConfig, dict[str, Tensor]]:
         """The same model with plain code tables: what is written to disk for inference."""
-        from dataclasses import replace
-
         tensors = {k: v for k, v in self.state_dict().items() if not k.endswith(".basis")}
         for name, table in (("codes_in", self.codes_in), ("codes_out", self.codes_out)):
             tensors[f"{name}.table"] = table.matrix(self.codebook).detach()

@@ -15,4 +15,6 @@ def chain_tree(batch: int, depth: int, device: torch.device) -> Tree:
         return x[None].expand(batch, *x.shape).contiguous()
 
     child = torch.where(index < depth, index + 1, -1)
-    return Tree(each(index - 1), each(index), each(child[:, None]), each(index[:, None] >= index), (1,) * depth)
+    return Tree(
+        each(index - 1), each(index), each(child[:, None]), each(index[:, None] >= index), (1,) * depth
+    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
+from lanternpp.errors import InputError
+
 Path = tuple[int, ...]
 Shape = tuple[Path, ...]
 
@@ -29,11 +31,16 @@ def by_levels(counts: Sequence[int], branch: int = 16) -> Shape:
     return tuple(shape)
 
 
-EAGLE = tuple(
+EAGLE: Shape = tuple(
     tuple(int(rank) for rank in path)
-    for path in (
-        "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001".split()
+    for level in (
+        "0 1 2 3",
+        "00 01 02 10 11 20 21 30",
+        "000 001 002 010 011 020 021 100",
+        "0000 0001 0002",
+        "00000 00001",
     )
+    for path in level.split()
 )
 """The 25-node tree of EAGLE-1 (arXiv 2401.15077, figure 7)."""
 
@@ -42,3 +49,29 @@ SHAPES: dict[str, Shape] = {
     "lantern-57": by_levels((5, 13, 16, 14, 9)),
     **{f"chain-{n}": chain(n) for n in (2, 3, 4, 5, 6, 8)},
 }
+
+MAX_NODES, MAX_DEPTH = 512, 32
+
+
+def check(paths: object, source: str) -> Shape:
+    """Paths from outside as a shape; InputError unless they form one tree of sane size."""
+    if not isinstance(paths, list) or not paths:
+        raise InputError(f"{source} must hold a non-empty list of paths such as [[0], [0, 0], [1]]")
+    shape = []
+    for path in paths:
+        fine = isinstance(path, list) and path and all(type(r) is int and 0 <= r < MAX_NODES for r in path)
+        if not fine:
+            raise InputError(f"{source}: {path!r} is not a path; use a non-empty list of ranks from 0")
+        shape.append(tuple(path))
+    known = set(shape)
+    if len(known) < len(shape):
+        twice = next(p for p in shape if shape.count(p) > 1)
+        raise InputError(f"{source}: path {list(twice)} stands twice; list every path once")
+    for path in shape:
+        if len(path) > 1 and path[:-1] not in known:
+            raise InputError(f"{source}: path {list(path)} has no parent; add {list(path[:-1])}")
+    if len(shape) > MAX_NODES or max(map(len, shape)) > MAX_DEPTH:
+        raise InputError(
+            f"{source}: {len(shape)} nodes, {max(map(len, shape))} deep; the limits are {MAX_NODES} and {MAX_DEPTH}"
+        )
+    return tuple(shape)

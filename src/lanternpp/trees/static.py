@@ -84,7 +84,9 @@ class StaticTree(TreeBuilder):
         levels = []
         for d, nodes in enumerate(inner):
             made = [kid for i in nodes for kid in kids[i]]
-            slot = {kid: w * widths[d] + rank for w, i in enumerate(nodes) for rank, kid in enumerate(kids[i])}
+            slot = {
+                kid: w * widths[d] + rank for w, i in enumerate(nodes) for rank, kid in enumerate(kids[i])
+            }
             first = min(made)
             levels.append(
                 _Level(

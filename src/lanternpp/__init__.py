@@ -1,0 +1,35 @@
+"""lanternpp: visual autoregressive models that draw faster, by speculative decoding with relaxed acceptance."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lanternpp.errors import InputError
+
+if TYPE_CHECKING:
+    from lanternpp.accept import RULES
+    from lanternpp.engine.sampling import Sampling
+    from lanternpp.methods import METHODS
+    from lanternpp.pipeline import Pipeline
+    from lanternpp.trees import TREES
+
+__version__ = "0.1.0"
+
+__all__ = ["METHODS", "RULES", "TREES", "InputError", "Pipeline", "Sampling", "__version__"]
+
+_HOMES = {
+    "Pipeline": "lanternpp.pipeline",
+    "Sampling": "lanternpp.engine.sampling",
+    "METHODS": "lanternpp.methods",
+    "RULES": "lanternpp.accept",
+    "TREES": "lanternpp.trees",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when first used: `import lanternpp` alone does not load torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lanternpp' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,48 @@
+"""Which device and which dtype `auto` means here."""
+
+from __future__ import annotations
+
+import torch
+
+from lanternpp.errors import InputError
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """A device by name; auto: the first CUDA GPU, else the CPU. Raises InputError where there is none."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"device {name!r} is not on this machine, which has {torch.cuda.device_count()} CUDA GPUs"
+        )
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """A dtype by name; auto: bfloat16 where products run at half width (CUDA, AMX, AVX-512-BF16), else float32."""
+    if name == "auto":
+        return torch.bfloat16 if half_width(device) else torch.float32
+    if name not in DTYPES:
+        raise InputError(f"dtype {name!r} is unknown; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def half_width(device: torch.device) -> bool:
+    """Whether bfloat16 matrix products have hardware of their own on this device."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)

@@ -1,0 +1,277 @@
+"""A model, ready to draw: `Pipeline.from_pretrained("nature-128")("a photo of a red tulip")`."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+import lanternpp
+from lanternpp.accept import RULES
+from lanternpp.accept.base import Dials
+from lanternpp.devices import pick_device, pick_dtype
+from lanternpp.drafters import DRAFTERS
+from lanternpp.drafters.base import Drafter
+from lanternpp.engine.decode import Engine, Harvest, generate
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Sampling
+from lanternpp.errors import InputError
+from lanternpp.methods import method as named_method
+from lanternpp.nn.checkpoints import load_config
+from lanternpp.proposers import PROPOSERS
+from lanternpp.proposers.base import Parts
+from lanternpp.registry import find, unknown
+from lanternpp.targets import FAMILIES
+from lanternpp.targets.base import Target
+from lanternpp.trees import build_tree
+from lanternpp.vq.neighbours import cache_folder, neighbours
+
+ASSETS = Path(__file__).parent / "assets"
+MODELS = {
+    "nature-128": "128 px photos of flowers and landscapes from a prompt of words; shipped in this package"
+}
+DEFAULTS = "defaults.json"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides a picture, besides its prompt and its seed."""
+
+    method: str
+    proposer: str
+    accept: str
+    tree: str | None
+    neighbours: int | None
+    delta: float | None
+    lam: float | None
+    cfg: float
+    temperature: float
+    top_k: int
+    top_p: float
+    batch_size: int
+    compile: bool
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a run took. Seconds cover decoding and pixels, not loading."""
+
+    method: str
+    model: str
+    images: int
+    codes: int
+    passes: int
+    codes_per_pass: float
+    seconds: float
+    seconds_per_image: float
+    accepted_per_pass: list[int] = field(repr=False)
+    settings: dict[str, Any] = field(repr=False)
+    versions: dict[str, str] = field(repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Pictures, the codes they were made of, and what making them took."""
+
+    images: list[Image.Image]
+    codes: Tensor  # [n, length] int64
+    stats: Stats
+
+
+class Pipeline:
+    """A target, perhaps a drafter, and the engines made for the settings asked for so far."""
+
+    def __init__(
+        self,
+        target: Target,
+        name: str,
+        folder: Path,
+        drafter: Callable[[], Drafter],
+        defaults: dict[str, Any],
+    ):
+        self.target, self.name, self.folder, self.defaults = target, name, folder, defaults
+        self._read_drafter, self._drafter = drafter, None
+        self._engines: dict[Settings, Engine] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls, model: str = "nature-128", drafter: str | None = None, device: str = "auto", dtype: str = "auto"
+    ) -> Pipeline:
+        """A model by name or folder; `drafter` a folder (default: the model's own).
+
+        Raises InputError where a name is unknown or a file is missing, truncated or of another model.
+        """
+        folder = model_folder(model)
+        on = pick_device(device)
+        kind = pick_dtype(dtype, on)
+        family = find("model family", str(load_config(folder / "target").get("kind", "")), FAMILIES)
+        target = family.read(folder, kind).eval().requires_grad_(False).to(on)
+
+        def read_drafter() -> Drafter:
+            source = model_folder(drafter) if drafter else folder
+            source = source / "drafter" if (source / "drafter").is_dir() else source
+            drafter_class = find("drafter", str(load_config(source).get("kind", "")), DRAFTERS)
+            return drafter_class.read(source, target, kind).eval().requires_grad_(False).to(on)
+
+        name = model if model in MODELS else folder.name
+        return cls(target, name, folder, read_drafter, read_defaults(folder))
+
+    def __call__(
+        self,
+        prompt: str | list[str],
+        n: int = 1,
+        seed: int = 0,
+        method: str = "lantern++",
+        progress: Callable[[int, int], None] | None = None,
+        **overrides: Any,
+    ) -> Result:
+        """Draw n pictures per prompt; picture i of a prompt has seed + i.
+
+        overrides: tree, accept, proposer, neighbours, delta, lam, cfg, temperature, top_k, top_p, batch_size
+        and compile; what is left out or None is the method's or the model's default. Raises InputError.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        conditions, seeds = self._orders(prompts, n, seed)
+        settings = self.settings(method, **{"batch_size": min(len(seeds), 8), **_given(overrides)})
+        engine = self.engine(settings)
+        began = time.perf_counter()
+        harvests = generate(engine, conditions, seeds, progress)
+        codes = torch.stack([h.codes for h in harvests])
+        images = self.images(codes)
+        return Result(images, codes.cpu(), self._stats(settings, harvests, time.perf_counter() - began))
+
+    def settings(self, method: str = "lantern++", **overrides: Any) -> Settings:
+        """A method's settings on this model: overrides, then the model's defaults, then the method's row."""
+        row = named_method(method)
+        model = {k: v for k, v in self.defaults.items() if k != "methods"}
+        base = {"cfg": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "batch_size": 1, "compile": False}
+        merged = base | {k: v for k, v in asdict(row).items() if k != "about"} | model
+        merged |= self.defaults.get("methods", {}).get(method, {}) | _given(overrides)
+        extra = [k for k in merged if k not in Settings.__dataclass_fields__]
+        if extra:
+            raise InputError(unknown("option", extra[0], Settings.__dataclass_fields__))
+        settings = Settings(method=method, **merged)
+        if settings.batch_size < 1:
+            raise InputError(f"batch size {settings.batch_size} is below 1; use 1 or more")
+        if settings.top_k > self.target.vocab:
+            raise InputError(f"top-k {settings.top_k} exceeds the {self.target.vocab} codes of {self.name}")
+        return settings
+
+    def engine(self, settings: Settings) -> Engine:
+        """The engine for these settings, made once and kept."""
+        if settings not in self._engines:
+            rule = find("acceptance rule", settings.accept, RULES)
+            proposer = find("proposer", settings.proposer, PROPOSERS)
+            dials = Dials(self.table, settings.neighbours, settings.delta, settings.lam)
+            tree = settings.tree or "eagle-25"
+            parts = Parts(drafter=self.drafter, tree=lambda: build_tree(tree))
+            self._engines[settings] = Engine(
+                self.target,
+                proposer.build(parts),
+                rule.build(dials),
+                Sampling(settings.temperature, settings.top_k, settings.top_p),
+                Guidance(settings.cfg),
+                settings.batch_size,
+            )
+        return self._engines[settings]
+
+    def drafter(self) -> Drafter:
+        """The drafter, read when first needed."""
+        if self._drafter is None:
+            self._drafter = self._read_drafter()
+        return self._drafter
+
+    def table(self, k: int) -> Tensor:
+        """The k nearest codes of every code, [V, k]; InputError where the family has no codebook table."""
+        if self.target.codebook is None:
+            raise InputError(f"{self.name} has no codebook of latents; use a rule without neighbours: exact")
+        device = next(self.target.parameters()).device
+        return neighbours(self.target.codebook.cpu(), k, cache_folder(self.folder)).to(device)
+
+    @torch.inference_mode()
+    def images(self, codes: Tensor, chunk: int = 8) -> list[Image.Image]:
+        """codes [n, length] -> n pictures."""
+        drawn: list[Image.Image] = []
+        for part in codes.split(chunk):
+            pixels = (self.target.pixels(part).float().clamp(-1, 1) + 1) * 127.5
+            drawn += [Image.fromarray(x) for x in pixels.round().byte().permute(0, 2, 3, 1).cpu().numpy()]
+        return drawn
+
+    def _orders(self, prompts: list[str], n: int, seed: int) -> tuple[list[str | None], list[int]]:
+        """One condition and one seed per picture, checked before any work."""
+        if n < 1:
+            raise InputError(f"n {n} is below 1; ask for at least one picture")
+        if not 0 <= seed < 2**63 - n:
+            raise InputError(f"seed {seed} is out of range; use 0 to 2**63 - 1")
+        if not prompts or any(not p.strip() for p in prompts):
+            raise InputError('the prompt is empty; say what to draw, such as "a photo of a red tulip"')
+        for prompt in prompts:
+            self.target.prompt([prompt], 1)
+        return [p for p in prompts for _ in range(n)], [seed + i for _ in prompts for i in range(n)]
+
+    def _stats(self, settings: Settings, harvests: list[Harvest], seconds: float) -> Stats:
+        accepted = [count for h in harvests for count in h.accepted]
+        codes = sum(accepted)
+        dtype = str(next(self.target.parameters()).dtype).removeprefix("torch.")
+        where = {"device": str(next(self.target.parameters()).device), "dtype": dtype}
+        return Stats(
+            method=settings.method,
+            model=self.name,
+            images=len(harvests),
+            codes=codes,
+            passes=len(accepted),
+            codes_per_pass=codes / len(accepted),
+            seconds=seconds,
+            seconds_per_image=seconds / len(harvests),
+            accepted_per_pass=accepted,
+            settings=asdict(settings) | where,
+            versions=versions(),
+        )
+
+
+def model_folder(model: str) -> Path:
+    """The folder of a model: a name of `MODELS` or a path. Raises InputError naming both."""
+    folder = ASSETS / model if model in MODELS else Path(model)
+    if not folder.is_dir():
+        raise InputError(unknown("model", model, MODELS) + "; or give the path of a model folder")
+    return folder
+
+
+def read_defaults(folder: Path) -> dict[str, Any]:
+    """What a model folder says of the settings it draws best with."""
+    path = folder / DEFAULTS
+    if not path.is_file():
+        return {}
+    try:
+        defaults = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(defaults, dict):
+        raise InputError(f"{path} must hold a JSON object")
+    return defaults
+
+
+def versions() -> dict[str, str]:
+    """The versions a result depends on."""
+    return {
+        "lanternpp": lanternpp.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _given(overrides: dict[str, Any]) -> dict[str, Any]:
+    """Those that are not None."""
+    return {k: v for k, v in overrides.items() if v is not None}
