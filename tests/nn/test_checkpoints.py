@@ -1,0 +1,130 @@
+"""A model folder is read back as written, and never trusted."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lanternpp.errors import InputError
+from lanternpp.nn import checkpoints
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 5, 3), nn.Linear(4, 6), nn.BatchNorm1d(6))
+
+
+def test_float32_round_trip_is_exact_with_its_config(tmp_path: Path) -> None:
+    one, two = net(), net()
+    with torch.no_grad():
+        two[0].weight.zero_()
+    checkpoints.save(tmp_path, {"kind": "toy", "sizes": [1, 2]}, one.state_dict())
+    checkpoints.load_into(two, tmp_path)
+    assert checkpoints.load_config(tmp_path) == {"kind": "toy", "sizes": [1, 2]}
+    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+
+
+def test_int8_errs_by_at_most_half_a_step_per_output_channel(tmp_path: Path) -> None:
+    tensors = {"conv": torch.randn(6, 3, 3, 3) * torch.logspace(-3, 2, 6)[:, None, None, None],
+               "bias": torch.randn(7), "zero": torch.zeros(2, 3), "codebook": torch.randn(9, 4),
+               "count": torch.tensor([[3, 4]])}
+    checkpoints.save(tmp_path, {}, tensors, "int8", keep=["codebook"])
+    read = checkpoints.load(tmp_path)[1]
+    assert read.keys() == tensors.keys()
+    bound = tensors["conv"].abs().flatten(1).amax(1) / 127 / 2
+    assert ((read["conv"] - tensors["conv"]).abs().flatten(1).amax(1) <= bound * 1.001).all()
+    assert all(torch.equal(read[name], tensors[name]) for name in ("bias", "zero", "codebook", "count"))
+    assert (tmp_path / checkpoints.WEIGHTS).stat().st_size < 2000
+
+
+def test_faults_are_listed_by_name_and_file(tmp_path: Path) -> None:
+    tensors = net().state_dict()
+    tensors["extra"] = tensors.pop("1.bias")
+    tensors["0.weight"] = torch.zeros(5, 3, 2, 2)
+    checkpoints.save(tmp_path, {}, tensors)
+    with pytest.raises(InputError, match="missing 1.bias") as caught:
+        checkpoints.load_into(net(), tmp_path)
+    for part in ("unexpected extra", "0.weight is (5, 3, 2, 2) where (5, 3, 3, 3)", checkpoints.WEIGHTS):
+        assert part in str(caught.value)
+
+
+def test_at_most_ten_faults_are_listed(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path, {}, {f"t{i}": torch.zeros(1) for i in range(14)})
+    with pytest.raises(InputError, match="and 4 more"):
+        checkpoints.load_into(nn.Module(), tmp_path)
+
+
+def test_truncated_foreign_and_missing_files_are_refused(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path, {"kind": "toy"}, net().state_dict())
+    path = tmp_path / checkpoints.WEIGHTS
+    whole = path.read_bytes()
+    for content in (whole[: len(whole) // 2], whole[:5], b"", b"<html>404</html>" * 20):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=str(path)):
+            checkpoints.load(tmp_path)
+    path.unlink()
+    with pytest.raises(InputError, match="missing"):
+        checkpoints.load(tmp_path)
+    (tmp_path / checkpoints.CONFIG).write_text("{oops")
+    with pytest.raises(InputError, match="valid JSON"):
+        checkpoints.load(tmp_path)
+    (tmp_path / checkpoints.CONFIG).unlink()
+    with pytest.raises(InputError, match="not a model folder"):
+        checkpoints.load(tmp_path)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(RuntimeError), checkpoints.replacing(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_new_weights_never_stand_under_an_old_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.save(tmp_path, {"width": 1}, {"x": torch.zeros(1)})
+
+    def die(*_: object, **__: object) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints, "write_text", die)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(tmp_path, {"width": 2}, {"x": torch.zeros(2)})
+    with pytest.raises(InputError, match="not a model folder"):
+        checkpoints.load(tmp_path)
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[object, ...]:
+        return print, ("boom",)
+
+
+def test_a_pickle_with_code_is_refused_unrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, write in (("a.pt", lambda p: torch.save({"x": Bomb()}, p)),
+                        ("b.pt", lambda p: p.write_bytes(pickle.dumps({"x": Bomb()})))):
+        write(tmp_path / name)
+        with pytest.raises(InputError, match=name):
+            checkpoints.read_pt(tmp_path / name)
+    assert "boom" not in capsys.readouterr().out
+
+
+def test_pt_round_trip_and_truncation(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    checkpoints.write_pt(path, {"step": 3, "x": torch.arange(4)})
+    assert checkpoints.read_pt(path)["step"] == 3
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(InputError, match="truncated"):
+        checkpoints.read_pt(path)
+
+
+def test_checksum_sees_values_shape_and_dtype() -> None:
+    x = torch.arange(6.0)
+    marks = {checkpoints.checksum(y) for y in (x, x + 1, x.view(2, 3), x.int())}
+    assert len(marks) == 4
+    assert checkpoints.checksum(x) == checkpoints.checksum(x.clone())
+    assert json.dumps(sorted(marks))

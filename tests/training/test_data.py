@@ -1,0 +1,87 @@
+"""Reading an imagefolder: what is left out is named, what is fed is reproducible."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lanternpp.errors import InputError
+from lanternpp.training.data import DataWarning, Order, Pictures, generator, read_rows
+
+
+def test_a_corrupt_picture_is_named_skipped_and_counted(tmp_path: Path, paint: Callable[[Path, int], None]) -> None:
+    paint(tmp_path / "train", 120)
+    (tmp_path / "train" / "red" / "004.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
+    with pytest.warns(DataWarning, match=r"1 of 120 .*red/004.png"):
+        pictures = Pictures.read(tmp_path, "train", 32)
+    assert len(pictures) == len(pictures.texts) == 119
+    assert pictures.skipped == ("red/004.png",)
+    (tmp_path / "train" / "red" / "006.png").unlink()
+    with pytest.raises(InputError, match=r"2 of 120 .*red/006.png \(missing\)"):
+        Pictures.read(tmp_path, "train", 32)
+
+
+def test_captions_stay_with_their_pictures(data: Path) -> None:
+    pictures = Pictures.read(data, "train", 32)
+    for image, text in zip(pictures.centre(torch.arange(12)), pictures.texts, strict=True):
+        red = image[0].amax() > 0.5 and image[2].amax() <= 0.51
+        assert ("red" in text) == bool(red)
+
+
+def test_a_root_metadata_serves_too(data: Path) -> None:
+    before = read_rows(data, "val")
+    rows = []
+    for split in ("train", "val"):
+        path = data / split / "metadata.jsonl"
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            rows.append({**row, "file_name": f"{split}/{row['file_name']}"})
+        path.unlink()
+    (data / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    after = read_rows(data, "val")
+    assert (after.files, after.texts) == (before.files, before.texts)
+
+
+def test_missing_parts_are_said_plainly(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no folder"):
+        read_rows(tmp_path / "nowhere", "train")
+    with pytest.raises(InputError, match="test is missing"):
+        read_rows(data, "test")
+    path = data / "val" / "metadata.jsonl"
+    path.write_text('{"file_name": "red/000.png"}\n')
+    with pytest.raises(InputError, match="line 1, has no 'text'"):
+        read_rows(data, "val")
+    path.write_text("oops\n")
+    with pytest.raises(InputError, match="line 1, is not a JSON object"):
+        read_rows(data, "val")
+    path.write_text("")
+    with pytest.raises(InputError, match="no captioned picture"):
+        read_rows(data, "val")
+    path.unlink()
+    with pytest.raises(InputError, match="metadata.jsonl is missing"):
+        read_rows(data, "val")
+
+
+def test_crops_are_what_they_say(data: Path) -> None:
+    pictures = Pictures.read(data, "train", 32)
+    index = torch.arange(12)
+    plain = pictures.centre(index)
+    half, ones = torch.full((12, 2), 0.5), torch.ones(12)
+    mirrored = pictures.crops(index, half, ones > 0, ones)
+    assert torch.allclose(mirrored.flip(-1), plain, atol=1e-4)
+    exact = pictures.crops(index, torch.zeros(12, 2), ones < 0, torch.zeros(12))  # 32 pixels of the corner, as stored
+    assert torch.allclose((exact + 1) * 127.5, pictures.pixels[:, :, :32, :32].float(), atol=1e-2)
+    draws = [pictures.random(generator(1, s), index) for s in (0, 0, 1)]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+def test_order_visits_every_picture_once_an_epoch_and_depends_on_the_step_alone() -> None:
+    order = Order(10, 5, seed=3)
+    seen = [order(step)[0] for step in range(4)]
+    assert sorted(torch.cat(seen[:2]).tolist()) == list(range(10))
+    assert sorted(torch.cat(seen[2:]).tolist()) == list(range(10))
+    assert torch.equal(Order(10, 5, seed=3)(3)[0], seen[3])
+    assert not torch.equal(torch.cat(seen[:2]), torch.cat(seen[2:]))

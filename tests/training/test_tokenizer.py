@@ -1,0 +1,88 @@
+"""The tokenizer's training, and with it the skeleton: budget, resume, refusal, export."""
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lanternpp import vq
+from lanternpp.errors import InputError
+from lanternpp.training import losses
+from lanternpp.training.run import STATE, Plan
+from lanternpp.training.tokenizer import TokenizerSettings, train
+from lanternpp.vq.model import VQConfig
+
+TINY = VQConfig(size=32, codes=64, channels=(16, 32), encoder_blocks=(1, 1), decoder_blocks=(1, 1), thin=16)
+
+
+def go(data: Path, model: Path, steps: int = 8, stop: int | None = None, restart: bool = False, **settings: Any) -> bool:
+    plan = Plan(model / "tokenizer", steps, restart=restart, stop_after=stop, log_steps=1, checks=2)
+    return train(data, model, TINY, TokenizerSettings(**{"batch_size": 4, **settings}), plan)
+
+
+def log(model: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (model / "tokenizer" / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+@pytest.mark.parametrize("stop", [3, 6])  # before and inside the adversarial part
+def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(data: Path, tmp_path: Path, stop: int) -> None:
+    assert go(data, tmp_path / "whole", adversarial=True)
+    assert not go(data, tmp_path / "parts", adversarial=True, stop=stop)
+    assert not (tmp_path / "parts" / "tokenizer" / "config.json").exists()
+    assert go(data, tmp_path / "parts", adversarial=True)
+    assert log(tmp_path / "parts") == log(tmp_path / "whole")
+    one, two = (vq.load(tmp_path / name / "tokenizer") for name in ("whole", "parts"))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def test_other_settings_are_refused_by_name_until_restarted(data: Path, tmp_path: Path) -> None:
+    assert not go(data, tmp_path, stop=1)
+    with pytest.raises(InputError, match=r"lr 0.0004 -> 0.001.*--restart"):
+        go(data, tmp_path, lr=1e-3)
+    assert go(data, tmp_path, steps=2, lr=1e-3, restart=True)
+    assert [row["step"] for row in log(tmp_path) if "loss" in row] == [1, 2]
+
+
+def test_ctrl_c_finishes_the_step_and_saves(data: Path, tmp_path: Path) -> None:
+    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    assert not go(data, tmp_path, steps=100_000)
+    assert (tmp_path / "tokenizer" / STATE).exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_finished_folder_holds_weights_provenance_and_samples(data: Path, tmp_path: Path) -> None:
+    assert go(data, tmp_path, steps=2)
+    folder = tmp_path / "tokenizer"
+    facts = json.loads((folder / "provenance.json").read_text())
+    assert facts["steps"] == 2
+    assert facts["data"]["train"] == 12
+    assert {"psnr", "usage", "perplexity", "train_usage"} <= facts["validation"].keys()
+    assert list((folder / "samples").glob("*.png"))
+    assert not list(folder.glob(".*.tmp"))
+    assert vq.load(folder).config == TINY
+
+
+def test_it_learns_four_pictures(data: Path, tmp_path: Path) -> None:
+    assert go(data, tmp_path, steps=150, lr=3e-3)
+    facts = json.loads((tmp_path / "tokenizer" / "provenance.json").read_text())
+    assert facts["validation"]["psnr"] > 18
+    assert facts["validation"]["train_usage"] > 0.5
+
+
+def test_a_budget_is_required_and_positive(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--steps N, --minutes M"):
+        Plan(tmp_path)
+    with pytest.raises(InputError, match="--minutes -1"):
+        Plan(tmp_path, minutes=-1)
+    assert Plan(tmp_path, steps=10, minutes=1).progress(2, 45) == 0.75
+
+
+def test_psnr_of_a_known_error() -> None:
+    truth = torch.zeros(1, 3, 8, 8)
+    assert losses.psnr(truth + 0.2, truth).item() == pytest.approx(20.0, abs=0.2)  # a tenth of the range
