@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from lanternpp import vq
 from lanternpp.errors import InputError
 from lanternpp.training import losses
 from lanternpp.training.run import STATE, Plan
 from lanternpp.training.tokenizer import TokenizerSettings, train
+from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQConfig
 
 TINY = VQConfig(size=32, codes=64, channels=(16, 32), encoder_blocks=(1, 1), decoder_blocks=(1, 1), thin=16)
 
 
-def go(data: Path, model: Path, steps: int = 8, stop: int | None = None, restart: bool = False, **settings: Any) -> bool:
+def go(
+    data: Path, model: Path, steps: int = 8, stop: int | None = None, restart: bool = False, **settings: Any
+) -> bool:
     plan = Plan(model / "tokenizer", steps, restart=restart, stop_after=stop, log_steps=1, checks=2)
     return train(data, model, TINY, TokenizerSettings(**{"batch_size": 4, **settings}), plan)
 
@@ -37,7 +39,7 @@ def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(data: Path, tmp_path
     assert not (tmp_path / "parts" / "tokenizer" / "config.json").exists()
     assert go(data, tmp_path / "parts", adversarial=True)
     assert log(tmp_path / "parts") == log(tmp_path / "whole")
-    one, two = (vq.load(tmp_path / name / "tokenizer") for name in ("whole", "parts"))
+    one, two = (read_vq(tmp_path / name / "tokenizer") for name in ("whole", "parts"))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
@@ -65,7 +67,7 @@ def test_a_finished_folder_holds_weights_provenance_and_samples(data: Path, tmp_
     assert {"psnr", "usage", "perplexity", "train_usage"} <= facts["validation"].keys()
     assert list((folder / "samples").glob("*.png"))
     assert not list(folder.glob(".*.tmp"))
-    assert vq.load(folder).config == TINY
+    assert read_vq(folder).config == TINY
 
 
 def test_it_learns_four_pictures(data: Path, tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lanternpp import vq
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
+from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ, VQConfig, usage
 from lanternpp.vq.quantiser import Quantiser
 
@@ -80,18 +80,12 @@ def test_a_loaded_tokenizer_draws_the_same(tmp_path: Path, store: checkpoints.St
     model = VQ(TINY).eval()
     keep = ["quantiser.codebook"]
     checkpoints.save(tmp_path, {"kind": "vq", **asdict(TINY)}, model.weights(), store, keep)
-    loaded = vq.load(tmp_path)
+    loaded = read_vq(tmp_path)
     assert loaded.config == TINY
     assert torch.equal(loaded.codebook, model.codebook)
     codes = torch.randint(64, (2, 64))
     gap = (loaded.decode(codes) - model.decode(codes)).abs().max()
     assert gap <= (0 if store == "float32" else 0.05)
-    half = vq.load(tmp_path, dtype=torch.bfloat16)
+    half = read_vq(tmp_path, dtype=torch.bfloat16)
     assert half.decode(codes).dtype == torch.float32
     assert half.codebook.dtype == torch.float32
-
-
-def test_another_kind_is_refused(tmp_path: Path) -> None:
-    checkpoints.save(tmp_path, {"kind": "words"}, {"x": torch.zeros(1)})
-    with pytest.raises(InputError, match="'words'"):
-        vq.load(tmp_path)

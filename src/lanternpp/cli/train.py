@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -20,21 +20,36 @@ Seed = Annotated[int, typer.Option(help="Seed of weights, data order and noise."
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Resume = Annotated[bool, typer.Option("--resume/--restart", help="Go on from a saved state, or start over.")]
 Checks = Annotated[int, typer.Option(help="Validations, samples and saved states over the run.")]
-Store = Annotated[str, typer.Option(help="Weights on disk: float32, bfloat16 or int8.")]
+Store = Annotated[
+    Literal["float32", "bfloat16", "int8"], typer.Option(help="Weights on disk: float32, bfloat16 or int8.")
+]
 Limit = Annotated[int | None, typer.Option(help="Use only this many pictures of each split.")]
 
 
-def plan(folder: Path, steps: int | None, minutes: float | None, device: str, compiled: bool, resume: bool,
-         checks: int, store: str) -> Plan:
+def plan(
+    folder: Path,
+    steps: int | None,
+    minutes: float | None,
+    device: str,
+    compiled: bool,
+    resume: bool,
+    checks: int,
+    store: Literal["float32", "bfloat16", "int8"],
+) -> Plan:
     """The options all three trainings share."""
-    from lanternpp.errors import InputError
     from lanternpp.training.hardware import pick
     from lanternpp.training.run import Plan
 
-    if store not in ("float32", "bfloat16", "int8"):
-        raise InputError(f"--store {store!r} is unknown: use float32, bfloat16 or int8.")
-    return Plan(folder, steps, minutes, restart=not resume, device=pick(device), compile=compiled,
-                checks=checks, store=store)  # type: ignore[arg-type]
+    return Plan(
+        folder,
+        steps,
+        minutes,
+        restart=not resume,
+        device=pick(device),
+        compile=compiled,
+        checks=checks,
+        store=store,
+    )
 
 
 def leave(finished: bool) -> None:
@@ -50,17 +65,26 @@ def main() -> None:
 
 @app.command()
 def tokenizer(
-    data: Data, model: Model,
+    data: Data,
+    model: Model,
     size: Annotated[int, typer.Option(help="Pixels of an image's side.")] = 128,
     codes: Annotated[int, typer.Option(help="Entries of the codebook.")] = 4096,
-    steps: Steps = None, minutes: Minutes = None,
+    steps: Steps = None,
+    minutes: Minutes = None,
     batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 128,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 4e-4,
     adversarial: Annotated[bool, typer.Option(help="Sharpen the decoder against a discriminator.")] = False,
     adversarial_start: Annotated[float, typer.Option(help="Share of the budget before that.")] = 0.5,
-    adversarial_weight: Annotated[float, typer.Option(help="Its gradient, in lengths of the reconstruction's.")] = 0.3,
-    seed: Seed = 0, device: Device = "auto", compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
-    resume: Resume = True, checks: Checks = 20, store: Store = "float32", limit: Limit = None,
+    adversarial_weight: Annotated[
+        float, typer.Option(help="Its gradient, in lengths of the reconstruction's.")
+    ] = 0.3,
+    seed: Seed = 0,
+    device: Device = "auto",
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
+    resume: Resume = True,
+    checks: Checks = 20,
+    store: Store = "float32",
+    limit: Limit = None,
 ) -> None:
     """Train the tokenizer: pictures <-> codes."""
     from lanternpp.training.tokenizer import TokenizerSettings, train

@@ -1,4 +1,4 @@
-"""Model folders: `config.json` beside `model.safetensors`, written whole or not at all, read without trust."""
+"""Model folders: `config.json` beside `model.safetensors`, written whole, read without trust."""
 
 from __future__ import annotations
 
@@ -24,8 +24,13 @@ WEIGHTS = "model.safetensors"
 SCALE = ".scale"  # suffix of the tensor that undoes an int8 tensor
 
 
-def save(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor],
-         store: Store = "float32", keep: Collection[str] = ()) -> None:
+def save(
+    folder: str | Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    store: Store = "float32",
+    keep: Collection[str] = (),
+) -> None:
     """Write a model folder; a kill at any moment leaves the old model, the new one, or no `config.json`.
 
     `store` is how floating-point tensors lie on disk. int8 is symmetric with one scale per output channel
@@ -55,7 +60,7 @@ def load_config(folder: str | Path) -> dict[str, Any]:
     """`config.json` of a model folder."""
     path = Path(folder) / CONFIG
     if not path.is_file():
-        raise InputError(f"{path} is missing: {folder} is not a model folder, or its training never finished.")
+        raise InputError(f"{path} is missing: {folder} is no model folder, or its training never ended.")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -71,16 +76,20 @@ def load_into(module: nn.Module, folder: str | Path, dtype: torch.dtype | None =
     fill(module, read_safetensors(path), path, dtype)
 
 
-def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: str | Path,
-         dtype: torch.dtype | None = None) -> None:
+def fill(
+    module: nn.Module, tensors: Mapping[str, Tensor], source: str | Path, dtype: torch.dtype | None = None
+) -> None:
     """Copy `tensors` into `module`; missing, unexpected and misshaped names are listed with `source`."""
     if dtype is not None:
         module.to(dtype)
     own = module.state_dict()
     faults = [f"missing {name}" for name in own if name not in tensors]
     faults += [f"unexpected {name}" for name in tensors if name not in own]
-    faults += [f"{name} is {tuple(tensors[name].shape)} where {tuple(tensor.shape)} is expected"
-               for name, tensor in own.items() if name in tensors and tensors[name].shape != tensor.shape]
+    faults += [
+        f"{name} is {tuple(tensors[name].shape)} where {tuple(tensor.shape)} is expected"
+        for name, tensor in own.items()
+        if name in tensors and tensors[name].shape != tensor.shape
+    ]
     if faults:
         more = f", and {len(faults) - 10} more" if len(faults) > 10 else ""
         raise InputError(f"{source} does not fit {type(module).__name__}: {', '.join(faults[:10])}{more}.")
@@ -96,7 +105,7 @@ def read_safetensors(path: str | Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             return unpack({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{path} is truncated or no safetensors file ({error}): fetch or train it again.") from None
+        raise InputError(f"{path} is truncated or no safetensors file ({error}): fetch it again.") from None
 
 
 def read_pt(path: str | Path) -> dict[str, Any]:
@@ -107,12 +116,12 @@ def read_pt(path: str | Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        raise InputError(f"{path} holds more than tensors and could run code: convert it to safetensors.") from None
+        raise InputError(f"{path} could run code: convert it to safetensors.") from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{path} is truncated or no torch checkpoint ({reason}): fetch it again.") from None
     if not isinstance(content, dict):
-        raise InputError(f"{path} holds a {type(content).__name__}, where a dictionary of tensors is expected.")
+        raise InputError(f"{path} holds a {type(content).__name__}, where a dict of tensors is expected.")
     return content
 
 
@@ -184,6 +193,6 @@ def unpack(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         scale = packed.get(name + SCALE)
         if tensor.dtype == torch.int8 and scale is not None:
             tensors[name] = tensor.float() * scale.view(-1, *[1] * (tensor.ndim - 1))
-        elif not (name.endswith(SCALE) and getattr(packed.get(name.removesuffix(SCALE)), "dtype", None) is torch.int8):
+        elif not (name.endswith(SCALE) and packed.get(name.removesuffix(SCALE), tensor).dtype == torch.int8):
             tensors[name] = tensor
     return tensors

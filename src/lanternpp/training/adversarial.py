@@ -16,9 +16,13 @@ class Discriminator(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, channels[0], 4, 2, 1)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(i, o, 4, 2, 1), nn.GroupNorm(o // 16, o)) for i, o in pairwise(channels))
-        self.last = nn.Sequential(nn.Conv2d(channels[-1], channels[-1], 3, padding=1),
-                                  nn.LeakyReLU(0.2), nn.Conv2d(channels[-1], 1, 3, padding=1))
+            nn.Sequential(nn.Conv2d(i, o, 4, 2, 1), nn.GroupNorm(o // 16, o)) for i, o in pairwise(channels)
+        )
+        self.last = nn.Sequential(
+            nn.Conv2d(channels[-1], channels[-1], 3, padding=1),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(channels[-1], 1, 3, padding=1),
+        )
 
     def forward(self, images: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Scores and features."""

@@ -40,7 +40,8 @@ class Rows:
     @property
     def key(self) -> str:
         """A hash of the file list with sizes and captions."""
-        sizes = [str((self.root / name).stat().st_size) for name in self.files if (self.root / name).is_file()]
+        paths = [self.root / name for name in self.files]
+        sizes = [str(path.stat().st_size) for path in paths if path.is_file()]
         return digest([*self.files, *self.texts, *sizes])
 
 
@@ -56,13 +57,16 @@ def read_rows(data: str | Path, split: str) -> Rows:
     if inside.is_file():
         rows = read_jsonl(inside)
     elif whole.is_file():
-        rows = [(name.removeprefix(f"{split}/"), text) for name, text in read_jsonl(whole)
-                if name.startswith(f"{split}/")]
+        rows = [
+            (name.removeprefix(f"{split}/"), text)
+            for name, text in read_jsonl(whole)
+            if name.startswith(f"{split}/")
+        ]
     else:
-        raise InputError(f"{inside} is missing: give each picture a line {{\"file_name\": ..., \"text\": ...}} there.")
+        raise InputError(f"{inside} is missing: it has a line with file_name and text for each picture.")
     if not rows:
         pictures = sum(path.suffix.lower() in SUFFIXES for path in root.rglob("*"))
-        raise InputError(f"{root} has no captioned picture: its metadata.jsonl names none of the {pictures} pictures.")
+        raise InputError(f"{root} has no captions: its metadata.jsonl names none of the {pictures} pictures.")
     rows = sorted(dict(rows).items())
     return Rows(root, tuple(name for name, _ in rows), tuple(text for _, text in rows))
 
@@ -79,7 +83,9 @@ def read_jsonl(path: Path) -> list[tuple[str, str]]:
         except (json.JSONDecodeError, TypeError):
             raise InputError(f"{path}, line {number}, is not a JSON object: {line[:60]!r}.") from None
         except KeyError as missing:
-            raise InputError(f"{path}, line {number}, has no {missing}: every line needs file_name and text.") from None
+            raise InputError(
+                f"{path}, line {number}, has no {missing}: file_name and text are needed."
+            ) from None
         if not (isinstance(name, str) and isinstance(text, str)):
             raise InputError(f"{path}, line {number}: file_name and text must be strings.")
         rows.append((name, text))
@@ -89,8 +95,15 @@ def read_jsonl(path: Path) -> list[tuple[str, str]]:
 class Pictures:
     """A split in memory: pixels [M, 3, H, W] uint8, padded; sizes [M, 2] (height, width); M captions."""
 
-    def __init__(self, pixels: Tensor, sizes: Tensor, texts: tuple[str, ...], skipped: tuple[str, ...],
-                 key: str, size: int):
+    def __init__(
+        self,
+        pixels: Tensor,
+        sizes: Tensor,
+        texts: tuple[str, ...],
+        skipped: tuple[str, ...],
+        key: str,
+        size: int,
+    ):
         self.pixels, self.sizes, self.texts, self.skipped, self.size = pixels, sizes, texts, skipped, size
         self.key = key  # a hash of the split's file list
 
@@ -106,11 +119,16 @@ class Pictures:
         bad = {name: why for name, why in zip(names, decoded, strict=True) if isinstance(why, str)}
         first = "; ".join(f"{name} ({why})" for name, why in list(bad.items())[:5])
         if len(bad) > CORRUPT * len(names):
-            raise InputError(f"{len(bad)} of {len(names)} pictures in {rows.root} cannot be read, e.g. {first}: "
-                             "repair them or take their lines out of metadata.jsonl.")
+            raise InputError(
+                f"{len(bad)} of {len(names)} pictures in {rows.root} are unreadable, e.g. {first}: "
+                "repair them or take their lines out of metadata.jsonl."
+            )
         if bad:
-            warnings.warn(f"{len(bad)} of {len(names)} pictures skipped in {rows.root}: {first}", DataWarning,
-                          stacklevel=2)
+            warnings.warn(
+                f"{len(bad)} of {len(names)} pictures skipped in {rows.root}: {first}",
+                DataWarning,
+                stacklevel=2,
+            )
         kept = [picture for picture in decoded if isinstance(picture, Tensor)]
         sizes = torch.tensor([picture.shape[1:] for picture in kept])
         height, width = sizes.amax(0).tolist()
@@ -124,12 +142,15 @@ class Pictures:
 
     def to(self, device: torch.device | str) -> Pictures:
         """The same pictures on a device, where crops are then made."""
-        return Pictures(self.pixels.to(device), self.sizes.to(device), self.texts, self.skipped, self.key, self.size)
+        return Pictures(
+            self.pixels.to(device), self.sizes.to(device), self.texts, self.skipped, self.key, self.size
+        )
 
     def crops(self, index: Tensor, place: Tensor, flip: Tensor, zoom: Tensor) -> Tensor:
-        """Square crops in [-1, 1]: index [B], place [B, 2] and zoom [B] in 0..1, flip [B] bool -> [B, 3, size, size].
+        """Square crops in [-1, 1] of pictures index [B] -> [B, 3, size, size].
 
-        zoom 0 takes a square of `size` pixels (or the short side, where that is less), 1 of the whole short side.
+        `place` [B, 2] and `zoom` [B] lie in 0..1; zoom 0 is a square of `size` pixels, 1 of the whole short
+        side. `flip` [B] mirrors.
         """
         device = self.pixels.device
         index, place, flip, zoom = (send(x, device) for x in (index, place, flip, zoom))
@@ -153,8 +174,8 @@ class Pictures:
 
     def centre(self, index: Tensor) -> Tensor:
         """The whole central square of pictures [B]."""
-        half, no, one = torch.full((index.shape[0], 2), 0.5), torch.zeros(index.shape[0]), torch.ones(index.shape[0])
-        return self.crops(index, half, no > 0, one)
+        one = torch.ones(index.shape[0])
+        return self.crops(index, one[:, None].expand(-1, 2) / 2, one < 0, one)
 
     def centres(self, batch: int) -> Iterator[Tensor]:
         """Central squares of all pictures, in order, at most `batch` at a time."""
@@ -189,7 +210,7 @@ def decode(path: Path, short: int, long: int) -> Tensor | str:
 
 
 class Order:
-    """Which pictures a step sees, and the step's noise: functions of (seed, step), so a resumed run agrees."""
+    """A step's pictures and noise: functions of (seed, step), so a resumed run agrees."""
 
     def __init__(self, count: int, batch: int, seed: int):
         self.count, self.batch, self.seed = count, min(batch, count), seed
@@ -212,5 +233,10 @@ def generator(*parts: int) -> torch.Generator:
 
 def describe(train: Pictures, val: Pictures, data: str | Path) -> dict[str, Any]:
     """The provenance entry for a data folder."""
-    return {"folder": Path(data).resolve().name, "train": len(train), "val": len(val),
-            "skipped": [*train.skipped, *val.skipped][:20], "hash": digest([train.key, val.key])}
+    return {
+        "folder": Path(data).resolve().name,
+        "train": len(train),
+        "val": len(val),
+        "skipped": [*train.skipped, *val.skipped][:20],
+        "hash": digest([train.key, val.key]),
+    }

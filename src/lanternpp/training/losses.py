@@ -23,6 +23,6 @@ def reconstruction(images: Tensor, truth: Tensor, scales: int = 3) -> Tensor:
 
 
 def psnr(images: Tensor, truth: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio in dB of each image [B]; both in [-1, 1], rounded to 8 bits as a file would be."""
+    """Peak signal-to-noise ratio in dB of each image [B]; both in [-1, 1], rounded to 8 bits."""
     mine, other = (((x.float() + 1) * 127.5).round() for x in (images, truth))
     return -10 * ((mine - other).square().flatten(1).mean(1) / 255**2).clamp_min(1e-10).log10()

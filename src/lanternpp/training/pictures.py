@@ -12,7 +12,8 @@ from lanternpp.nn.checkpoints import replacing
 
 def to_bytes(images: Tensor) -> Tensor:
     """Images [B, 3, H, W] in [-1, 1] -> [B, H, W, 3] uint8 on the CPU."""
-    return ((images.detach().float().cpu().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1)
+    levels = (images.detach().float().cpu().clamp(-1, 1) + 1) * 127.5
+    return levels.round().to(torch.uint8).permute(0, 2, 3, 1)
 
 
 def sheet(images: Tensor, columns: int, path: Path) -> None:

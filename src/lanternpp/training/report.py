@@ -40,8 +40,13 @@ class Report:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn(self.name), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(),
-                   TextColumn("{task.description}"))
+        columns = (
+            TextColumn(self.name),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+        )
         with Progress(*columns, console=Console(stderr=True)) as self._bar:
             self._task = self._bar.add_task("", total=1.0, completed=progress)
             yield
@@ -87,26 +92,40 @@ class Report:
     @staticmethod
     def text(figures: Mapping[str, Any]) -> str:
         """`name value` of the numbers among some figures."""
-        return "  ".join(f"{name} {value:.4g}" for name, value in figures.items() if isinstance(value, int | float))
+        numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
+        return "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
 
 
 def provenance(folder: Path, facts: Mapping[str, Any], device: torch.device) -> None:
     """`provenance.json`: how the weights beside it came about."""
-    checkpoints.write_text(folder / "provenance.json", json.dumps({
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git": revision(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "hardware": hardware(device), **facts}, indent=2) + "\n")
+    checkpoints.write_text(
+        folder / "provenance.json",
+        json.dumps(
+            {
+                "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "git": revision(),
+                "versions": {"python": platform.python_version(), "torch": torch.__version__},
+                "hardware": hardware(device),
+                **facts,
+            },
+            indent=2,
+        )
+        + "\n",
+    )
 
 
 def revision() -> str | None:
     """The commit of the source, with + where files differ from it; None outside a checkout."""
+
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True,
-                              check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
     try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
 

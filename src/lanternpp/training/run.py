@@ -91,7 +91,7 @@ class Task(ABC):
         """Plain values a resumed run needs."""
         return {}
 
-    def restore(self, extra: dict[str, Any]) -> None:
+    def restore(self, extra: dict[str, Any]) -> None:  # noqa: B027 (nothing to undo by default)
         """Undo `extra`."""
 
     def speed_up(self) -> None:
@@ -111,7 +111,8 @@ def run(task: Task, plan: Plan, report: Report | None = None) -> bool:
         task.speed_up()
     report = report or Report(task.name, plan.folder)
     started = time.monotonic() - state.seconds
-    saved, sums, counted = time.monotonic(), {}, 0
+    saved, counted = time.monotonic(), 0
+    sums: dict[str, Tensor] = {}
     with report.bar(plan.progress(state.step, state.seconds)), stoppable() as stop:
         while (progress := plan.progress(state.step, state.seconds)) < 1:
             rate(task, progress, state.step)
@@ -137,7 +138,7 @@ def run(task: Task, plan: Plan, report: Report | None = None) -> bool:
                 write_state(task, state, plan)
                 saved = time.monotonic()
             if interrupted and progress < 1:
-                report.say(f"stopped at step {state.step}; the same command resumes from {plan.folder / STATE}")
+                report.say(f"stopped at step {state.step}; the same command resumes it")
                 return False
     finish(task, state, plan, report)
     return True
@@ -164,11 +165,16 @@ def begin(task: Task, plan: Plan) -> State:
         return State()
     content = checkpoints.read_pt(path)
     old, new = content.get("settings", {}), task.settings
-    changed = [f"{name} {old.get(name)!r} -> {new.get(name)!r}" for name in sorted(old.keys() | new.keys())
-               if old.get(name) != new.get(name)]
+    changed = [
+        f"{name} {old.get(name)!r} -> {new.get(name)!r}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    ]
     if changed:
-        raise InputError(f"{path} was trained with other settings ({'; '.join(changed)}): "
-                         "repeat its settings to resume, or pass --restart to start over.")
+        raise InputError(
+            f"{path} was trained with other settings ({'; '.join(changed)}): "
+            "repeat its settings to resume, or pass --restart to start over."
+        )
     for name, module in task.modules().items():
         checkpoints.fill(module, content["modules"][name], path)
     for name, optimizer in task.optimizers.items():
@@ -178,11 +184,17 @@ def begin(task: Task, plan: Plan) -> State:
 
 
 def write_state(task: Task, state: State, plan: Plan) -> None:
-    """All that a resumed run needs. Data order and noise are functions of (seed, step), so the step is enough."""
-    checkpoints.write_pt(plan.folder / STATE, {
-        "settings": task.settings, "state": vars(state), "extra": task.extra(),
-        "modules": {name: module.state_dict() for name, module in task.modules().items()},
-        "optimizers": {name: optimizer.state_dict() for name, optimizer in task.optimizers.items()}})
+    """All a resumed run needs; data order and noise are functions of (seed, step), so the step is enough."""
+    checkpoints.write_pt(
+        plan.folder / STATE,
+        {
+            "settings": task.settings,
+            "state": vars(state),
+            "extra": task.extra(),
+            "modules": {name: module.state_dict() for name, module in task.modules().items()},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in task.optimizers.items()},
+        },
+    )
 
 
 def judge(task: Task, state: State, report: Report, plan: Plan) -> None:
@@ -204,11 +216,23 @@ def finish(task: Task, state: State, plan: Plan, report: Report) -> None:
     figures = {**task.validate(), **task.final()}
     exported = state.best["step"] if state.best else state.step
     config, tensors = task.export()
-    provenance(plan.folder, {
-        "trains": task.name, "data": task.data, "settings": task.settings, "steps": state.step,
-        "exported_step": exported, "minutes": round(state.seconds / 60, 2), "validation": figures,
-        "parameters": sum(p.numel() for p in task.average.parameters()), "store": plan.store}, plan.device)
-    checkpoints.save(plan.folder, config, tensors, plan.store, keep=[n for n in tensors if n.endswith("codebook")])
+    provenance(
+        plan.folder,
+        {
+            "trains": task.name,
+            "data": task.data,
+            "settings": task.settings,
+            "steps": state.step,
+            "exported_step": exported,
+            "minutes": round(state.seconds / 60, 2),
+            "validation": figures,
+            "parameters": sum(p.numel() for p in task.average.parameters()),
+            "store": plan.store,
+        },
+        plan.device,
+    )
+    exact = [name for name in tensors if name.endswith("codebook")]
+    checkpoints.save(plan.folder, config, tensors, plan.store, keep=exact)
     report.say(f"done after {state.step} steps: {report.text(figures)}; weights in {plan.folder}")
 
 
@@ -243,8 +267,9 @@ def check_finite(figures: dict[str, float], step: int) -> None:
     """Stop before a broken model overwrites a good state."""
     broken = [name for name, value in figures.items() if not math.isfinite(value)]
     if broken:
-        raise InputError(f"{', '.join(broken)} is no longer finite at step {step}: resume with a lower --lr and "
-                         "--restart; the last saved state is from before.")
+        raise InputError(
+            f"{', '.join(broken)} is no longer finite at step {step}: --restart with a lower --lr."
+        )
 
 
 @contextmanager

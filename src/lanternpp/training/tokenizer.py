@@ -15,7 +15,7 @@ from lanternpp.training.adversarial import Discriminator, balance, hinge, matchi
 from lanternpp.training.data import Order, Pictures, describe
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Plan, Task, averaged, run
-from lanternpp.vq.model import VQ, VQConfig, usage
+from lanternpp.vq.model import VQ, VQConfig, channels_last, usage
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,31 @@ class TokenizerTask(Task):
 
     name = "tokenizer"
 
-    def __init__(self, config: VQConfig, settings: TokenizerSettings, train: Pictures, val: Pictures,
-                 data: dict[str, Any], device: torch.device):
+    def __init__(
+        self,
+        config: VQConfig,
+        settings: TokenizerSettings,
+        train: Pictures,
+        val: Pictures,
+        data: dict[str, Any],
+        device: torch.device,
+    ):
         torch.manual_seed(settings.seed)
         self.config, self.options, self.device, self.data = config, settings, device, data
         self.train, self.val = train.to(device), val.to(device)
         self.settings = {**asdict(config), **asdict(settings), "data": data["hash"]}
-        self.model: VQ = VQ(config).to(device=device, memory_format=torch.channels_last).train()
+        self.model: VQ = channels_last(VQ(config).to(device)).train()
         self.average: VQ = averaged(self.model)  # type: ignore[assignment]
-        self.judge = Discriminator().to(device=device, memory_format=torch.channels_last)
+        self.judge = channels_last(Discriminator().to(device))
         fused = device.type == "cuda"
         self.optimizers = {
-            "model": torch.optim.AdamW(self.model.parameters(), settings.lr, (0.9, 0.99), weight_decay=1e-4,
-                                       fused=fused),
-            "judge": torch.optim.AdamW(self.judge.parameters(), settings.discriminator_lr, (0.5, 0.9),
-                                       weight_decay=1e-4, fused=fused)}
+            "model": torch.optim.AdamW(
+                self.model.parameters(), settings.lr, (0.9, 0.99), weight_decay=1e-4, fused=fused
+            ),
+            "judge": torch.optim.AdamW(
+                self.judge.parameters(), settings.discriminator_lr, (0.5, 0.9), weight_decay=1e-4, fused=fused
+            ),
+        }
         self.order = Order(len(train), settings.batch_size, settings.seed)
         self.since: float | None = None  # progress at which the adversarial part began
 
@@ -86,31 +96,31 @@ class TokenizerTask(Task):
             return self.reconstruct(images)
         if self.since is None:
             self.since = progress
-            self.model.load_state_dict(self.average.state_dict())  # the codes that the average makes are final
+            self.model.load_state_dict(self.average.state_dict())  # its codes are final
         return self.sharpen(images, min((progress - self.since) / 0.05, 1.0))
 
     def reconstruct(self, images: Tensor) -> dict[str, Tensor]:
         """Encoder, codebook and decoder together."""
         with hardware.autocast(self.device):
-            output, codes, commitment = self.model(images)
+            output, _, commitment = self.model(images)
         loss = losses.reconstruction(output, images)
         self.update("model", self.model, loss + commitment)
         return {"loss": loss, "commitment": commitment}
 
     def sharpen(self, images: Tensor, ramp: float) -> dict[str, Tensor]:
-        """The decoder against the discriminator. Gradients meet on the pixels, where their lengths are compared."""
+        """The decoder against the discriminator; their gradients are weighed on the pixels, by length."""
         with hardware.autocast(self.device):
             with torch.no_grad():
                 quantised = self.model.codebook[self.model.encode(images)]
             output = self.model.render(quantised)
             pixels = output.detach().requires_grad_()
             loss = losses.reconstruction(pixels, images)
-            pull, = torch.autograd.grad(loss, pixels)
+            (pull,) = torch.autograd.grad(loss, pixels)
             with torch.no_grad():
                 _, wanted = self.judge(images)
             scores, features = self.judge(pixels)
             fooling = -scores.mean() + self.options.matching * matching(features, wanted)
-            push, = torch.autograd.grad(fooling, pixels)
+            (push,) = torch.autograd.grad(fooling, pixels)
         weight = ramp * self.options.adversarial_weight * balance(pull, push)
         self.optimizers["model"].zero_grad()
         output.backward(pull + weight * push)
@@ -164,9 +174,15 @@ class TokenizerTask(Task):
         return {"kind": "vq", **asdict(self.config)}, self.average.weights()
 
 
-def train(data: Path, model: Path, config: VQConfig, settings: TokenizerSettings, plan: Plan,
-          limit: int | None = None) -> bool:
+def train(
+    data: Path,
+    model: Path,
+    config: VQConfig,
+    settings: TokenizerSettings,
+    plan: Plan,
+    limit: int | None = None,
+) -> bool:
     """Train `model/tokenizer` on the pictures of `data`; False if interrupted."""
-    pictures = [Pictures.read(data, split, config.size, limit) for split in ("train", "val")]
-    task = TokenizerTask(config, settings, *pictures, describe(*pictures, data), plan.device)
-    return run(task, plan)
+    pictures, val = (Pictures.read(data, split, config.size, limit) for split in ("train", "val"))
+    facts = describe(pictures, val, data)
+    return run(TokenizerTask(config, settings, pictures, val, facts, plan.device), plan)

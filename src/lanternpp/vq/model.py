@@ -1,8 +1,9 @@
-"""Our tokenizer: a convolutional VQ autoencoder (VQGAN, 2012.09841, with the latents of ViT-VQGAN, 2110.04627)."""
+"""Our tokenizer: a convolutional VQ autoencoder (VQGAN, arXiv 2012.09841)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +12,12 @@ from torch import Tensor, nn
 from lanternpp.errors import InputError
 from lanternpp.vq.quantiser import Quantiser
 
+M = TypeVar("M", bound=nn.Module)
+
 
 @dataclass(frozen=True)
 class VQConfig:
-    """Shape of the tokenizer. Stages run from fine to coarse; each is half as wide and high as the one before."""
+    """Shape of the tokenizer. Stages run from fine to coarse, each half as wide and high as the last."""
 
     size: int = 128  # pixels of an image's side
     codes: int = 4096  # V
@@ -36,7 +39,7 @@ class VQConfig:
     @property
     def down(self) -> int:
         """Pixels of an image's side per code."""
-        return 2 ** len(self.channels)
+        return 1 << len(self.channels)
 
     @property
     def grid(self) -> int:
@@ -118,8 +121,9 @@ def decoder(config: VQConfig) -> nn.Sequential:
     for (channels, blocks), (below, _) in zip(stages, [*stages[1:], (config.thin, 1)], strict=True):
         layers += [Block(channels) for _ in range(blocks)]
         layers.append(Up(channels, below))
-    return nn.Sequential(*layers, Block(config.thin), norm(config.thin), nn.SiLU(),
-                         nn.Conv2d(config.thin, 3, 3, padding=1))
+    return nn.Sequential(
+        *layers, Block(config.thin), norm(config.thin), nn.SiLU(), nn.Conv2d(config.thin, 3, 3, padding=1)
+    )
 
 
 class VQ(nn.Module):
@@ -154,7 +158,7 @@ class VQ(nn.Module):
         return self.decoder(x.contiguous(memory_format=torch.channels_last)).float()
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Images [B, 3, H, W] -> (reconstruction [B, 3, H, W], codes [B, length], weighted commitment loss)."""
+        """Images [B, 3, H, W] -> (reconstruction, codes [B, length], weighted commitment loss)."""
         quantised, codes, commitment = self.quantiser(self.latents(images))
         return self.render(quantised), codes, self.config.commitment * commitment
 
@@ -163,14 +167,14 @@ class VQ(nn.Module):
         """Images [B, 3, H, W] in [-1, 1] -> codes [B, length], int64."""
         size = self.config.size
         if images.ndim != 4 or tuple(images.shape[1:]) != (3, size, size):
-            raise InputError(f"images are {tuple(images.shape)}; this tokenizer reads [B, 3, {size}, {size}].")
+            raise InputError(f"images are {tuple(images.shape)}; it reads [B, 3, {size}, {size}].")
         return self.quantiser.nearest(self.latents(images.to(self.dtype)))
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
         """Codes [B, length] -> images [B, 3, H, W] in [-1, 1], float32."""
         if codes.ndim != 2 or codes.shape[1] != self.length:
-            raise InputError(f"codes are {tuple(codes.shape)}; this tokenizer draws from [B, {self.length}].")
+            raise InputError(f"codes are {tuple(codes.shape)}; it draws from [B, {self.length}].")
         return self.render(self.codebook[codes].to(self.dtype)).clamp(-1, 1)
 
     @property
@@ -190,3 +194,8 @@ def usage(codes: Tensor, vocab: int) -> tuple[float, float]:
     p = counts / counts.sum().clamp_min(1)
     return (counts > 0).double().mean().item(), torch.special.entr(p).sum().exp().item()
 
+
+def channels_last(module: M) -> M:
+    """The same module with its convolutions laid out channels last, as CPUs and tensor cores prefer."""
+    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return module

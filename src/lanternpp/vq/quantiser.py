@@ -1,4 +1,4 @@
-"""Vector quantisation on the unit sphere: van den Oord et al. (1711.00937), cosine form of ViT-VQGAN (2110.04627)."""
+"""Vector quantisation (arXiv 1711.00937) on the unit sphere (ViT-VQGAN, 2110.04627, section 3.2)."""
 
 from __future__ import annotations
 
