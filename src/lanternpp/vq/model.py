@@ -22,10 +22,10 @@ class VQConfig:
     size: int = 128  # pixels of an image's side
     codes: int = 4096  # V
     dim: int = 8  # C, of a latent
-    channels: tuple[int, ...] = (64, 128, 256)  # at 1/2, 1/4, 1/8 of the size
-    encoder_blocks: tuple[int, ...] = (1, 2, 1)
-    decoder_blocks: tuple[int, ...] = (2, 3, 3)
-    thin: int = 32  # channels of the decoder's last stage, at full size
+    channels: tuple[int, ...] = (32, 128, 256)  # at 1/2, 1/4, 1/8 of the size
+    encoder_blocks: tuple[int, ...] = (1, 1, 1)
+    decoder_blocks: tuple[int, ...] = (1, 2, 3)
+    thin: int = 16  # channels of the decoder's last stage, at full size
     commitment: float = 0.25
 
     def __post_init__(self) -> None:
