@@ -47,7 +47,7 @@ class Noise:
             count *= n
         index = torch.arange(count, dtype=torch.int32, device=self.seed.device) * _signed(_GOLDEN)
         bits = _mix(_mix(index + low[:, None]) ^ high[:, None])
-        return (((bits >> 8) & 0xFFFFFF).float() + 0.5).mul_(2.0**-24).view(len(self.seed), *shape)
+        return (((bits >> 9) & 0x7FFFFF).float() + 0.5).mul_(2.0**-23).view(len(self.seed), *shape)
 
     def exponential(self, purpose: int, *shape: int) -> Tensor:
         """Exponential float32 of mean 1, [B, *shape]; argmax(p / e) is a draw from p."""
