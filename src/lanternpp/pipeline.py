@@ -26,6 +26,7 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.methods import method as named_method
 from lanternpp.nn.checkpoints import load_config
+from lanternpp.nn.packed import pack
 from lanternpp.proposers import PROPOSERS
 from lanternpp.proposers.base import Parts
 from lanternpp.registry import find, unknown
@@ -118,12 +119,15 @@ class Pipeline:
         kind = pick_dtype(dtype, on)
         family = find("model family", str(load_config(folder / "target").get("kind", "")), FAMILIES)
         target = family.read(folder, kind).eval().requires_grad_(False).to(on)
+        target.pack()
 
         def read_drafter() -> Drafter:
             source = model_folder(drafter) if drafter else folder
             source = source / "drafter" if (source / "drafter").is_dir() else source
             drafter_class = find("drafter", str(load_config(source).get("kind", "")), DRAFTERS)
-            return drafter_class.read(source, target, kind).eval().requires_grad_(False).to(on)
+            made = drafter_class.read(source, target, kind).eval().requires_grad_(False).to(on)
+            pack(made)
+            return made
 
         name = model if model in MODELS else folder.name
         return cls(target, name, folder, read_drafter, read_defaults(folder))

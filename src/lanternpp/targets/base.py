@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.nn.decoder import Decoder, Memory
+from lanternpp.nn.packed import pack
 from lanternpp.types import Nodes, Prompt
 
 
@@ -53,6 +54,10 @@ class Target(nn.Module, ABC):
     def forward(self, x: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
         """x [R, N, D] -> features [R, N, D] after the final norm."""
         return self.decoder(x, nodes, cache)
+
+    def pack(self) -> None:
+        """Prepare for passes over few rows, where the device has something to prepare; for inference only."""
+        pack(self.decoder)
 
     def states(self, prompt: Tensor, codes: Tensor) -> Tensor:
         """prompt [B, T, D], codes [B, length] -> features of every slot, [B, T + length - 1, D], causal."""

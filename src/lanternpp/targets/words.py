@@ -16,6 +16,7 @@ from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import Decoder, DecoderConfig
+from lanternpp.nn.packed import PackedLinear, packable
 from lanternpp.nn.rope import grid_table
 from lanternpp.targets.base import Target
 from lanternpp.types import Prompt
@@ -58,10 +59,22 @@ class CodeTable(nn.Module):
         super().__init__()
         self.table = nn.Parameter(torch.randn(vocab, dim) * 0.02)
         self.basis = nn.Parameter(torch.randn(code_dim, dim) * 0.1) if code_dim else None
+        self.packed: PackedLinear | None = None
 
     def matrix(self, codebook: Tensor) -> Tensor:
         """The vectors of all codes, [V, D]."""
         return self.table if self.basis is None else self.table + codebook.to(self.table.dtype) @ self.basis
+
+    def pack(self) -> None:
+        """Prepare `logits` for passes over few rows; only the plain table of inference can be packed."""
+        if self.basis is None and packable(self.table):
+            self.packed = PackedLinear(self.table, None)
+
+    def logits(self, features: Tensor, codebook: Tensor) -> Tensor:
+        """features [..., D] -> their products with all vectors, [..., V]."""
+        if self.packed is not None:
+            return self.packed(features)
+        return nn.functional.linear(features, self.matrix(codebook))
 
 
 class WordsTarget(Target):
@@ -170,7 +183,12 @@ class WordsTarget(Target):
 
     def head(self, features: Tensor) -> Tensor:
         """features [..., D] -> logits [..., V]."""
-        return nn.functional.linear(features, self.codes_out.matrix(self.codebook))
+        return self.codes_out.logits(features, self.codebook)
+
+    def pack(self) -> None:
+        """Prepare for passes over few rows."""
+        super().pack()
+        self.codes_out.pack()
 
     def pixels(self, codes: Tensor) -> Tensor:
         """codes [B, length] -> images [B, 3, H, W] in [-1, 1]."""

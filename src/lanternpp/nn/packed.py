@@ -1,0 +1,39 @@
+"""Linear layers with their weight in the CPU library's own blocked order, for passes over few rows.
+
+A pass over a handful of codes spends much of its time bringing weights into the order that oneDNN
+multiplies in. Doing it once, when a model is read, leaves the product itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class PackedLinear(nn.Module):
+    """x [..., in] -> [..., out], bfloat16 on a CPU, for inference."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, rows: int = 64):
+        super().__init__()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), rows)
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product, rounded as `nn.Linear` rounds it."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def packable(weight: Tensor) -> bool:
+    """Whether this weight can be packed here: bfloat16 on a CPU with oneDNN's prepacked products."""
+    ops = ("_reorder_linear_weight", "_linear_pointwise")
+    there = torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, op) for op in ops)
+    return there and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+
+
+def pack(module: nn.Module) -> None:
+    """Replace every linear layer below `module` that can be packed; the module is for inference from then on."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear) and packable(child.weight):
+            setattr(module, name, PackedLinear(child.weight, child.bias))
+        else:
+            pack(child)
