@@ -47,7 +47,7 @@ class Sampling:
             logits = torch.full_like(logits, float("-inf")).scatter_(-1, index, best)
         probs = logits.softmax(-1)
         if self.top_p < 1:
-            ordered, index = probs.sort(-1, descending=True, stable=True)
+            ordered, index = probs.sort(dim=-1, descending=True, stable=True)
             ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= self.top_p, 0)
             probs = torch.zeros_like(probs).scatter_(-1, index, ordered / ordered.sum(-1, keepdim=True))
         return probs
