@@ -10,8 +10,10 @@ from torch import Tensor
 from lanternpp.drafters.base import Drafter
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.engine.cache import RowCache
+from lanternpp.engine.decode import Engine
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
 from lanternpp.nn.rope import grid_table
+from lanternpp.proposers.tree import TreeProposer
 from lanternpp.targets.base import Target
 from lanternpp.types import Nodes, Prompt
 
@@ -19,7 +21,7 @@ from lanternpp.types import Nodes, Prompt
 class ToyTarget(Target):
     """A tiny random decoder over a random codebook; a condition is a word whose length decides the prompt."""
 
-    def __init__(self, vocab: int = 12, grid: int = 4, seed: int = 0, sharp: float = 3.0):
+    def __init__(self, vocab: int = 12, grid: int = 4, seed: int = 0, sharp: float = 3.0, lively: float = 4.0):
         super().__init__()
         torch.manual_seed(seed)
         self.vocab, self.width, self.length = vocab, grid, grid * grid
@@ -29,6 +31,9 @@ class ToyTarget(Target):
         self.out = torch.nn.Parameter(torch.randn(vocab, 16) * sharp / 4)
         self.book = torch.nn.functional.normalize(torch.randn(vocab, 3), dim=-1)
         self.null = torch.nn.Parameter(torch.randn(16))
+        for weight in self.decoder.parameters():  # strong enough for the context to matter, as in a real picture
+            if weight.dim() == 2:
+                weight.data *= lively
         self.double().eval().requires_grad_(False)
 
     slots = 3
@@ -61,8 +66,18 @@ class MarkovTarget(ToyTarget):
 
     def __init__(self, table: Tensor, grid: int = 2):
         super().__init__(vocab=len(table), grid=grid)
-        self.logp = table.double().log()
-        self.table = torch.nn.Parameter(torch.eye(len(table), 16, dtype=torch.float64), requires_grad=False)
+        shape = DecoderConfig(dim=4, layers=1, heads=1, hidden=4)  # never run: its cache is kept small
+        self.decoder = Decoder(shape, grid_table(self.slots, grid, shape.head_dim)).double()
+        self.chain = table.double()
+        self.logp = self.chain.log().clamp(min=-1e30)  # of 0 too: 0 x inf is NaN
+        self.table = torch.nn.Parameter(torch.eye(len(table), 4, dtype=torch.float64), requires_grad=False)
+
+    def law(self) -> Tensor:
+        """The probability of every image, [V ** length], first code slowest."""
+        law = self.chain[0]
+        for _ in range(self.length - 1):
+            law = (law.view(-1, self.vocab, 1) * self.chain).flatten()
+        return law
 
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
         rows = len(conditions) * branches
@@ -107,6 +122,44 @@ class NoisyMarkovDrafter(Drafter):
 
     def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
         return ahead * self.scale
+
+
+class OtherMarkovDrafter(NoisyMarkovDrafter):
+    """A Markov chain of its own whose table has nothing to do with the target's; zeros allowed."""
+
+    def __init__(self, target: MarkovTarget, table: Tensor):
+        super().__init__(target)
+        # head(x) = x @ logp of the target, which is invertible: ask it for log(table)
+        wanted = table.double().log().clamp(min=-1e4)
+        self.maps = torch.linalg.solve(target.logp.T, wanted.T).T
+
+    def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+        codes = ahead[..., : len(self.maps)].argmax(-1)
+        return torch.nn.functional.pad(self.maps[codes], (0, ahead.shape[-1] - len(self.maps)))
+
+
+def admit_all(engine: Engine, seeds: Tensor) -> None:
+    """What `admit` does, for every slot of a Markov engine at once: its prompt needs no pass."""
+    target, proposer = engine.target, engine.proposer
+    engine.noise.seed.copy_(seeds)
+    engine.passes.zero_()
+    logits = target.logp[:1].expand(len(seeds), -1)
+    root = engine.sampling.draw(engine.sampling.probs(logits), engine.noise)
+    engine.codes[:, 0], engine.accepted[:, 0] = root, 1
+    engine.count.fill_(1)
+    engine.passes.fill_(1)
+    engine.cache.used.fill_(target.slots)
+    proposer.root.copy_(root)
+    if isinstance(proposer, TreeProposer):
+        proposer.cache.used.fill_(target.slots)
+        first = engine.guidance.rows(target.embed(root[:, None]))
+        proposer.features[:, :1] = proposer.drafter(first, first, None, None)
+
+
+def neighbours(book: Tensor, k: int) -> Tensor:
+    """The k nearest codes of every code by l2, nearest first, itself excluded, [V, k]."""
+    far = torch.cdist(book, book).fill_diagonal_(float("inf"))
+    return far.argsort(-1)[:, :k].int()
 
 
 def eagle(target: Target, seed: int = 1) -> EagleDrafter:

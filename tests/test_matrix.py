@@ -1,0 +1,208 @@
+"""Every target with every proposer, rule and guidance. A new proposer, tree or rule adds one row here."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from toys import OracleDrafter, ToyTarget, eagle, neighbours
+
+from lanternpp.accept.base import Acceptance
+from lanternpp.accept.exact import Exact
+from lanternpp.accept.lantern import Lantern
+from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.engine.decode import Engine, Harvest, generate
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Sampling
+from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.tree import TreeProposer
+from lanternpp.trees.shapes import EAGLE, chain
+from lanternpp.trees.static import StaticTree
+
+TARGETS = {"toy": ToyTarget}
+PROPOSERS = {
+    "nothing": lambda target: Nothing(),
+    "eagle chain": lambda target: TreeProposer(eagle(target), StaticTree(chain(4))),
+    "eagle tree": lambda target: TreeProposer(eagle(target), StaticTree(EAGLE)),
+    "oracle chain": lambda target: TreeProposer(OracleDrafter(target), StaticTree(chain(4))),
+    "oracle tree": lambda target: TreeProposer(OracleDrafter(target), StaticTree(EAGLE)),
+}
+ORACLES = ["oracle chain", "oracle tree"]  # the drafter is the target: everything must be kept
+RULES = {
+    "exact": lambda target: Exact(),
+    "lantern": lambda target: Lantern(neighbours(target.codebook, 5), 0.3),
+    "lantern++": lambda target: LanternPlusPlus(neighbours(target.codebook, 5), 3.0),
+}
+EXACT = {  # rules that must be exact, whatever they are called
+    "exact": RULES["exact"],
+    "lantern, delta 0": lambda target: Lantern(neighbours(target.codebook, 5), 0.0),
+    "lantern++, lambda 1": lambda target: LanternPlusPlus(neighbours(target.codebook, 5), 1.0),
+}
+SAMPLINGS = {"greedy": Sampling(0), "T=1": Sampling(), "T=0.8, k=6, p=0.9": Sampling(0.8, 6, 0.9)}
+CFG = [1.0, 3.0]
+CONDITIONS = ["a", "sea", None, "hill", "stone", "clouds", "a"]  # toy prompts differ with the word's length
+SEEDS = [3, 1, 4, 1, 5, 1 << 40, 2]
+
+
+
+every_target = pytest.mark.parametrize("target", TARGETS)
+every_proposer = pytest.mark.parametrize("proposer", PROPOSERS)
+every_rule = pytest.mark.parametrize("rule", RULES)
+every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS)
+every_cfg = pytest.mark.parametrize("cfg", CFG)
+
+
+@cache
+def draw(
+    target: str, proposer: str, rule: str, sampling: str, cfg: float, batch: int, count: int = 4
+) -> list[Harvest]:
+    """The first `count` conditions, through the whole loop."""
+    model = TARGETS[target]()
+    acceptance: Acceptance = {**RULES, **EXACT}[rule](model)
+    engine = Engine(model, PROPOSERS[proposer](model), acceptance, SAMPLINGS[sampling], Guidance(cfg), batch)
+    return generate(engine, CONDITIONS[:count], SEEDS[:count])
+
+
+def codes(harvests: list[Harvest]) -> list[list[int]]:
+    return [h.codes.tolist() for h in harvests]
+
+
+@every_target
+@every_proposer
+@every_cfg
+@pytest.mark.parametrize("rule", EXACT)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_greedy_exact_is_plain_ar_code_by_code(target, proposer, rule, cfg, batch):
+    plain = codes(draw(target, "nothing", "exact", "greedy", cfg, 1))
+    assert codes(draw(target, proposer, rule, "greedy", cfg, batch)) == plain
+
+
+@every_target
+@every_proposer
+@every_rule
+@every_sampling
+@every_cfg
+def test_a_batch_of_four_is_four_batches_of_one(target, proposer, rule, sampling, cfg):
+    alone = draw(target, proposer, rule, sampling, cfg, 1)
+    together = draw(target, proposer, rule, sampling, cfg, 4)
+    assert codes(together) == codes(alone)
+    assert [h.accepted for h in together] == [h.accepted for h in alone]
+
+
+@every_target
+@every_proposer
+@every_rule
+@every_cfg
+@pytest.mark.parametrize("batch", [3])
+def test_when_a_sample_is_admitted_does_not_matter(target, proposer, rule, cfg, batch):
+    count = len(CONDITIONS)  # more than slots: the later ones enter as others leave
+    alone = codes(draw(target, proposer, rule, "T=1", cfg, 1, count))
+    assert codes(draw(target, proposer, rule, "T=1", cfg, batch, count)) == alone
+
+
+@every_target
+@every_proposer
+@every_sampling
+@every_cfg
+@pytest.mark.parametrize("rule", list(EXACT)[1:])
+def test_a_budget_of_nothing_is_the_exact_rule(target, proposer, rule, sampling, cfg):
+    exact = draw(target, proposer, "exact", sampling, cfg, 4)
+    assert codes(draw(target, proposer, rule, sampling, cfg, 4)) == codes(exact)
+
+
+@every_target
+@every_rule
+@every_sampling
+@every_cfg
+@pytest.mark.parametrize("proposer", ORACLES)
+def test_all_that_an_oracle_drafts_is_kept(target, proposer, rule, sampling, cfg):
+    model = TARGETS[target]()
+    most = PROPOSERS[proposer](model).depth + 1
+    full, rest = divmod(model.length - 1, most)
+    for harvest in draw(target, proposer, rule, sampling, cfg, 4):
+        assert harvest.accepted == [1] + [most] * full + [rest] * (rest > 0)
+
+
+@every_target
+@every_proposer
+@every_rule
+@every_sampling
+@every_cfg
+def test_pass_counts_add_up(target, proposer, rule, sampling, cfg):
+    model = TARGETS[target]()
+    most = PROPOSERS[proposer](model).depth + 1
+    for harvest in draw(target, proposer, rule, sampling, cfg, 4):
+        assert harvest.codes.shape == (model.length,)
+        assert 0 <= harvest.codes.min() and harvest.codes.max() < model.vocab
+        assert harvest.accepted[0] == 1 and sum(harvest.accepted) == model.length
+        assert all(1 <= kept <= most for kept in harvest.accepted)
+        assert proposer != "nothing" or len(harvest.accepted) == model.length
+
+
+@every_target
+@every_cfg
+@pytest.mark.parametrize("sampling", ["greedy", "T=1"])
+def test_the_toys_can_tell_right_from_wrong(target, sampling, cfg):
+    drawn = draw(target, "eagle tree", "exact", sampling, cfg, 4)
+    passes = [len(h.accepted) for h in drawn]
+    length = TARGETS[target]().length
+    assert all(length / 6 < n for n in passes), "a drafter that is always right tests nothing"
+    assert any(n < length for n in passes), "a drafter that is always wrong tests nothing"
+    assert len({tuple(c) for c in codes(drawn)}) > 1 and len(set(codes(drawn)[0])) > 2
+
+
+@every_target
+def test_relaxed_rules_keep_more_than_the_exact_one(target):
+    def passes(rule):
+        return sum(len(h.accepted) for h in draw(target, "eagle tree", rule, "T=1", 1.0, 3, 7))
+
+    assert passes("lantern") < passes("exact") and passes("lantern++") < passes("exact")
+
+
+@every_target
+@every_cfg
+def test_guidance_and_the_prompt_reach_the_picture(target, cfg):
+    first = codes(draw(target, "nothing", "exact", "T=1", cfg, 4))
+    assert len({tuple(c) for c in first}) == 4
+    other = CFG[1 - CFG.index(cfg)]
+    assert codes(draw(target, "nothing", "exact", "T=1", other, 4))[1] != first[1]
+
+
+def test_progress_reaches_all_codes_and_never_falls():
+    model, seen = ToyTarget(), []
+    engine = Engine(model, Nothing(), Exact(), Sampling(), Guidance(), 2)
+    generate(engine, ["a", "b", "c"], [1, 2, 3], lambda done, of: seen.append((done, of)))
+    assert [of for _, of in seen] == [3 * model.length] * len(seen)
+    assert seen == sorted(seen) and seen[-1][0] == 3 * model.length
+
+
+def test_an_engine_draws_the_same_picture_twice():
+    model = ToyTarget()
+    engine = Engine(model, PROPOSERS["eagle tree"](model), Exact(), Sampling(), Guidance(3.0), 2)
+    once = codes(generate(engine, ["sea", None], [7, 8]))
+    assert codes(generate(engine, ["sea", None], [7, 8])) == once
+    assert codes(generate(engine, ["sea", None], [9, 8]))[0] != once[0]
+
+
+def test_an_engine_starts_with_every_slot_idle():
+    engine = Engine(ToyTarget(), Nothing(), Exact(), Sampling(), Guidance(), 3)
+    assert engine.done() == [0, 1, 2]
+    engine.admit(1, "sea", 0)
+    assert engine.done() == [0, 2]
+    engine.step()
+    assert engine.done() == [0, 2] and engine.count.tolist() == [16, 2, 16]
+
+
+def test_stepping_on_does_not_touch_a_finished_sample():
+    model = ToyTarget()
+    engine = Engine(model, PROPOSERS["eagle tree"](model), Exact(), Sampling(), Guidance(3.0), 2)
+    engine.admit(0, "sea", 1)
+    while 0 not in engine.done():
+        engine.step()
+    before = engine.harvest(0)
+    engine.admit(1, "hill", 2)
+    while 1 not in engine.done():
+        engine.step()
+    after = engine.harvest(0)
+    assert torch.equal(after.codes, before.codes) and after.accepted == before.accepted
