@@ -1,5 +1,15 @@
-"""One thread: the machine's cores are shared, and the tests' tensors are small."""
+"""What all tests share: the `gpu` marker is skipped where there is no CUDA GPU, and nowhere else."""
 
+from __future__ import annotations
+
+import pytest
 import torch
 
-torch.set_num_threads(1)
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests on a machine without one."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU on this machine"))

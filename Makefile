@@ -1,0 +1,40 @@
+# Every target sets itself up: Python 3.11 or newer, make and pip are all it takes.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PROMPT ?= a photo of a sunflower under a blue sky
+
+.PHONY: demo test lint format clean
+
+demo: $(STAMP)
+	$(BIN)/lanternpp compare "$(PROMPT)" -n 4 -o out/demo.png
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist out src/*.egg-info .pytest_cache .ruff_cache .mypy_cache
+
+# One constraints file pins every package. It names no build of torch, so a machine with a GPU gets its own.
+$(STAMP): pyproject.toml constraints.txt
+	@for python in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
+	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        echo "Setting up $(VENV) with $$($$python --version)"; \
+	        $$python -m venv $(VENV) && exit 0; \
+	        echo "$$python cannot make a virtual environment; install its venv module" >&2; exit 1; \
+	    fi; \
+	done; echo "Python 3.11 or newer is needed; install it, or name it: make PYTHON=/path/to/python" >&2; exit 1
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	    --no-build-isolation --editable '.[dev]'
+	@touch $@
