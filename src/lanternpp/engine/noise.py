@@ -1,7 +1,7 @@
 """Random numbers as a function: of a sample's seed, its own turn, a purpose and an index.
 
 Nothing is drawn from a stateful generator, so a picture does not depend on which batch, order or
-server it was made in. The function is an integer hash (two rounds of multiply and xor-shift on 32 bits).
+server it was made in. The function is an integer hash: multiply and xor-shift on 32 bits, under 64 bits of key.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Noise:
         for n in shape:
             count *= n
         index = torch.arange(count, dtype=torch.int32, device=self.seed.device) * _signed(_GOLDEN)
-        bits = _mix(_mix(index + low[:, None]) ^ high[:, None])
+        bits = _mix((index + low[:, None]) ^ high[:, None])
         return (((bits >> 9) & 0x7FFFFF).float() + 0.5).mul_(2.0**-23).view(len(self.seed), *shape)
 
     def exponential(self, purpose: int, *shape: int) -> Tensor:
@@ -55,7 +55,8 @@ class Noise:
 
     def _keys(self, purpose: int) -> tuple[Tensor, Tensor]:
         """Two 32-bit keys per sample, [B] each."""
-        low, high = self.seed.to(torch.int32), (self.seed >> 32).to(torch.int32)
-        a = _mix(low + _signed(_GOLDEN * (purpose + 1)))
-        a = _mix(a ^ _mix(self.turn.to(torch.int32) + high * _signed(_MIX_A)))
-        return a, _mix(a + _signed(_MIX_B))
+        low, high, turn = self.seed.to(torch.int32), (self.seed >> 32).to(torch.int32), self.turn.to(torch.int32)
+        first = _mix(low + _signed(_GOLDEN * (purpose + 1)))
+        first = _mix(first ^ _mix(turn + high * _signed(_MIX_A)))
+        second = _mix(turn + _signed(_MIX_A * (purpose + 1)))
+        return first, _mix(second ^ _mix(high + low * _signed(_MIX_B)))
