@@ -45,7 +45,6 @@ CONDITIONS = ["a", "sea", None, "hill", "stone", "clouds", "a"]  # toy prompts d
 SEEDS = [3, 1, 4, 1, 5, 1 << 40, 2]
 
 
-
 every_target = pytest.mark.parametrize("target", TARGETS)
 every_proposer = pytest.mark.parametrize("proposer", PROPOSERS)
 every_rule = pytest.mark.parametrize("rule", RULES)

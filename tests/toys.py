@@ -21,7 +21,9 @@ from lanternpp.types import Nodes, Prompt
 class ToyTarget(Target):
     """A tiny random decoder over a random codebook; a condition is a word whose length decides the prompt."""
 
-    def __init__(self, vocab: int = 12, grid: int = 4, seed: int = 0, sharp: float = 3.0, lively: float = 4.0):
+    def __init__(
+        self, vocab: int = 12, grid: int = 4, seed: int = 0, sharp: float = 3.0, lively: float = 4.0
+    ):
         super().__init__()
         torch.manual_seed(seed)
         self.vocab, self.width, self.length = vocab, grid, grid * grid
@@ -31,7 +33,7 @@ class ToyTarget(Target):
         self.out = torch.nn.Parameter(torch.randn(vocab, 16) * sharp / 4)
         self.book = torch.nn.functional.normalize(torch.randn(vocab, 3), dim=-1)
         self.null = torch.nn.Parameter(torch.randn(16))
-        for weight in self.decoder.parameters():  # strong enough for the context to matter, as in a real picture
+        for weight in self.decoder.parameters():  # strong enough for the context to matter
             if weight.dim() == 2:
                 weight.data *= lively
         self.double().eval().requires_grad_(False)
@@ -45,7 +47,10 @@ class ToyTarget(Target):
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
         every = [*conditions, *[None] * (len(conditions) * (branches - 1))]
         embeds = torch.stack(
-            [self.null.expand(3, -1) if c is None else self.table[[len(c) % 5, len(c) % 3, len(c) % 7]] for c in every]
+            [
+                self.null.expand(3, -1) if c is None else self.table[[len(c) % 5, len(c) % 3, len(c) % 7]]
+                for c in every
+            ]
         )
         start = torch.tensor([0 if c is None else len(c) % 2 for c in every])
         self.first_slots = embeds[:, :1]
@@ -81,7 +86,9 @@ class MarkovTarget(ToyTarget):
 
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
         rows = len(conditions) * branches
-        return Prompt(self.table[torch.zeros(rows, 3, dtype=torch.int64)], torch.zeros(rows, dtype=torch.int64))
+        return Prompt(
+            self.table[torch.zeros(rows, 3, dtype=torch.int64)], torch.zeros(rows, dtype=torch.int64)
+        )
 
     def forward(self, x: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
         return x

@@ -1,0 +1,257 @@
+"""The law of what is drawn: the target's own for exact rules, the enumerated one for relaxed rules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from laws import additive, chi_square, multiplicative, no_relax, point_round_law, round_law, tally
+from toys import MarkovTarget, NoisyMarkovDrafter, OtherMarkovDrafter, admit_all
+
+from lanternpp.accept.exact import Exact
+from lanternpp.accept.lantern import Lantern
+from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.engine.decode import Engine
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verify import verify
+from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.tree import TreeProposer
+from lanternpp.trees.chain import chain_tree
+from lanternpp.trees.shapes import chain
+from lanternpp.trees.static import StaticTree
+from lanternpp.types import Draft, Tree
+
+DRAWS = 400_000
+UNLIKELY = 1e-3  # the seeds are fixed: a test passes always or never
+
+CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]])
+FAR = torch.tensor([[0.1, 0.2, 0.7], [0.9, 0.05, 0.05], [0.3, 0.3, 0.4]])
+HOLES = torch.tensor([[0.0, 0.4, 0.6], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0]])
+BUSHY = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+FULL = ((0,), (1,), (2,), (0, 0), (1, 0), (2, 0), (2, 1))
+
+LOSSLESS = {
+    "nothing": lambda target: Nothing(),
+    "chain, flatter q": lambda target: TreeProposer(NoisyMarkovDrafter(target), StaticTree(chain(2))),
+    "every code a child": lambda target: TreeProposer(OtherMarkovDrafter(target, FAR), StaticTree(FULL)),
+    "q with zeros": lambda target: TreeProposer(OtherMarkovDrafter(target, HOLES), StaticTree(BUSHY)),
+    "fewer codes than children": lambda target: TreeProposer(
+        OtherMarkovDrafter(target, HOLES), StaticTree(FULL)
+    ),
+}
+
+
+def images(target, proposer, rule, sampling, guidance, draws=DRAWS, batch=50_000):
+    """`draws` images of the whole loop, [draws, length], each under its own seed."""
+    engine = Engine(target, proposer, rule, sampling, guidance, batch)
+    drawn = []
+    for first in range(0, draws, batch):
+        admit_all(engine, torch.arange(first, first + batch))
+        while len(engine.done()) < batch:
+            engine.step()
+        drawn.append(engine.codes[:, : target.length].clone())
+    return torch.cat(drawn)
+
+
+@pytest.mark.parametrize("proposer", LOSSLESS)
+def test_the_whole_loop_follows_the_targets_law(proposer):
+    target = MarkovTarget(CHAIN)
+    drawn = images(target, LOSSLESS[proposer](target), Exact(), Sampling(), Guidance())
+    assert chi_square(tally(drawn, 3), target.law()) > UNLIKELY
+
+
+def test_the_whole_loop_follows_the_law_that_is_left_after_temperature_and_top_k():
+    target = MarkovTarget(CHAIN)
+    warped = MarkovTarget(Sampling(0.7, top_k=2).probs(CHAIN.log()))
+    proposer = TreeProposer(NoisyMarkovDrafter(target), StaticTree(BUSHY))
+    drawn = images(target, proposer, Exact(), Sampling(0.7, top_k=2), Guidance())
+    assert chi_square(tally(drawn, 3), warped.law()) > UNLIKELY
+
+
+def test_the_toy_admission_is_the_engines_own():
+    target, seeds = MarkovTarget(CHAIN), [5, 6, 7, 8]
+
+    def engine():
+        proposer = TreeProposer(NoisyMarkovDrafter(target), StaticTree(BUSHY))
+        return Engine(target, proposer, Exact(), Sampling(), Guidance(), 4)
+
+    ours, theirs = engine(), engine()
+    admit_all(ours, torch.tensor(seeds))
+    for slot, seed in enumerate(seeds):
+        theirs.admit(slot, "sea", seed)
+    for _ in range(3):
+        ours.step()
+        theirs.step()
+    assert torch.equal(ours.codes[:, :4], theirs.codes[:, :4])
+    assert torch.equal(ours.accepted, theirs.accepted)
+
+
+# One node and its children, straight through `verify`.
+
+P = [0.41, 0.24, 0.19, 0.16]  # no sums of these meet a budget below
+QS = {
+    "near": [0.3, 0.3, 0.2, 0.2],
+    "far": [0.05, 0.05, 0.1, 0.8],
+    "equal": P,
+    "with zeros": [0.0, 0.6, 0.4, 0.0],
+    "a point": [0.0, 0.0, 1.0, 0.0],
+}
+NEAR = [[1, 2, 3], [2, 0, 3], [3, 1, 0], [2, 1, 0]]
+TABLE = torch.tensor(NEAR, dtype=torch.int32)
+RULES = {
+    "exact": (Exact(), no_relax),
+    "lantern 0.22": (Lantern(TABLE, 0.22), additive(NEAR, 0.22)),
+    "lantern 0.5": (Lantern(TABLE, 0.5), additive(NEAR, 0.5)),
+    "lantern++ 1.7": (LanternPlusPlus(TABLE, 1.7), multiplicative(NEAR, 1.7)),
+    "lantern++ 4": (LanternPlusPlus(TABLE, 4.0), multiplicative(NEAR, 4.0)),
+}
+
+
+def star(batch: int, children: int) -> Tree:
+    """A root with `children` children."""
+    size = children + 1
+    kids = torch.full((size, children), -1)
+    kids[0] = torch.arange(1, size)
+    mask = torch.eye(size, dtype=torch.bool)
+    mask[:, 0] = True
+    parts = (torch.tensor([-1] + [0] * children), torch.tensor([0] + [1] * children), kids, mask)
+    return Tree(*(x.expand(batch, *x.shape) for x in parts), (children,))
+
+
+def noise(draws: int, seed: int = 0) -> Noise:
+    return Noise(torch.arange(draws) + (seed << 32), torch.ones(draws, dtype=torch.int64))
+
+
+def round_codes(rule, p, q, children, draws=DRAWS, dtype=torch.float64):
+    """The code a round decides after the root, [draws], its children drawn as in decoding."""
+    n = noise(draws)
+    row = torch.tensor(q, dtype=dtype).expand(draws, 1, -1)
+    picked = Sampling().children(row, children, n, Noise.DRAFT)[:, 0]
+    codes = torch.cat((torch.zeros(draws, 1, dtype=torch.int64), picked), 1)
+    probs = row.expand(-1, children + 1, -1)
+    logits = torch.tensor(p, dtype=dtype).log().expand(draws, children + 1, -1)
+    return verify(Draft(star(draws, children), codes, probs), logits, Sampling(), rule, n).ahead[:, :1]
+
+
+@pytest.mark.parametrize("children", [1, 2, 3])
+@pytest.mark.parametrize("q", QS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_round_follows_its_enumerated_law(rule, q, children):
+    ours, written_again = RULES[rule]
+    law = torch.tensor(round_law(P, QS[q], children, written_again), dtype=torch.float64)
+    assert law.sum().item() == pytest.approx(1)
+    draws = DRAWS if ours.lossless else DRAWS // 4
+    if ours.lossless:
+        assert law.tolist() == pytest.approx(P)
+    assert chi_square(tally(round_codes(ours, P, QS[q], children, draws), 4), law) > UNLIKELY
+
+
+@pytest.mark.parametrize("rule", ["lantern 0.5", "lantern++ 4"])
+def test_the_relaxed_rules_under_test_do_bend_the_law(rule):
+    law = round_law(P, QS["near"], 2, RULES[rule][1])
+    assert max(abs(a - b) for a, b in zip(law, P, strict=True)) > 0.01
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("children", [(2,), (3, 0), (1, 0, 2)])
+def test_point_mass_drafts_follow_their_enumerated_law(rule, children):
+    ours, written_again = RULES[rule]
+    codes = torch.tensor((0, *children)).expand(DRAWS, -1)
+    logits = torch.tensor(P).double().log().expand(DRAWS, len(children) + 1, -1)
+    draft = Draft(star(DRAWS, len(children)), codes, None)
+    drawn = verify(draft, logits, Sampling(), ours, noise(DRAWS)).ahead[:, :1]
+    law = torch.tensor(point_round_law(P, children, written_again), dtype=torch.float64)
+    if ours.lossless:
+        assert law.tolist() == pytest.approx(P)
+    assert chi_square(tally(drawn, 4), law) > UNLIKELY
+
+
+def test_a_target_with_forbidden_codes_never_draws_one():
+    p = [0.7, 0.0, 0.3, 0.0]
+    for q in QS.values():
+        assert chi_square(tally(round_codes(Exact(), p, q, 2), 4), torch.tensor(p)) > UNLIKELY
+
+
+def test_single_precision_follows_the_law_too():
+    drawn = round_codes(Exact(), P, QS["far"], 3, dtype=torch.float32)
+    assert chi_square(tally(drawn, 4), torch.tensor(P)) > UNLIKELY
+
+
+def test_a_child_the_drafter_could_not_have_drawn_is_never_kept():
+    draws = 1000
+    codes = torch.tensor([0, 3]).expand(draws, -1)
+    q = torch.tensor([0.5, 0.5, 0.0, 0.0], dtype=torch.float64).expand(draws, 2, -1)
+    logits = torch.tensor(P).double().log().expand(draws, 2, -1)
+    for sampling in (Sampling(), Sampling(0)):
+        verdict = verify(Draft(star(draws, 1), codes, q), logits, sampling, Exact(), noise(draws))
+        assert verdict.kept.max() == 1
+
+
+@pytest.mark.parametrize("children", [1, 2, 3])
+def test_two_levels_follow_the_joint_law(children):
+    """p and q depend on the code above; the path and its bonus are completed by the target itself."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(4, 4, dtype=torch.float64, generator=generator).pow(2) + 0.01
+    q = torch.rand(4, 4, dtype=torch.float64, generator=generator).pow(2)
+    q[q < 0.15] = 0
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    shape = [(rank,) for rank in range(children)]
+    shape += [(rank, below) for rank in range(children) for below in range(children - rank)]
+    n, tree = noise(DRAWS), StaticTree(tuple(shape))
+    draft = tree.grow(
+        torch.zeros(DRAWS, dtype=torch.int64),
+        q[:1].expand(DRAWS, -1),
+        lambda at: q[at.codes],
+        lambda rows, count, level: Sampling().children(rows, count, n, Noise.DRAFT + level),
+    )
+    verdict = verify(draft, p[draft.codes].log(), Sampling(), Exact(), n)
+    kept = verdict.kept.bincount(minlength=4)
+    assert (kept[1:] > 1000).all(), "every length of path must have been seen"
+    codes = verdict.ahead
+    for i in range(1, 3):
+        missing = verdict.kept <= i
+        codes[missing, i] = torch.multinomial(p[codes[missing, i - 1]], 1, generator=generator)[:, 0]
+    joint = p[0][:, None, None] * p[:, :, None] * p[None]
+    assert chi_square(tally(codes, 4), joint) > UNLIKELY
+
+
+def test_the_verdict_lists_the_kept_nodes_and_the_code_after_each():
+    tree = chain_tree(1, 3, torch.device("cpu"))
+    codes = torch.tensor([[2, 1, 0, 3]])
+    wanted = torch.tensor([[1, 0, 2, 0]])  # what the target says after each node: 1, 0, then 2 and not 3
+    logits = torch.nn.functional.one_hot(wanted, 4).double()
+    verdict = verify(Draft(tree, codes, None), logits, Sampling(0), Exact(), noise(1))
+    assert verdict.kept.tolist() == [3]
+    assert verdict.path.tolist() == [[0, 1, 2, 2]]
+    assert verdict.ahead[0, :3].tolist() == [1, 0, 2]
+    assert verdict.bonus.tolist() == [2]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0)], ids=["T=1", "greedy"])
+@pytest.mark.parametrize("rule", RULES)
+def test_leaving_a_loop_early_decides_the_same(rule, sampling):
+    """A sample alone leaves `verify` early; among 64 others it rides on to the end."""
+    batch = 64
+    generator = torch.Generator().manual_seed(1)
+    q = torch.rand(4, 4, dtype=torch.float64, generator=generator)
+    q = q / q.sum(-1, keepdim=True)
+    p = torch.rand(4, 4, dtype=torch.float64, generator=generator)
+
+    def judge(which):
+        n = Noise(which, torch.full_like(which, 3))
+        tree = StaticTree(BUSHY)
+        draft = tree.grow(
+            which % 4,
+            q[which % 4],
+            lambda at: q[at.codes],
+            lambda rows, count, level: sampling.children(rows, count, n, Noise.DRAFT + level),
+        )
+        return verify(draft, p[draft.codes].log(), sampling, RULES[rule][0], n)
+
+    together = judge(torch.arange(batch))
+    for i in range(batch):
+        alone = judge(torch.tensor([i]))
+        assert alone.kept == together.kept[i] and alone.bonus == together.bonus[i]
+        assert torch.equal(alone.path[0], together.path[i])
+        assert torch.equal(alone.ahead[0, : alone.kept], together.ahead[i, : alone.kept])
