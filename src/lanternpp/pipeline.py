@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,28 +16,17 @@ import lanternpp
 from lanternpp.accept import RULES
 from lanternpp.accept.base import Dials
 from lanternpp.devices import pick_device, pick_dtype
-from lanternpp.drafters import DRAFTERS
-from lanternpp.drafters.base import Drafter
 from lanternpp.engine.decode import Engine, Harvest, generate
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.methods import method as named_method
-from lanternpp.nn.checkpoints import load_config
-from lanternpp.nn.packed import pack
+from lanternpp.models import MODELS, Model, model_folder, read_defaults
 from lanternpp.proposers import PROPOSERS
 from lanternpp.proposers.base import Parts
 from lanternpp.registry import find, unknown
-from lanternpp.targets import FAMILIES
-from lanternpp.targets.base import Target
 from lanternpp.trees import build_tree
 from lanternpp.vq.neighbours import cache_folder, neighbours
-
-ASSETS = Path(__file__).parent / "assets"
-MODELS = {
-    "nature-128": "128 px photos of flowers and landscapes from a prompt of words; shipped in this package"
-}
-DEFAULTS = "defaults.json"
 
 
 @dataclass(frozen=True)
@@ -94,16 +81,11 @@ class Result:
 class Pipeline:
     """A target, perhaps a drafter, and the engines made for the settings asked for so far."""
 
-    def __init__(
-        self,
-        target: Target,
-        name: str,
-        folder: Path,
-        drafter: Callable[[], Drafter],
-        defaults: dict[str, Any],
-    ):
-        self.target, self.name, self.folder, self.defaults = target, name, folder, defaults
-        self._read_drafter, self._drafter = drafter, None
+    def __init__(self, model: Model, name: str):
+        self.name, self.folder = name, model.folder
+        self.defaults = read_defaults(model.folder)
+        self.target = model.target
+        self._models = {False: model}  # compiled or not
         self._engines: dict[Settings, Engine] = {}
 
     @classmethod
@@ -114,23 +96,9 @@ class Pipeline:
 
         Raises InputError where a name is unknown or a file is missing, truncated or of another model.
         """
-        folder = model_folder(model)
-        on = pick_device(device)
-        kind = pick_dtype(dtype, on)
-        family = find("model family", str(load_config(folder / "target").get("kind", "")), FAMILIES)
-        target = family.read(folder, kind).eval().requires_grad_(False).to(on)
-        target.pack()
-
-        def read_drafter() -> Drafter:
-            source = model_folder(drafter) if drafter else folder
-            source = source / "drafter" if (source / "drafter").is_dir() else source
-            drafter_class = find("drafter", str(load_config(source).get("kind", "")), DRAFTERS)
-            made = drafter_class.read(source, target, kind).eval().requires_grad_(False).to(on)
-            pack(made)
-            return made
-
+        folder, on = model_folder(model), pick_device(device)
         name = model if model in MODELS else folder.name
-        return cls(target, name, folder, read_drafter, read_defaults(folder))
+        return cls(Model(folder, drafter, on, pick_dtype(dtype, on)), name)
 
     def __call__(
         self,
@@ -180,9 +148,10 @@ class Pipeline:
             proposer = find("proposer", settings.proposer, PROPOSERS)
             dials = Dials(self.table, settings.neighbours, settings.delta, settings.lam)
             tree = settings.tree or "eagle-25"
-            parts = Parts(drafter=self.drafter, tree=lambda: build_tree(tree))
+            model = self._model(settings.compile)
+            parts = Parts(drafter=lambda: model.drafter, tree=lambda: build_tree(tree))
             self._engines[settings] = Engine(
-                self.target,
+                model.target,
                 proposer.build(parts),
                 rule.build(dials),
                 Sampling(settings.temperature, settings.top_k, settings.top_p),
@@ -191,11 +160,11 @@ class Pipeline:
             )
         return self._engines[settings]
 
-    def drafter(self) -> Drafter:
-        """The drafter, read when first needed."""
-        if self._drafter is None:
-            self._drafter = self._read_drafter()
-        return self._drafter
+    def _model(self, compiled: bool) -> Model:
+        """The networks, compiled or not; the compiled ones are read when first asked for."""
+        if compiled not in self._models:
+            self._models[compiled] = self._models[False].compile()
+        return self._models[compiled]
 
     def table(self, k: int) -> Tensor:
         """The k nearest codes of every code, [V, k]; InputError where the family has no codebook table."""
@@ -243,28 +212,6 @@ class Pipeline:
             settings=asdict(settings) | where,
             versions=versions(),
         )
-
-
-def model_folder(model: str) -> Path:
-    """The folder of a model: a name of `MODELS` or a path. Raises InputError naming both."""
-    folder = ASSETS / model if model in MODELS else Path(model)
-    if not folder.is_dir():
-        raise InputError(unknown("model", model, MODELS) + "; or give the path of a model folder")
-    return folder
-
-
-def read_defaults(folder: Path) -> dict[str, Any]:
-    """What a model folder says of the settings it draws best with."""
-    path = folder / DEFAULTS
-    if not path.is_file():
-        return {}
-    try:
-        defaults = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(defaults, dict):
-        raise InputError(f"{path} must hold a JSON object")
-    return defaults
 
 
 def versions() -> dict[str, str]:

@@ -96,7 +96,7 @@ class WordsTarget(Target):
         self._vq = [vq]  # in a list: the tokenizer is not part of this module's weights
 
     @classmethod
-    def read(cls, folder: Path, dtype: torch.dtype) -> Self:
+    def read(cls, folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
         """The target in `folder`/target over the tokenizer in `folder`/tokenizer."""
         vq = read_vq(folder / "tokenizer", dtype)
         source = folder / "target"
@@ -108,7 +108,8 @@ class WordsTarget(Target):
                 f"{source} speaks {config.vocab} codes on a grid of {config.grid}; "
                 f"{folder / 'tokenizer'} has {len(vq.codebook)} codes and {vq.length} per picture"
             )
-        return target
+        vq.to(device)
+        return target.to(device)
 
     @property
     def vq(self) -> VQ:
