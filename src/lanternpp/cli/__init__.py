@@ -1,0 +1,81 @@
+"""The command line: one file per verb. Errors are one line on stderr and exit status 2.
+
+Nothing here imports torch at the top, so that help and refusals are quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.exceptions import TyperException
+
+from lanternpp import __version__
+from lanternpp.cli import compare, generate, models, train
+from lanternpp.cli.terminal import one_line_warnings, say
+from lanternpp.errors import InputError
+
+
+class Verbs(TyperGroup):
+    """The group of verbs; an interrupt of any of them is one line and status 130."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("lanternpp: interrupted", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(cls=Verbs, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(generate.generate)
+app.command()(compare.compare)
+app.add_typer(train.app, name="train")
+app.command()(models.models)
+
+
+def show_version(asked: bool) -> None:
+    """Print the version and leave."""
+    if asked:
+        typer.echo(f"lanternpp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Visual autoregressive models that draw faster: speculative decoding with relaxed acceptance."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The console script: runs a verb, then exits with its status."""
+    command = typer.main.get_command(app)
+    try:
+        with one_line_warnings():
+            status = command.main(args, prog_name="lanternpp", standalone_mode=False)
+            sys.stdout.flush()
+    except InputError as error:
+        say("error", error)
+        status = 2
+    except TyperException as error:
+        status = refuse(error)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def refuse(error: TyperException) -> int:
+    """A wrong use of the command line as one line; status 2. No message means that help was printed instead."""
+    message = error.format_message()
+    if not message:
+        return 0
+    faults = getattr(error.__cause__, "errors", None)
+    if faults:  # a value of the wrong type: say which value
+        message += f", not {faults()[0]['input']!r}"
+    say("error", message)
+    return 2

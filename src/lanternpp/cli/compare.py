@@ -1,0 +1,175 @@
+"""`lanternpp compare`: plain AR beside a method, with the same prompt, seeds, weights and sampling."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lanternpp.cli import options as opt
+from lanternpp.cli.output import notes, png_path
+from lanternpp.cli.terminal import Progress, progress_bar
+from lanternpp.methods import METHODS
+
+if TYPE_CHECKING:
+    from lanternpp.pipeline import Result
+
+OUTPUT = Path("out/compare.png")
+SHARED = ("cfg", "temperature", "top_k", "top_p", "batch_size", "compile")
+Runs = Annotated[
+    int,
+    typer.Option(
+        help="Timed runs of each side; medians are shown.", callback=opt.within(1, remedy="1 or more")
+    ),
+]
+
+
+def compare(
+    prompt: opt.Prompt,
+    n: opt.Count = 1,
+    output: opt.Output = OUTPUT,
+    runs: Runs = 3,
+    as_json: opt.Json = False,
+    model: opt.Model = opt.MODEL,
+    drafter: opt.Drafter = None,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    compile: opt.Compile = None,
+    batch_size: opt.BatchSize = None,
+    method: opt.Method = opt.METHOD,
+    tree: opt.Tree = None,
+    accept: opt.Accept = None,
+    neighbours: opt.Neighbours = None,
+    delta: opt.Delta = None,
+    lam: opt.Lambda = None,
+    cfg: opt.Cfg = None,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
+    seed: opt.Seed = 0,
+) -> None:
+    """Draw PROMPT twice, by plain AR and by a method: one PNG with the times under each.
+
+    The runs of the two sides take turns, each side after one untimed warm-up.
+    """
+    path = png_path(output or OUTPUT)
+    opt.known_parts(tree, accept)
+
+    from lanternpp import Pipeline
+    from lanternpp.picture import save_png
+
+    pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype)
+
+    def draw(name: str, **overrides: Any) -> Result:
+        return pipe(prompt, n=n, seed=seed, method=name, **overrides)
+
+    own = {"tree": tree, "accept": accept, "neighbours": neighbours, "delta": delta, "lam": lam}
+    shared = {"cfg": cfg, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    shared |= {"batch_size": batch_size, "compile": compile}
+    with progress_bar("comparing") as progress:
+        base, side = race(draw, method, own, shared, runs, progress)
+    speedup = base.seconds / side.seconds
+    save_png(render(prompt, base, side, speedup), path, notes(prompt, seed, side.last.stats))
+    if as_json:
+        rows = [base.row() | {"speedup": 1.0}, side.row() | {"speedup": speedup}]
+        typer.echo(json.dumps(rows[1] | {"methods": rows, "file": str(path)}))
+        return
+    show(prompt, base, side, speedup)
+    typer.echo(str(path))
+
+
+@dataclass
+class Side:
+    """One side's timed runs; they differ in seconds only, since seeds and settings are the same."""
+
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def last(self) -> Result:
+        """The latest run."""
+        return self.results[-1]
+
+    @property
+    def seconds(self) -> float:
+        """Median wall clock of a run."""
+        return median(result.stats.seconds for result in self.results)
+
+    def row(self) -> dict[str, Any]:
+        """The last run's figures, with the medians in place of its seconds."""
+        return self.last.stats.to_json() | {
+            "seconds": self.seconds,
+            "seconds_per_image": self.seconds / self.last.stats.images,
+            "seconds_per_run": [result.stats.seconds for result in self.results],
+        }
+
+    def figures(self) -> tuple[str, str, str]:
+        """Seconds and passes per picture, and codes per pass, as text."""
+        stats = self.last.stats
+        passes = stats.passes / stats.images
+        return f"{self.seconds / stats.images:.2f}", f"{passes:.0f}", f"{stats.codes_per_pass:.2f}"
+
+
+def race(
+    draw: Callable[..., Result],
+    method: str,
+    own: dict[str, Any],
+    shared: dict[str, Any],
+    runs: int,
+    progress: Progress | None,
+) -> tuple[Side, Side]:
+    """Plain AR's runs and the method's, one of each in turn.
+
+    The method's warm-up resolves the shared settings, and plain AR gets the same. Progress is told
+    between runs only, so that the timed ones do nothing else.
+    """
+    baseline = next(name for name, row in METHODS.items() if row.proposer == "nothing")
+    tell = progress or (lambda done, total: None)
+    total = 2 * (runs + 1)
+    tell(0, total)
+    settings = draw(method, **own, **shared).stats.settings
+    same = {key: settings[key] for key in SHARED}
+    tell(1, total)
+    draw(baseline, **same)
+    tell(2, total)
+    base, side = Side(), Side()
+    for run in range(runs):
+        base.results.append(draw(baseline, **same))
+        tell(3 + 2 * run, total)
+        side.results.append(draw(method, **own, **shared))
+        tell(4 + 2 * run, total)
+    return base, side
+
+
+def render(prompt: str, base: Side, side: Side, speedup: float) -> Any:
+    """The comparison as one picture."""
+    from lanternpp.picture import Panel, comparison
+
+    panels = []
+    for each, heading, highlight in (
+        (base, f"{base.last.stats.method} (plain autoregressive)", ""),
+        (side, side.last.stats.method, f"{speedup:.2f}x the speed"),
+    ):
+        seconds, passes, per_pass = each.figures()
+        figures = (f"{seconds} s per picture", f"{passes} passes per picture, {per_pass} codes per pass")
+        panels.append(Panel(each.last.images, heading, figures, highlight))
+    return comparison(prompt, panels)
+
+
+def show(prompt: str, base: Side, side: Side, speedup: float) -> None:
+    """The figures as a table on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(prompt), caption=f"median of {len(base.results)} runs", title_justify="left")
+    table.add_column("method")
+    for heading in ("seconds / picture", "passes / picture", "codes / pass", "speed-up"):
+        table.add_column(heading, justify="right")
+    table.add_row(base.last.stats.method, *base.figures(), "1.00x")
+    table.add_row(side.last.stats.method, *side.figures(), f"{speedup:.2f}x", style="bold")
+    Console().print(table)

@@ -1,0 +1,61 @@
+"""What a terminal sees besides results: one-line errors and warnings, and progress. All of it on stderr."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total)."""
+
+
+def say(kind: str, message: object) -> None:
+    """One line on stderr, whatever line breaks the message has."""
+    print(f"lanternpp: {kind}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Warnings as one line each, the same one once."""
+    seen: set[str] = set()
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if str(message) not in seen:
+            seen.add(str(message))
+            say("warning", message)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Progress | None]:
+    """A callback that moves a bar with the time left, or None where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(label, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

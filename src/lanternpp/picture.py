@@ -1,0 +1,139 @@
+"""Pictures of pictures: a grid, and a comparison with figures under each side. Pure Pillow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
+
+from lanternpp.errors import InputError
+from lanternpp.nn.checkpoints import replacing
+
+PAPER, INK, QUIET, ACCENT = "#ffffff", "#1a1a1a", "#5c5c5c", "#b3470e"
+MARGIN = 32  # pixels around everything, and between panels
+TITLE, HEADING, FIGURE = 26, 26, 20  # font sizes in pixels
+LEADING = 1.4  # line height over font size
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One side of a comparison: pictures of one size, a heading and figures to print under them."""
+
+    images: Sequence[Image.Image]
+    heading: str
+    figures: Sequence[str]
+    highlight: str = ""  # printed last, in colour
+
+
+def grid(images: Sequence[Image.Image], gap: int = 2) -> Image.Image:
+    """Pictures of one size, row by row in the squarest arrangement, `gap` pixels apart; one stays as it is."""
+    if len(images) == 1:
+        return images[0].convert("RGB")
+    columns = squarest(len(images))
+    width, height = images[0].size
+    rows = math.ceil(len(images) / columns)
+    sheet = Image.new("RGB", (columns * (width + gap) - gap, rows * (height + gap) - gap), PAPER)
+    for i, image in enumerate(images):
+        row, column = divmod(i, columns)
+        sheet.paste(image, (column * (width + gap), row * (height + gap)))
+    return sheet
+
+
+def squarest(count: int) -> int:
+    """Columns of a grid of so many pictures."""
+    return math.ceil(math.sqrt(count))
+
+
+def enlarged_grid(images: Sequence[Image.Image], side: int) -> Image.Image:
+    """A grid about `side` pixels wide at most, by a whole factor: every pixel stays a sharp square."""
+    factor = max(1, side // (squarest(len(images)) * max(images[0].size)))
+    sizes = [(image.width * factor, image.height * factor) for image in images]
+    return grid(
+        [image.resize(size, Image.Resampling.NEAREST) for image, size in zip(images, sizes, strict=True)],
+        gap=4,
+    )
+
+
+def comparison(title: str, panels: Sequence[Panel], side: int = 512) -> Image.Image:
+    """Panels side by side under a title, each picture or grid about `side` pixels wide."""
+    sheets = [enlarged_grid(panel.images, side) for panel in panels]
+    width = max(side, *(sheet.width for sheet in sheets))
+    height = max(sheet.height for sheet in sheets)
+    heading = wrap(title, TITLE, len(panels) * (width + MARGIN) - MARGIN)
+    top = MARGIN + round(len(heading) * TITLE * LEADING + TITLE * 0.6)
+    below = max(len(panel.figures) + bool(panel.highlight) for panel in panels)
+    text = round((HEADING + below * FIGURE) * LEADING + FIGURE)
+    canvas = Image.new("RGB", (len(panels) * (width + MARGIN) + MARGIN, top + height + text + MARGIN), PAPER)
+    draw = ImageDraw.Draw(canvas)
+    write(draw, heading, (MARGIN, MARGIN), TITLE, INK)
+    for i, (panel, sheet) in enumerate(zip(panels, sheets, strict=True)):
+        left = MARGIN + i * (width + MARGIN)
+        canvas.paste(sheet, (left, top))
+        at = write(draw, [fit(panel.heading, HEADING, width)], (left, top + height + FIGURE), HEADING, INK)
+        at = write(draw, [fit(line, FIGURE, width) for line in panel.figures], (left, at), FIGURE, QUIET)
+        if panel.highlight:
+            write(draw, [fit(panel.highlight, FIGURE, width)], (left, at), FIGURE, ACCENT)
+    return canvas
+
+
+def save_png(image: Image.Image, path: Path, notes: Mapping[str, str]) -> None:
+    """The picture with `notes` as its text chunks, written whole or not at all; no date goes in.
+
+    Makes the folder where it is missing. Raises InputError where the file cannot be written.
+    """
+    info = PngInfo()
+    for key, value in notes.items():
+        info.add_text(key, value)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            image.save(temporary, format="PNG", pnginfo=info)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Pillow's own font, at a size in pixels."""
+    return ImageFont.load_default(size)
+
+
+def write(draw: ImageDraw.ImageDraw, lines: Sequence[str], at: tuple[int, int], size: int, ink: str) -> int:
+    """Lines of text from a top left corner down; returns where the next line would begin."""
+    left, top = at
+    for line in lines:
+        draw.text((left, top), line, fill=ink, font=font(size))
+        top += round(size * LEADING)
+    return top
+
+
+def wrap(text: str, size: int, width: int, most: int = 3) -> list[str]:
+    """Text in at most `most` lines of at most `width` pixels; what does not fit ends in an ellipsis."""
+    lines, words = [""], text.split()
+    for i, word in enumerate(words):
+        longer = f"{lines[-1]} {word}".strip()
+        if not lines[-1] or font(size).getlength(longer) <= width:
+            lines[-1] = longer
+        elif len(lines) < most:
+            lines.append(word)
+        else:
+            lines[-1] = " ".join([lines[-1], *words[i:]])
+            break
+    return [fit(line, size, width) for line in lines]
+
+
+def fit(text: str, size: int, width: int) -> str:
+    """Text cut to `width` pixels, an ellipsis in place of what is cut."""
+    if font(size).getlength(text) <= width:
+        return text
+    low, high = 0, len(text)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if font(size).getlength(text[:middle].rstrip() + "…") <= width:
+            low = middle
+        else:
+            high = middle - 1
+    return text[:low].rstrip() + "…"
