@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from toys import OracleDrafter, ToyTarget, eagle
+
+from lanternpp.accept.exact import Exact
+from lanternpp.engine.cache import Cache
+from lanternpp.engine.decode import Engine, generate
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Sampling
+from lanternpp.nn.decoder import Decoder, DecoderConfig
+from lanternpp.nn.rope import grid_table
+from lanternpp.proposers.tree import TreeProposer
+from lanternpp.trees.shapes import EAGLE
+from lanternpp.trees.static import StaticTree
+from lanternpp.types import Prompt
+
+DEEP = DecoderConfig(dim=16, layers=3, heads=4, kv_heads=2, hidden=24)  # grouped heads
+ROWS, SLOTS = 2, 40
+
+
+def network(seed: int = 0) -> Decoder:
+    torch.manual_seed(seed)
+    decoder = Decoder(DEEP, grid_table(4, 5, DEEP.head_dim)).double().requires_grad_(False)
+    for weight in decoder.parameters():
+        weight.data *= 3 if weight.dim() == 2 else 1
+    return decoder
+
+
+def fresh(decoder: Decoder, start=(0, 0), seed: int = 1) -> tuple[Cache, torch.Tensor]:
+    """A cache after a prompt of four slots, and the features of the prompt."""
+    torch.manual_seed(seed)
+    cache = Cache(DEEP, ROWS, SLOTS, decoder.norm.weight)
+    memory = cache.rows(torch.arange(ROWS), torch.tensor(start), 4)
+    return cache, decoder(torch.randn(ROWS, 4, 16).double(), memory.nodes(), memory)
+
+
+def line(decoder: Decoder, cache: Cache, x: torch.Tensor) -> torch.Tensor:
+    """Codes one by one, each committed before the next."""
+    out = []
+    for i in range(x.shape[1]):
+        one = torch.ones(ROWS, 1, 1, dtype=torch.bool)
+        nodes = cache.nodes(torch.zeros(ROWS, 1, dtype=torch.int64), one)
+        out.append(decoder(x[:, i : i + 1], nodes, cache))
+        cache.commit(torch.zeros(ROWS, 1, dtype=torch.int64), torch.ones(ROWS, dtype=torch.int64))
+    return torch.cat(out, 1)
+
+
+def eagle_tree():
+    tree = StaticTree(EAGLE)
+    draft = tree.grow(
+        torch.zeros(ROWS, dtype=torch.int64),
+        torch.ones(ROWS, 5) / 5,
+        lambda at: torch.ones(*at.codes.shape, 5) / 5,
+        lambda q, count, level: torch.zeros(*q.shape[:2], count, dtype=torch.int64),
+    )
+    return draft.tree, tree.paths
+
+
+@pytest.mark.parametrize("start", [(0, 0), (2, 0), (1, 3)])
+def test_every_path_of_a_tree_sees_what_it_would_see_alone(start):
+    decoder = network()
+    tree, paths = eagle_tree()
+    x = torch.randn(ROWS, len(paths), 16).double()
+    cache, _ = fresh(decoder, start)
+    together = decoder(x, cache.nodes(tree.depth, tree.mask), cache)
+    for node, path in enumerate(paths):
+        along = [paths.index(path[:d]) for d in range(len(path) + 1)]
+        alone = line(decoder, fresh(decoder, start)[0], x[:, along])
+        assert torch.allclose(alone[:, -1], together[:, node], atol=1e-12)
+
+
+def test_committing_a_scattered_path_is_writing_its_codes_one_by_one():
+    decoder = network()
+    tree, paths = eagle_tree()
+    x, later = torch.randn(ROWS, len(paths), 16).double(), torch.randn(ROWS, 3, 16).double()
+    kept_paths = [(1, 0, 0), (3,)]  # each row keeps its own path, of its own length
+    path = torch.tensor(
+        [[paths.index(p[: min(d, len(p))]) for d in range(6)] for p in kept_paths]
+    )  # the last one repeated as padding
+    kept = torch.tensor([len(p) + 1 for p in kept_paths])
+    scattered, _ = fresh(decoder)
+    decoder(x, scattered.nodes(tree.depth, tree.mask), scattered)
+    scattered.commit(path, kept)
+    assert scattered.used.tolist() == [4 + 4, 4 + 2]
+    after = line(decoder, scattered, later)
+    for row in range(ROWS):
+        plain, _ = fresh(decoder)
+        line(decoder, plain, x[:, path[row, : kept[row]]])
+        assert torch.allclose(line(decoder, plain, later)[row], after[row], atol=1e-12)
+
+
+def test_a_row_that_keeps_nothing_stands_still():
+    decoder = network()
+    tree, paths = eagle_tree()
+    x, later = torch.randn(ROWS, len(paths), 16).double(), torch.randn(ROWS, 2, 16).double()
+    cache, _ = fresh(decoder)
+    decoder(x, cache.nodes(tree.depth, tree.mask), cache)
+    cache.commit(torch.tensor([[0, 1, 5, 5, 5, 5]] * 2), torch.tensor([0, 3]))
+    assert cache.used.tolist() == [4, 7]
+    alone = line(decoder, fresh(decoder)[0], later)
+    assert torch.allclose(line(decoder, cache, later)[0], alone[0], atol=1e-12)
+
+
+def test_what_an_earlier_sample_left_behind_is_not_seen():
+    decoder = network()
+    later = torch.randn(ROWS, 3, 16).double()
+    used, _ = fresh(decoder, seed=5)
+    line(decoder, used, torch.randn(ROWS, 9, 16).double())
+    torch.manual_seed(1)
+    memory = used.rows(torch.arange(ROWS), torch.zeros(ROWS, dtype=torch.int64), 4)
+    decoder(torch.randn(ROWS, 4, 16).double(), memory.nodes(), memory)
+    assert torch.equal(line(decoder, used, later), line(decoder, fresh(decoder)[0], later))
+
+
+def test_a_prefill_of_one_row_leaves_the_others_alone():
+    decoder = network()
+    cache, _ = fresh(decoder)
+    before = cache.kv[:, :, 0].clone()
+    memory = cache.rows(torch.tensor([1]), torch.tensor([1]), 4)
+    decoder(torch.randn(1, 4, 16).double(), memory.nodes(), memory)
+    assert torch.equal(cache.kv[:, :, 0], before)
+    assert cache.start.tolist() == [0, 1] and cache.used.tolist() == [4, 4]
+
+
+def test_a_padding_slot_gives_no_nan_and_does_not_count():
+    decoder = network()
+    torch.manual_seed(2)
+    x, later = torch.randn(ROWS, 4, 16).double(), torch.randn(ROWS, 2, 16).double()
+    other = x.clone()
+    other[0, :2], other[1, :3] = 100.0, -50.0  # what stands in the padding
+    ends = []
+    for embeds in (x, other):
+        cache = Cache(DEEP, ROWS, SLOTS, decoder.norm.weight)
+        memory = cache.rows(torch.arange(ROWS), torch.tensor([2, 3]), 4)
+        features = decoder(embeds, memory.nodes(), memory)
+        assert features.isfinite().all()
+        ends.append((features[:, -1], line(decoder, cache, later)))
+    assert torch.equal(ends[0][0], ends[1][0]) and torch.equal(ends[0][1], ends[1][1])
+
+
+def test_an_idle_row_gives_no_nan():
+    decoder = network()
+    tree, paths = eagle_tree()
+    cache = Cache(DEEP, ROWS, SLOTS, decoder.norm.weight)
+    x = torch.randn(ROWS, len(paths), 16).double()
+    assert decoder(x, cache.nodes(tree.depth, tree.mask), cache).isfinite().all()
+
+
+def test_prefill_and_one_by_one_agree_with_the_causal_pass():
+    decoder = network()
+    torch.manual_seed(3)
+    x = torch.randn(ROWS, 12, 16).double()
+    cache = Cache(DEEP, ROWS, SLOTS, decoder.norm.weight)
+    memory = cache.rows(torch.arange(ROWS), torch.zeros(ROWS, dtype=torch.int64), 4)
+    first = decoder(x[:, :4], memory.nodes(), memory)
+    rest = line(decoder, cache, x[:, 4:])
+    assert torch.allclose(torch.cat((first, rest), 1), decoder.teach(x), atol=1e-12)
+
+
+def test_the_loop_draws_the_argmax_of_the_causal_pass():
+    target = ToyTarget()
+    engine = Engine(
+        target, TreeProposer(eagle(target), StaticTree(EAGLE)), Exact(), Sampling(0), Guidance(), 1
+    )
+    codes = generate(engine, ["hill"], [0])[0].codes[None]
+    prompt = target.prompt(["hill"], 1)
+    assert prompt.start.tolist() == [0]  # `teach` knows no padding
+    assert torch.equal(target.head(target.teach(prompt.embeds, codes)).argmax(-1), codes)
+
+
+class Narrow(ToyTarget):
+    """Prompts shorter than the slots the family may take."""
+
+    slots = 3
+
+    def prompt(self, conditions, branches):
+        prompt = super().prompt(conditions, branches)
+        self.first_slots = self.first_slots[:, :1]
+        return Prompt(prompt.embeds[:, :2], torch.zeros_like(prompt.start))
+
+
+def test_a_shorter_prompt_than_the_family_allows_still_decodes():
+    target = Narrow()
+    plain = TreeProposer(eagle(target), StaticTree(EAGLE))
+    codes = generate(Engine(target, plain, Exact(), Sampling(0), Guidance(), 2), ["a", "bcd"], [1, 2])
+    one = [
+        generate(Engine(target, plain, Exact(), Sampling(0), Guidance(), 1), [c], [1])[0]
+        for c in ("a", "bcd")
+    ]
+    assert [h.codes.tolist() for h in codes] == [h.codes.tolist() for h in one]
+
+
+def test_the_room_of_the_cache_is_enough_to_the_last_code():
+    """A tree as large as the picture: every slot it may write to must exist."""
+    target = ToyTarget(grid=2)
+    proposer = TreeProposer(OracleDrafter(target), StaticTree(EAGLE))
+    harvests = generate(Engine(target, proposer, Exact(), Sampling(), Guidance(3.0), 2), ["a", "bc"], [1, 2])
+    assert [h.accepted for h in harvests] == [[1, 3], [1, 3]]

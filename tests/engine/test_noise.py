@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from laws import chi_square, plackett_luce, tally
+
+from lanternpp.engine import noise as module
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.sampling import Sampling
+
+UNLIKELY = 1e-3
+PURPOSES = [Noise.ACCEPT, Noise.BONUS, Noise.DRAFT, Noise.DRAFT + 4]
+
+
+def at(seed, turn=1):
+    seed = torch.as_tensor(seed).reshape(-1)
+    return Noise(seed, torch.full_like(seed, turn))
+
+
+def correlation(a, b):
+    """In units of its own standard error."""
+    a, b = a.flatten().double(), b.flatten().double()
+    return (torch.corrcoef(torch.stack((a, b)))[0, 1] * a.numel() ** 0.5).item()
+
+
+def even(u, cells=256):
+    counts = torch.bincount((u.flatten() * cells).long(), minlength=cells)
+    return chi_square(counts, torch.ones(cells))
+
+
+@pytest.mark.parametrize("purpose", PURPOSES)
+def test_uniform_over_the_index(purpose):
+    assert even(at([7]).uniform(purpose, 1 << 18)) > UNLIKELY
+
+
+@pytest.mark.parametrize("purpose", PURPOSES)
+def test_uniform_over_seeds_at_one_index(purpose):
+    assert even(at(torch.arange(1 << 18)).uniform(purpose, 1)) > UNLIKELY
+
+
+def test_uniform_over_turns_at_one_index():
+    turns = torch.arange(1 << 18)
+    assert even(Noise(torch.full_like(turns, 3), turns).uniform(Noise.BONUS, 1)) > UNLIKELY
+
+
+def test_uniform_over_the_high_half_of_the_seed():
+    assert even(at(torch.arange(1 << 18) << 32).uniform(Noise.BONUS, 1)) > UNLIKELY
+
+
+@pytest.mark.parametrize(("a", "b"), [(0, 1), (0, 2), (1, 2), (0, 255), (254, 255)])
+def test_pairs_of_indices_fill_the_square(a, b):
+    u = at(torch.arange(1 << 15)).uniform(Noise.BONUS, 256)[:, [a, b]]
+    assert even(torch.floor(u[:, 0] * 16) / 16 + u[:, 1] / 16) > UNLIKELY
+
+
+def test_samples_turns_purposes_and_seeds_are_independent():
+    n = 1 << 16
+    base = at([5], 9).uniform(Noise.BONUS, n)
+    others = {
+        "next seed": at([6], 9).uniform(Noise.BONUS, n),
+        "seed of the other half": at([5 + (1 << 32)], 9).uniform(Noise.BONUS, n),
+        "next turn": at([5], 10).uniform(Noise.BONUS, n),
+        "seed and turn exchanged": at([9], 5).uniform(Noise.BONUS, n),
+        "accept": at([5], 9).uniform(Noise.ACCEPT, n),
+        "draft": at([5], 9).uniform(Noise.DRAFT, n),
+        "next level": at([5], 9).uniform(Noise.DRAFT + 1, n),
+    }
+    for name, other in others.items():
+        assert abs(correlation(base, other)) < 4, name
+        assert (base == other).double().mean() < 1e-3, name
+    assert abs(correlation(base[:, 1:], base[:, :-1])) < 4
+    assert abs(correlation(others["draft"], others["next level"])) < 4
+
+
+def test_the_same_index_is_independent_across_neighbouring_seeds_and_turns():
+    u = at(torch.arange(1 << 16)).uniform(Noise.ACCEPT, 2)
+    assert abs(correlation(u[1:, 0], u[:-1, 0])) < 4
+    assert abs(correlation(u[1:, 0], u[:-1, 1])) < 4
+    later = at(torch.arange(1 << 16), 2).uniform(Noise.ACCEPT, 2)
+    assert abs(correlation(u, later)) < 4
+    assert abs(correlation(u[1:], later[:-1])) < 4
+
+
+def test_noise_does_not_depend_on_the_batch_a_sample_sits_in():
+    seeds, turns = torch.tensor([5, 1 << 40, -3, 5]), torch.tensor([1, 2, 3, 4])
+    together = Noise(seeds, turns).uniform(Noise.BONUS, 3, 7)
+    assert together.shape == (4, 3, 7)
+    for i in range(4):
+        alone = Noise(seeds[i : i + 1], turns[i : i + 1]).uniform(Noise.BONUS, 3, 7)
+        assert torch.equal(alone[0], together[i])
+
+
+def test_noise_is_no_torch_state():
+    torch.manual_seed(0)
+    first = at([1]).uniform(Noise.BONUS, 8)
+    torch.manual_seed(1)
+    assert torch.equal(at([1]).uniform(Noise.BONUS, 8), first)
+
+
+@pytest.mark.parametrize("bits", [0, -1])
+def test_noise_is_never_0_nor_1(monkeypatch, bits):
+    """At 1 an exponential is 0, and 0 / 0 would draw a forbidden code."""
+    monkeypatch.setattr(module, "_mix", lambda x: torch.full_like(x, bits))
+    n = at([1])
+    assert 0 < n.uniform(Noise.BONUS, 1) < 1
+    assert 0 < n.exponential(Noise.BONUS, 1) < float("inf")
+
+
+def test_a_code_of_no_probability_is_never_drawn():
+    p = torch.zeros(1, 1 << 18)
+    p[:, 0] = 1
+    assert not Sampling().draw(p, at([8])).any()  # index 168944 has all bits set here
+
+
+def test_exponential_has_the_law_of_one():
+    e = at([3]).exponential(Noise.DRAFT, 1 << 18)
+    assert even(1 - (-e).exp()) > UNLIKELY
+
+
+def test_draws_follow_their_law():
+    p = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.0499, 0.0001])
+    draws = Sampling().draw(p.expand(400_000, -1), at(torch.arange(400_000)))
+    assert chi_square(torch.bincount(draws, minlength=6), p) > UNLIKELY
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_children_are_drawn_without_replacement_in_the_order_of_their_chances(count):
+    q = [0.5, 0.3, 0.15, 0.05]
+    rows = torch.tensor(q).expand(200_000, 2, -1)
+    picked = Sampling().children(rows, count, at(torch.arange(200_000)), Noise.DRAFT)
+    assert picked.shape == (200_000, 2, count)
+    for w in range(2):
+        assert chi_square(tally(picked[:, w], 4), plackett_luce(q, count)) > UNLIKELY
+
+
+def test_the_nodes_of_a_level_draw_their_children_independently():
+    rows = torch.tensor([0.5, 0.3, 0.2]).expand(200_000, 2, -1)
+    picked = Sampling().children(rows, 1, at(torch.arange(200_000)), Noise.DRAFT)[..., 0]
+    law = rows[0, 0][:, None] * rows[0, 0]
+    assert chi_square(tally(picked, 3), law) > UNLIKELY
+
+
+def test_greedy_children_are_the_most_probable_in_order():
+    q = torch.tensor([[[0.1, 0.4, 0.2, 0.3]]])
+    assert Sampling(0).children(q, 3, at([0]), Noise.DRAFT).tolist() == [[[1, 3, 2]]]
