@@ -23,6 +23,7 @@ Checks = Annotated[int, typer.Option(help="Validations, samples and saved states
 Store = Annotated[
     Literal["float32", "bfloat16", "int8"], typer.Option(help="Weights on disk: float32, bfloat16 or int8.")
 ]
+Crops = Annotated[int, typer.Option(help="Crops of each training picture, each also mirrored; encoded once.")]
 Limit = Annotated[int | None, typer.Option(help="Use only this many pictures of each split.")]
 
 
@@ -93,3 +94,41 @@ def tokenizer(
     settings = TokenizerSettings(batch_size, lr, seed, adversarial, adversarial_start, adversarial_weight)
     where = plan(model / "tokenizer", steps, minutes, device, compiled, resume, checks, store)
     leave(train(data, model, VQConfig(size, codes), settings, where, limit))
+
+
+@app.command()
+def target(
+    data: Data,
+    model: Model,
+    dim: Annotated[int, typer.Option(help="Width.")] = 384,
+    layers: Annotated[int, typer.Option(help="Blocks.")] = 14,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 6,
+    hidden: Annotated[int, typer.Option(help="Width inside a block's SwiGLU.")] = 1024,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 24,
+    lr: Annotated[float, typer.Option(help="Peak rate of AdamW (tables, prefix, norms).")] = 1.5e-3,
+    muon_lr: Annotated[float, typer.Option(help="Peak rate of Muon (matrices), in AdamW's scale.")] = 2e-3,
+    dropout: Annotated[float, typer.Option(help="Dropout inside the blocks.")] = 0.0,
+    corrupt: Annotated[
+        float, typer.Option(help="Share of the codes it reads replaced by random ones.")
+    ] = 0.0,
+    crops: Crops = 6,
+    decay: Annotated[float, typer.Option(help="Of the moving average of the weights, per step.")] = 0.995,
+    warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 100,
+    cfg: Annotated[float, typer.Option(help="Guidance of the sample pictures.")] = 2.5,
+    seed: Seed = 0,
+    device: Device = "auto",
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
+    resume: Resume = True,
+    checks: Checks = 12,
+    store: Store = "float32",
+    limit: Limit = None,
+) -> None:
+    """Train the target: codes from captions, one after another. Needs a trained tokenizer."""
+    from lanternpp.training.target import TargetSettings, train
+
+    settings = TargetSettings(batch_size, lr, muon_lr, seed, corrupt, decay=decay, warmup=warmup, cfg=cfg)
+    shape = {"dim": dim, "layers": layers, "heads": heads, "hidden": hidden, "dropout": dropout}
+    where = plan(model / "target", steps, minutes, device, compiled, resume, checks, store)
+    leave(train(data, model, shape, settings, where, crops, limit))

@@ -31,11 +31,12 @@ class DataWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Rows:
-    """What a split's metadata names: files beside captions, in the order of their names."""
+    """What a split's metadata names: files beside captions and labels, in the order of their names."""
 
     root: Path
     files: tuple[str, ...]
     texts: tuple[str, ...]
+    labels: tuple[str, ...] = ()  # "" where a line has none
 
     @property
     def key(self) -> str:
@@ -58,8 +59,8 @@ def read_rows(data: str | Path, split: str) -> Rows:
         rows = read_jsonl(inside)
     elif whole.is_file():
         rows = [
-            (name.removeprefix(f"{split}/"), text)
-            for name, text in read_jsonl(whole)
+            (name.removeprefix(f"{split}/"), *rest)
+            for name, *rest in read_jsonl(whole)
             if name.startswith(f"{split}/")
         ]
     else:
@@ -67,13 +68,14 @@ def read_rows(data: str | Path, split: str) -> Rows:
     if not rows:
         pictures = sum(path.suffix.lower() in SUFFIXES for path in root.rglob("*"))
         raise InputError(f"{root} has no captions: its metadata.jsonl names none of the {pictures} pictures.")
-    rows = sorted(dict(rows).items())
-    return Rows(root, tuple(name for name, _ in rows), tuple(text for _, text in rows))
+    rows = [row for _, row in sorted({row[0]: row for row in rows}.items())]
+    names, texts, labels = zip(*rows, strict=True)
+    return Rows(root, names, texts, labels)
 
 
-def read_jsonl(path: Path) -> list[tuple[str, str]]:
-    """(file_name, text) of every line; a line without either is an error that names it."""
-    rows = []
+def read_jsonl(path: Path) -> list[tuple[str, ...]]:
+    """(file_name, text, label) of every line; one without the first two is an error that names it."""
+    rows: list[tuple[str, ...]] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
@@ -88,7 +90,7 @@ def read_jsonl(path: Path) -> list[tuple[str, str]]:
             ) from None
         if not (isinstance(name, str) and isinstance(text, str)):
             raise InputError(f"{path}, line {number}: file_name and text must be strings.")
-        rows.append((name, text))
+        rows.append((name, text, str(row.get("label") or "")))
     return rows
 
 

@@ -59,8 +59,11 @@ class Report:
     def losses(self, step: int, seconds: float, progress: float, figures: Mapping[str, float]) -> None:
         """Mean losses since the last call."""
         self.write({"step": step, "seconds": round(seconds, 2), **figures})
+        self.advance(seconds, progress, f"step {step}  {self.text(figures)}{self._validation}")
+
+    def advance(self, seconds: float, progress: float, line: str) -> None:
+        """How far things are; where there is no bar, a line only when one is due."""
         self._first = self._first or (progress, seconds)
-        line = f"step {step}  {self.text(figures)}{self._validation}"
         if self._bar is not None:
             self._bar.update(self._task, completed=progress, description=line)
             self._spoken = time.monotonic()

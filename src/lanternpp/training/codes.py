@@ -1,0 +1,186 @@
+"""The pictures as codes: every training picture in several crops and both ways round, encoded once."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lanternpp.devices import half_width
+from lanternpp.errors import InputError
+from lanternpp.nn.checkpoints import CONFIG, checksum, digest, replacing
+from lanternpp.training.data import Order, Pictures, Rows, generator, read_rows
+from lanternpp.training.report import Report
+from lanternpp.vq.folder import read_vq
+from lanternpp.vq.model import VQ, channels_last
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split: codes [M, variants, length] uint16; M captions and labels ("" where there is none)."""
+
+    codes: Tensor
+    texts: tuple[str, ...]
+    labels: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return self.codes.shape[0]
+
+    def pick(self, index: Tensor, variant: Tensor) -> Tensor:
+        """Pictures index [B] in variants [B] -> codes [B, length] int64."""
+        return self.codes[index, variant].long()
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Training pictures in 2 x crops variants (crop by crop, as it is then mirrored), validation ones in one."""
+
+    train: Split
+    val: Split
+    data: dict[str, Any]  # for the provenance
+
+
+class Variants:
+    """Which variant of each picture an epoch shows: all of them once before any comes again."""
+
+    def __init__(self, order: Order, variants: int):
+        generator_ = generator(order.seed, order.count, variants)
+        self.order = order
+        self.turns = torch.rand(order.count, variants, generator=generator_).argsort(1)
+
+    def __call__(self, step: int) -> tuple[Tensor, Tensor, torch.Generator]:
+        """(pictures [B], their variants [B], generator) of a step."""
+        index, generator_ = self.order(step)
+        epoch = step // self.order.per_epoch
+        return index, self.turns[index, epoch % self.turns.shape[1]], generator_
+
+
+def tokenizer_of(model: Path) -> Path:
+    """The tokenizer's folder; an error that names the command to run first where there is none yet."""
+    folder = model / "tokenizer"
+    if not (folder / CONFIG).is_file():
+        raise InputError(
+            f"{folder} holds no tokenizer: run `lanternpp train tokenizer --data DIR --model {model}` first."
+        )
+    return folder
+
+
+def read_codes(
+    data: Path, model: Path, crops: int, device: torch.device, limit: int | None = None, batch: int = 32
+) -> Codes:
+    """The codes of `data` under the tokenizer of `model`, from `model/codes` or encoded now into it."""
+    if crops < 1:
+        raise InputError(f"crops {crops} must be at least 1.")
+    folder = tokenizer_of(model)
+    rows = {split: read_rows(data, split) for split in ("train", "val")}
+    vq = read_vq(folder, torch.bfloat16 if half_width(device) else torch.float32)
+    parts = [checksum(tensor.view(torch.uint8)) for tensor in vq.encoder.state_dict().values()]
+    key = digest([*parts, checksum(vq.codebook), *(part.key for part in rows.values()), f"{crops} {limit}"])
+    path = model / "codes" / f"{key}.safetensors"
+    if not path.is_file():
+        encode(data, rows, path, channels_last(vq).to(device), crops, limit, batch)
+    return load(path)
+
+
+def load(path: Path) -> Codes:
+    """A cache file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = json.loads(file.metadata()["facts"])
+            splits = {
+                name: Split(file.get_tensor(name), tuple(facts[name]["texts"]), tuple(facts[name]["labels"]))
+                for name in ("train", "val")
+            }
+    except Exception as error:  # whatever is wrong with a cache, the cure is the same
+        raise InputError(
+            f"{path} cannot be read ({error}): delete it to encode the pictures again."
+        ) from None
+    return Codes(splits["train"], splits["val"], facts["data"])
+
+
+def encode(
+    data: Path, rows: dict[str, Rows], path: Path, vq: VQ, crops: int, limit: int | None, batch: int
+) -> None:
+    """Encode both splits and write them as one file, whole or not at all."""
+    if vq.config.codes > 2**16:
+        raise InputError(
+            f"a tokenizer of {vq.config.codes} codes is too large: training takes up to {2**16}."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = Report("codes", path.parent)
+    pictures = {split: Pictures.read(data, split, vq.config.size, limit) for split in rows}
+    train, val = pictures["train"], pictures["val"]
+    total = len(train) * crops * 2 + len(val)
+    report.say(
+        f"encoding {len(train)} pictures x {crops} crops x 2 ways, and {len(val)} to validate: "
+        f"{total} x {vq.length} codes, {total * vq.length * 2 / 2**20:.0f} MiB in {path}"
+    )
+    began, tally, spoken = time.monotonic(), 0, False
+    device = vq.codebook.device
+    tensors = {
+        "train": torch.empty(len(train), 2 * crops, vq.length, dtype=torch.uint16),
+        "val": torch.empty(len(val), 1, vq.length, dtype=torch.uint16),
+    }
+    with report.bar(0.0):
+        for name, split in pictures.items():
+            on = split.to(device)
+            for variant in range(tensors[name].shape[1]):
+                parts = zip(
+                    torch.arange(len(split)).split(batch), tensors[name][:, variant].split(batch), strict=True
+                )
+                for number, (index, into) in enumerate(parts):
+                    images = on.centre(index) if name == "val" else view(on, index, variant, number)
+                    into.copy_(vq.encode(images))
+                    tally += len(index)
+                    gone = time.monotonic() - began
+                    if not spoken and gone > 3:
+                        spoken = True
+                        report.say(
+                            f"{tally / gone:.0f} pictures a second: about {total / tally * gone / 60:.1f} min"
+                        )
+                    report.advance(gone, tally / total, f"{tally}/{total}")
+    facts: dict[str, Any] = {name: named(rows[name], pictures[name], limit) for name in pictures}
+    facts["data"] = {
+        "folder": data.resolve().name,
+        "train": len(train),
+        "val": len(val),
+        "crops": crops,
+        "skipped": [*train.skipped, *val.skipped][:20],
+        "hash": digest([train.key, val.key]),
+        "codes": path.stem,
+    }
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata={"facts": json.dumps(facts)})
+
+
+def view(pictures: Pictures, index: Tensor, variant: int, number: int) -> Tensor:
+    """Variant `variant` of pictures index [B]: the first crop is the centre; odd variants are mirrored."""
+    count, crop = len(index), variant // 2
+    draw = torch.rand(3, count, generator=generator(crop, number))
+    if crop == 0:
+        draw = torch.tensor([0.5, 0.5, 1.0])[:, None].expand(3, count)
+    return pictures.crops(index, draw[:2].t(), torch.full((count,), bool(variant % 2)), draw[2])
+
+
+def named(rows: Rows, pictures: Pictures, limit: int | None) -> dict[str, list[str]]:
+    """Captions and labels of the pictures that could be read."""
+    skipped = set(pictures.skipped)
+    kept = [i for i, name in enumerate(rows.files[:limit]) if name not in skipped]
+    return {"texts": [rows.texts[i] for i in kept], "labels": [rows.labels[i] for i in kept]}
+
+
+def unigram(codes: Codes, vocab: int) -> float:
+    """Nats per validation code under the smoothed frequencies of the training codes: what context must beat."""
+    train, val = (
+        torch.bincount(split.codes.flatten().long(), minlength=vocab).double()
+        for split in (codes.train, codes.val)
+    )
+    p = (train + 1) / (train + 1).sum()
+    return -(val / val.sum() * p.log()).sum().item()

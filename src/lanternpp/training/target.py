@@ -1,0 +1,281 @@
+"""Training of the target: the next code of a picture, given a caption's words and the codes so far."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lanternpp.accept.exact import Exact
+from lanternpp.devices import half_width
+from lanternpp.engine.decode import Engine, generate
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Sampling
+from lanternpp.errors import InputError
+from lanternpp.proposers.nothing import Nothing
+from lanternpp.targets.words import SILENT, WordsConfig, WordsTarget
+from lanternpp.training import hardware
+from lanternpp.training.codes import Codes, Split, Variants, read_codes, tokenizer_of, unigram
+from lanternpp.training.data import Order
+from lanternpp.training.pictures import sheet
+from lanternpp.training.run import Plan, Task, averaged, run
+from lanternpp.vq.folder import read_vq
+from lanternpp.vq.model import VQ
+
+GLIMPSE = 256  # validation pictures a check looks at; the end looks at all
+DRAWN = 4  # pictures a check draws
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    """What decides the result, budget and machine aside."""
+
+    batch_size: int = 24
+    lr: float = 1.5e-3  # AdamW: tables, prefix, norms
+    muon_lr: float = 2e-3  # Muon: the matrices of the blocks, in AdamW's scale
+    seed: int = 0
+    corrupt: float = 0.0  # share of input codes replaced by random ones
+    drop_captions: float = 0.1  # for classifier-free guidance
+    decay: float = 0.995
+    warmup: int = 100
+    cfg: float = 2.5  # of the pictures drawn at the checks
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise InputError(f"batch size {self.batch_size} must be at least 1.")
+        for name, value in (("lr", self.lr), ("muon lr", self.muon_lr)):
+            if not 0 < value < 1:
+                raise InputError(f"{name} {value} must lie between 0 and 1; 1e-3 to 3e-3 are usual.")
+        for name, value in (("corrupt", self.corrupt), ("captions dropped", self.drop_captions)):
+            if not 0 <= value < 1:
+                raise InputError(f"{name} {value} is a share: 0 or more, and below 1.")
+
+
+class TargetTask(Task):
+    """A words target on cached codes."""
+
+    name = "target"
+    keep = "nll"
+
+    def __init__(
+        self, config: WordsConfig, settings: TargetSettings, codes: Codes, vq: VQ, device: torch.device
+    ):
+        torch.manual_seed(settings.seed)
+        self.config, self.options, self.codes, self.device = config, settings, codes, device
+        self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
+        self.settings = {**asdict(config), **asdict(settings), "data": codes.data["codes"]}
+        self.vq = vq.to(device)
+        model = WordsTarget(config, self.vq)
+        begin(model)
+        self.model: WordsTarget = model.to(device).train()
+        self.average: WordsTarget = averaged(self.model)  # type: ignore[assignment]
+        self.dtype = torch.bfloat16 if half_width(device) else torch.float32
+        matrices = [p for p in self.model.decoder.blocks.parameters() if p.ndim == 2]
+        known = {id(p) for p in matrices}
+        self.others = [p for p in self.model.parameters() if id(p) not in known]
+        self.optimizers = {
+            "muon": torch.optim.Muon(matrices, settings.muon_lr, adjust_lr_fn="match_rms_adamw"),
+            "adamw": torch.optim.AdamW(self.others, settings.lr, (0.9, 0.95), weight_decay=0.0, fused=True),
+        }
+        self.order = Variants(
+            Order(len(codes.train), settings.batch_size, settings.seed), codes.train.codes.shape[1]
+        )
+        self.words = word_ids(self.model, codes.train)
+        self.val_words = word_ids(self.model, codes.val)
+        self.unigram = unigram(codes, config.vocab)
+        self.prompts = [text for text, _ in Counter(codes.train.texts).most_common() if text.strip()]
+
+    def speed_up(self) -> None:
+        """Compile the network, its head and the loss as one graph of one shape."""
+        self.loss = torch.compile(self.loss, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+
+    def step(self, step: int, progress: float) -> dict[str, Tensor]:
+        """One update."""
+        index, variant, generator = self.order(step)
+        codes = self.codes.train.pick(index, variant)
+        null = torch.rand(len(index), generator=generator) < self.options.drop_captions
+        seen = spoil(codes, self.options.corrupt, self.config.vocab, generator)
+        batch = [x.to(self.device) for x in (self.words[index], null, seen, codes)]
+        with hardware.autocast(self.device):
+            loss = self.loss(*batch)
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.others, 1.0)
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+        return {"loss": loss}
+
+    def loss(self, words: Tensor, null: Tensor, seen: Tensor, codes: Tensor) -> Tensor:
+        """Mean nats per code: words [B, T], null [B] bool, seen (what it reads) and codes [B, length]."""
+        logits = look(self.model, words, null, seen, self.dtype)
+        return F.cross_entropy(logits.flatten(0, 1).float(), codes.flatten())
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Nats per code beside those of the code frequencies, and how ambiguous the choice of a code is."""
+        return self.judge(spread(len(self.codes.val), GLIMPSE))
+
+    @torch.no_grad()
+    def final(self) -> dict[str, Any]:
+        """The same on every validation picture."""
+        figures = self.judge(torch.arange(len(self.codes.val)))
+        return {**figures, "validation_pictures": len(self.codes.val)}
+
+    def judge(self, index: Tensor) -> dict[str, float]:
+        """Figures of the average on validation pictures [M], captions given, no guidance."""
+        losses, best = [], []
+        for part in index.split(16):
+            codes = self.codes.val.pick(part, torch.zeros_like(part)).to(self.device)
+            null = torch.zeros(len(part), dtype=torch.bool, device=self.device)
+            with hardware.autocast(self.device):
+                logits = look(self.average, self.val_words[part].to(self.device), null, codes, self.dtype)
+            logp = logits.float().log_softmax(-1)
+            losses.append(-logp.gather(-1, codes[..., None]).flatten())
+            best.append(logp.amax(-1).exp().flatten())
+        top = torch.cat(best)
+        return {
+            "nll": torch.cat(losses).mean().item(),
+            "unigram": self.unigram,
+            "top1": top.median().item(),
+            "ambiguous": (top < 0.05).double().mean().item(),
+        }
+
+    @torch.no_grad()
+    def sample(self, path: Path) -> None:
+        """Four prompts of different subjects, drawn by plain AR with guidance."""
+        prompts = distinct(self.prompts, self.config.subjects, DRAWN)
+        config, tensors = self.average.folded()
+        target = WordsTarget(config, self.vq)
+        target.load_state_dict(tensors)
+        target.to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
+        target.pack()
+        guidance = Guidance(self.options.cfg)
+        engine = Engine(target, Nothing(), Exact(), Sampling(), guidance, len(prompts))
+        codes = torch.stack([h.codes for h in generate(engine, list(prompts), list(range(len(prompts))))])
+        sheet(self.vq.decode(codes), len(prompts), path)
+
+    def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The averaged target with plain code tables."""
+        config, tensors = self.average.folded()
+        return {"kind": "words", **asdict(config)}, tensors
+
+
+def begin(model: WordsTarget) -> None:
+    """First values: similar codes begin with similar vectors, every block begins as the identity.
+
+    The free tables start small beside the map of the codebook, so that what is learned of one code serves
+    its neighbours from the first step; the logits start near zero.
+    """
+    for table, basis, free in ((model.codes_in, 0.3, 0.02), (model.codes_out, 0.02, 0.002)):
+        nn.init.normal_(table.table, std=free)
+        if table.basis is not None:
+            nn.init.normal_(table.basis, std=basis)
+    for name in ("word_table", "slot_table", "null_prefix"):
+        nn.init.normal_(getattr(model, name), std=0.2)
+    for name, parameter in model.decoder.blocks.named_parameters():
+        if name.endswith(("wo.weight", "w2.weight")):
+            nn.init.zeros_(parameter)
+
+
+def look(model: WordsTarget, words: Tensor, null: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """words [B, T], null [B], codes [B, length] -> logits [B, length, V] of each code given those before."""
+    return model.head(model.teach(model.prefix(words, null).to(dtype), codes))
+
+
+def spoil(codes: Tensor, share: float, vocab: int, generator: torch.Generator) -> Tensor:
+    """Codes [B, length], that share of them replaced by random ones."""
+    if not share:
+        return codes
+    other = torch.randint(vocab, codes.shape, generator=generator)
+    return torch.where(torch.rand(codes.shape, generator=generator) < share, other, codes)
+
+
+def spread(count: int, most: int) -> Tensor:
+    """At most `most` indices, evenly over `count`."""
+    return torch.linspace(0, count - 1, min(count, most)).round().long()
+
+
+def distinct(prompts: list[str], subjects: tuple[str, ...], most: int) -> list[str]:
+    """The first prompt of each subject, `most` of them."""
+    first: dict[str, str] = {}
+    for prompt in prompts:
+        named = [word for word in split_words(prompt) if word in subjects]
+        if named:
+            first.setdefault(named[0], prompt)
+    return list(first.values())[:most]
+
+
+def split_words(text: str) -> list[str]:
+    """The words of a caption that say something."""
+    return [word for word in re.findall(r"[^\W_]+", text.lower()) if word not in SILENT]
+
+
+def word_ids(model: WordsTarget, split: Split) -> Tensor:
+    """The captions of a split as ids [M, T]; a caption that says nothing has none."""
+    known = {text: model.word_ids(text if split_words(text) else None) for text in set(split.texts)}
+    return torch.tensor([known[text] for text in split.texts])
+
+
+def vocabulary(codes: Codes, slots: int) -> dict[str, Any]:
+    """Words, subjects and slots of the captions.
+
+    Subjects are the words of the labels; where labels are missing, or some caption names none of them,
+    any word will do as a subject.
+    """
+    texts = [*codes.train.texts, *codes.val.texts]
+    spoken = [split_words(text) for text in texts]
+    counts = Counter(word for words in spoken for word in words)
+    if not counts:
+        raise InputError("no caption says anything: their words are all of " + ", ".join(sorted(SILENT)))
+    words = sorted(counts, key=lambda word: (-counts[word], word))
+    labels = {word for label in codes.train.labels for word in split_words(label)} & counts.keys()
+    everywhere = all(not said or labels.intersection(said) for said in spoken)
+    subjects = sorted(labels) if labels and everywhere else words
+    return {
+        "words": tuple(words),
+        "subjects": tuple(subjects),
+        "slots": max(slots, max(len(said) for said in spoken)),
+    }
+
+
+def train(
+    data: Path,
+    model: Path,
+    shape: dict[str, Any],
+    settings: TargetSettings,
+    plan: Plan,
+    crops: int = 6,
+    limit: int | None = None,
+) -> bool:
+    """Train `model/target` on the codes of `data`; False if interrupted. `shape`: dim, layers, heads ..."""
+    check_shape(shape)
+    vq = read_vq(tokenizer_of(model))
+    codes = read_codes(data, model, crops, plan.device, limit)
+    config = WordsConfig(
+        **{"slots": 8, **shape, **vocabulary(codes, shape.get("slots", 8))},
+        grid=vq.config.grid,
+        vocab=vq.config.codes,
+        code_dim=vq.config.dim,
+        factored=True,
+    )
+    return run(TargetTask(config, settings, codes, vq, plan.device), plan)
+
+
+def check_shape(shape: dict[str, Any]) -> None:
+    """Refuse a shape no decoder can have, before the pictures are read."""
+    for name in ("dim", "layers", "heads", "hidden"):
+        if shape[name] < 1:
+            raise InputError(f"{name} {shape[name]} must be at least 1.")
+    if shape["dim"] % (4 * shape["heads"]):
+        raise InputError(
+            f"dim {shape['dim']} over {shape['heads']} heads: a head's channels must be a multiple of 4."
+        )
+    if not 0 <= shape.get("dropout", 0.0) < 1:
+        raise InputError(f"dropout {shape['dropout']} is a share: 0 or more, and below 1.")
