@@ -1,9 +1,11 @@
-"""What all tests share: the `gpu` marker is skipped where there is no CUDA GPU, and nowhere else."""
+"""What all tests share: one thread, and the `gpu` marker, skipped where there is no CUDA GPU and nowhere else."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+
+torch.set_num_threads(1)  # the tests' tensors are small: a second thread makes them ten times slower
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
