@@ -113,7 +113,7 @@ def target(
     corrupt: Annotated[
         float, typer.Option(help="Share of the codes it reads replaced by random ones.")
     ] = 0.0,
-    crops: Crops = 6,
+    crops: Crops = 2,
     decay: Annotated[float, typer.Option(help="Of the moving average of the weights, per step.")] = 0.995,
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 100,
     cfg: Annotated[float, typer.Option(help="Guidance of the sample pictures.")] = 2.5,

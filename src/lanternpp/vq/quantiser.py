@@ -29,8 +29,9 @@ class Quantiser(nn.Module):
     def nearest(self, latents: Tensor) -> Tensor:
         """latents [..., C] -> codes [...], the rows of least distance."""
         flat = F.normalize(latents.float(), dim=-1).flatten(0, -2)
+        rows = 32768 if flat.is_cuda else 64  # few enough for a CPU's scores to stay in its cache
         with torch.autocast(flat.device.type, enabled=False):
-            parts = [(part @ self.codebook.t()).argmax(-1) for part in flat.split(32768)]
+            parts = [argmax(part @ self.codebook.t()) for part in flat.split(rows)]
         return torch.cat(parts).view(latents.shape[:-1])
 
     def forward(self, latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,3 +58,13 @@ class Quantiser(nn.Module):
         self.sums.copy_(torch.where(dead, fresh * average, self.sums))
         self.counts.copy_(torch.where(dead[:, 0], torch.full_like(self.counts, average), self.counts))
         self.codebook.copy_(F.normalize(self.sums, dim=-1))
+
+
+def argmax(scores: Tensor, side: int = 64) -> Tensor:
+    """The first best column of scores [M, V] -> [M]; by blocks, since amax is vectorised and argmax is not."""
+    if scores.shape[1] % side:
+        return scores.argmax(1)
+    blocks = scores.unflatten(1, (-1, side))
+    block = blocks.amax(2).argmax(1)
+    inside = blocks.gather(1, block[:, None, None].expand(-1, 1, side))[:, 0].argmax(1)
+    return block * side + inside
