@@ -14,7 +14,7 @@ from lanternpp.errors import InputError
 
 def models(as_json: opt.Json = False) -> None:
     """List the models that --model can name, and what is cached."""
-    from lanternpp.pipeline import MODELS
+    from lanternpp.models import MODELS
     from lanternpp.vq.neighbours import cache_folder
 
     rows = [describe(name, about) for name, about in MODELS.items()]
@@ -30,7 +30,7 @@ def models(as_json: opt.Json = False) -> None:
 
 def describe(name: str, about: str) -> dict[str, Any]:
     """A row: where the model lies on this machine and how large it is, or None where it does not."""
-    from lanternpp.pipeline import model_folder
+    from lanternpp.models import model_folder
 
     try:
         folder = model_folder(name)

@@ -1,0 +1,90 @@
+"""`lanternpp compare`: fair turns, medians, one picture and one table or one JSON object."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from lanternpp import Pipeline
+from lanternpp.methods import METHODS
+from lanternpp.pipeline import Result, Stats
+
+PROMPT = "a photo of a red tulip"
+
+
+class FakePipeline:
+    """Notes every call; the k-th call of a method takes as long as it is told."""
+
+    def __init__(self, seconds: dict[str, list[float]]):
+        self.seconds, self.calls, self.turn = seconds, [], {name: count() for name in seconds}
+
+    def __call__(self, prompt: str, **options: Any) -> Result:
+        self.calls.append(options)
+        method, n = options["method"], options["n"]
+        seconds = self.seconds[method][next(self.turn[method])]
+        passes = {"ar": 256}.get(method, 64) * n
+        shared = {"cfg": 2.5, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "batch_size": n, "compile": True}
+        stats = Stats(
+            method, "fake", n, 256 * n, passes, 256 * n / passes, seconds, seconds / n, [], shared, {}
+        )
+        return Result([Image.new("RGB", (8, 8), "teal")] * n, None, stats)
+
+
+@pytest.fixture
+def fake(monkeypatch) -> FakePipeline:
+    pipe = FakePipeline({"ar": [99.0, 8.0, 80.0, 9.0], "lantern++": [99.0, 4.0, 2.0, 40.0]})
+    monkeypatch.setattr(Pipeline, "from_pretrained", lambda **_: pipe)
+    return pipe
+
+
+def test_the_sides_take_turns_after_a_warm_up_each(fake, run) -> None:
+    assert run("compare", PROMPT, "-n", 2, "--seed", 7).code == 0
+    assert [call["method"] for call in fake.calls] == ["lantern++", "ar"] + ["ar", "lantern++"] * 3
+    assert all(call["seed"] == 7 and call["n"] == 2 for call in fake.calls)
+    assert all(call.get("progress") is None for call in fake.calls)
+
+
+def test_plain_ar_gets_the_methods_sampling_and_none_of_its_dials(fake, run) -> None:
+    run("compare", PROMPT, "--lambda", 3, "--tree", "chain-3", "--top-k", 0)
+    ar = next(call for call in fake.calls if call["method"] == "ar")
+    assert ar["cfg"] == 2.5 and ar["compile"] is True and ar["batch_size"] == 1
+    assert {"lam", "tree", "accept", "delta", "neighbours"}.isdisjoint(ar)
+    other = next(call for call in fake.calls if call["method"] == "lantern++")
+    assert other["lam"] == 3 and other["tree"] == "chain-3" and other["cfg"] is None
+
+
+def test_json_has_medians_and_the_speed_up(fake, run, elsewhere: Path) -> None:
+    outcome = run("compare", PROMPT, "-n", 2, "--json")
+    assert outcome.err == ""
+    figures = json.loads(outcome.out)
+    ar, method = figures["methods"]
+    assert (ar["method"], ar["seconds"], ar["speedup"]) == ("ar", 9.0, 1.0)
+    assert (method["method"], method["seconds"], method["seconds_per_image"]) == ("lantern++", 4.0, 2.0)
+    assert figures["speedup"] == method["speedup"] == 9.0 / 4.0
+    assert figures["method"] == "lantern++" and figures["passes"] == 128
+    assert figures["file"] == "out/compare.png" and (elsewhere / "out" / "compare.png").is_file()
+
+
+def test_the_table_has_every_figure(fake, run) -> None:
+    out = run("compare", PROMPT, "-n", 2).out
+    for text in (PROMPT, "speed-up", "codes / pass", "4.50", "2.00", "256", "64", "4.00", "2.25x", "3 runs"):
+        assert text in out
+
+
+@pytest.mark.parametrize(("method", "n"), [*((name, 1) for name in METHODS), ("eagle", 3)])
+def test_every_method_beside_plain_ar(method: str, n: int, run, model, elsewhere: Path) -> None:
+    args = ["--method", method, "--runs", 1, "-n", n, "--batch-size", min(n, 2), "--json", "-o", "x.png"]
+    outcome = run("compare", PROMPT, "--model", model, *args)
+    assert (outcome.code, outcome.err) == (0, "")
+    figures = json.loads(outcome.out)
+    ar, other = figures["methods"]
+    assert ar["codes_per_pass"] == 1 and other["codes_per_pass"] >= 1
+    assert ar["settings"]["dtype"] == other["settings"]["dtype"]
+    assert ar["codes"] == other["codes"] == 16 * n
+    with Image.open(elsewhere / "x.png") as image:
+        assert image.width > 1000 and image.text["prompt"] == PROMPT

@@ -1,0 +1,75 @@
+"""`lanternpp generate`, end to end on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from lanternpp.methods import METHODS
+
+PROMPT = "a photo of a red tulip"
+KEYS = {
+    "method",
+    "model",
+    "images",
+    "codes",
+    "passes",
+    "codes_per_pass",
+    "seconds",
+    "seconds_per_image",
+    "accepted_per_pass",
+    "settings",
+    "versions",
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cfg", [1, 3])
+def test_every_method_draws(method: str, cfg: int, run, model, elsewhere: Path) -> None:
+    outcome = run("generate", PROMPT, "--model", model, "--method", method, "--cfg", cfg, "--json")
+    assert (outcome.code, outcome.err) == (0, "")
+    stats = json.loads(outcome.out)
+    assert stats.keys() >= KEYS and stats["method"] == method and stats["settings"]["cfg"] == cfg
+    assert stats["codes"] == 16 == sum(stats["accepted_per_pass"])
+    assert stats["passes"] == len(stats["accepted_per_pass"])
+    with Image.open(elsewhere / "out" / "a-photo-of-a-red-tulip-0.png") as image:
+        assert image.size == (16, 16)
+
+
+def test_the_same_twice_is_the_same_file(run, model, elsewhere: Path) -> None:
+    for name in ("one.png", "two.png"):
+        assert run("generate", PROMPT, "--model", model, "-n", 3, "--seed", 5, "-o", name).code == 0
+    assert (elsewhere / "one.png").read_bytes() == (elsewhere / "two.png").read_bytes()
+    assert sorted(p.name for p in elsewhere.iterdir()) == ["one.png", "two.png"]
+
+
+def test_another_seed_is_another_picture(run, model, elsewhere: Path) -> None:
+    for seed in (1, 2):
+        run("generate", PROMPT, "--model", model, "--seed", seed, "-o", f"{seed}.png")
+    one, two = (Image.open(elsewhere / f"{seed}.png").tobytes() for seed in (1, 2))
+    assert one != two
+
+
+def test_a_picture_says_how_it_was_made(run, model, elsewhere: Path) -> None:
+    run("generate", PROMPT, "--model", model, "--temperature", 0.5, "--seed", 9, "-o", "new/folder/x.png")
+    with Image.open(elsewhere / "new" / "folder" / "x.png") as image:
+        assert image.text["prompt"] == PROMPT and image.text["seed"] == "9"
+        assert json.loads(image.text["settings"])["temperature"] == 0.5
+        assert "seconds" not in json.dumps(image.text)
+
+
+def test_several_pictures_are_a_grid(run, model, elsewhere: Path) -> None:
+    outcome = run("generate", PROMPT, "--model", model, "-n", 4, "-o", "grid.png")
+    with Image.open(elsewhere / "grid.png") as image:
+        assert image.size == (34, 34)
+    assert outcome.out.startswith("grid.png: ") and "codes per pass" in outcome.out
+    assert outcome.err == ""  # no progress bar where stderr is no terminal
+
+
+def test_names_of_files_come_from_any_prompt(run, model, elsewhere: Path) -> None:
+    assert run("generate", "../Tulip/ rouge: " + "é" * 300, "--model", model).code == 0
+    (file,) = (elsewhere / "out").iterdir()
+    assert file.name.startswith("tulip-rouge-é") and len(file.name) < 70

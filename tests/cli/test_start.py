@@ -1,0 +1,69 @@
+"""What happens before and around the verbs: help, version, interrupts, warnings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import lanternpp
+from lanternpp import Pipeline
+
+COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()"]
+
+
+@pytest.mark.parametrize("args", [["--help"], ["generate", "--help"], ["--version"]])
+def test_help_is_quick(args: list[str]) -> None:
+    seconds = []
+    for _ in range(4):
+        began = time.perf_counter()
+        subprocess.run([*COMMAND, *args], check=True, capture_output=True)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.5
+
+
+def test_help_loads_no_torch() -> None:
+    code = "import sys, lanternpp.cli; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_refusal_from_the_shell() -> None:
+    done = subprocess.run([*COMMAND, "generate", "x", "--cfg", "0"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "lanternpp: error: --cfg 0.0 is out of range; use 1 (no guidance) or more\n"
+
+
+def test_version(run) -> None:
+    outcome = run("--version")
+    assert (outcome.code, outcome.out, outcome.err) == (0, f"lanternpp {lanternpp.__version__}\n", "")
+
+
+@pytest.mark.parametrize("args", [[], ["train"]])
+def test_no_verb_prints_help(args: list[str], run) -> None:
+    outcome = run(*args)
+    assert outcome.code == 0 and "Usage" in outcome.out and outcome.err == ""
+
+
+def test_ctrl_c_is_one_line_and_130(run, monkeypatch, elsewhere: Path) -> None:
+    def interrupt(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pipeline, "from_pretrained", interrupt)
+    outcome = run("generate", "a red tulip")
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "lanternpp: interrupted\n")
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_an_unknown_word_is_one_warning_that_lists_the_known(run, model) -> None:
+    outcome = run("generate", "a purple tulip", "--model", model, "-n", 2, "--json")
+    assert outcome.code == 0
+    assert outcome.err.startswith("lanternpp: warning: ") and outcome.err.count("\n") == 1
+    assert "purple" in outcome.err and "red, tulip" in outcome.err
+
+
+def test_models_lists_what_can_be_named(run) -> None:
+    outcome = run("models")
+    assert outcome.code == 0 and "nature-128" in outcome.out and outcome.err == ""
