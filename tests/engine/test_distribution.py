@@ -34,8 +34,6 @@ FULL = ((0,), (1,), (2,), (0, 0), (1, 0), (2, 0), (2, 1))
 LOSSLESS = {
     "nothing": lambda target: Nothing(),
     "chain, flatter q": lambda target: TreeProposer(NoisyMarkovDrafter(target), StaticTree(chain(2))),
-    "every code a child": lambda target: TreeProposer(OtherMarkovDrafter(target, FAR), StaticTree(FULL)),
-    "q with zeros": lambda target: TreeProposer(OtherMarkovDrafter(target, HOLES), StaticTree(BUSHY)),
     "fewer codes than children": lambda target: TreeProposer(
         OtherMarkovDrafter(target, HOLES), StaticTree(FULL)
     ),
