@@ -166,7 +166,9 @@ def show(prompt: str, base: Side, side: Side, speedup: float) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(prompt), caption=f"median of {len(base.results)} runs", title_justify="left")
+    runs = len(base.results)
+    caption = f"medians of {runs} runs" if runs > 1 else "one run"
+    table = Table(title=Text(prompt), caption=caption, title_justify="left")
     table.add_column("method")
     for heading in ("seconds / picture", "passes / picture", "codes / pass", "speed-up"):
         table.add_column(heading, justify="right")
