@@ -24,6 +24,8 @@ Store = Annotated[
     Literal["float32", "bfloat16", "int8"], typer.Option(help="Weights on disk: float32, bfloat16 or int8.")
 ]
 Crops = Annotated[int, typer.Option(help="Crops of each training picture, each also mirrored; encoded once.")]
+Decay = Annotated[float, typer.Option(help="Of the moving average of the weights, per step.")]
+Warmup = Annotated[int, typer.Option(help="Steps of linear warm-up.")]
 Limit = Annotated[int | None, typer.Option(help="Use only this many pictures of each split.")]
 
 
@@ -114,8 +116,8 @@ def target(
         float, typer.Option(help="Share of the codes it reads replaced by random ones.")
     ] = 0.0,
     crops: Crops = 2,
-    decay: Annotated[float, typer.Option(help="Of the moving average of the weights, per step.")] = 0.995,
-    warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 100,
+    decay: Decay = 0.995,
+    warmup: Warmup = 100,
     cfg: Annotated[float, typer.Option(help="Guidance of the sample pictures.")] = 2.5,
     seed: Seed = 0,
     device: Device = "auto",
@@ -132,3 +134,41 @@ def target(
     shape = {"dim": dim, "layers": layers, "heads": heads, "hidden": hidden, "dropout": dropout}
     where = plan(model / "target", steps, minutes, device, compiled, resume, checks, store)
     leave(train(data, model, shape, settings, where, crops, limit))
+
+
+@app.command()
+def drafter(
+    data: Data,
+    model: Model,
+    loss: Annotated[
+        Literal["paper", "guided", "lk"],
+        typer.Option(help="paper: the target's distribution; guided: after guidance; lk: the acceptance."),
+    ] = "paper",
+    weight: Annotated[float, typer.Option(help="Of that loss beside SmoothL1 on the features.")] = 0.1,
+    cfg: Annotated[float, typer.Option(help="Guidance that guided, lk and the figures suppose.")] = 3.0,
+    layers: Annotated[int, typer.Option(help="Blocks.")] = 1,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 16,
+    lr: Annotated[float, typer.Option(help="Peak learning rate; the papers' long runs use 1e-4.")] = 1e-3,
+    noise: Annotated[float, typer.Option(help="Width of the uniform noise on the features.")] = 0.2,
+    inherit: Annotated[bool, typer.Option(help="Begin as the target's last block.")] = True,
+    crops: Crops = 2,
+    decay: Decay = 0.995,
+    warmup: Warmup = 100,
+    seed: Seed = 0,
+    device: Device = "auto",
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
+    resume: Resume = True,
+    checks: Checks = 12,
+    store: Store = "float32",
+    limit: Limit = None,
+) -> None:
+    """Train an EAGLE drafter for the target. Needs a trained tokenizer and target."""
+    from lanternpp.training.drafter import DrafterSettings, train
+
+    settings = DrafterSettings(
+        loss, weight, cfg, batch_size, lr, noise, inherit=inherit, seed=seed, decay=decay, warmup=warmup
+    )
+    where = plan(model / "drafter", steps, minutes, device, compiled, resume, checks, store)
+    leave(train(data, model, layers, settings, where, crops, limit))

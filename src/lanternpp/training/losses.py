@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -26,3 +27,18 @@ def psnr(images: Tensor, truth: Tensor) -> Tensor:
     """Peak signal-to-noise ratio in dB of each image [B]; both in [-1, 1], rounded to 8 bits."""
     mine, other = (((x.float() + 1) * 127.5).round() for x in (images, truth))
     return -10 * ((mine - other).square().flatten(1).mean(1) / 255**2).clamp_min(1e-10).log10()
+
+
+def soft_cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Mean nats of `logits` [..., V] under the distribution of `wanted` [..., V]."""
+    return -(wanted.float().softmax(-1) * logits.float().log_softmax(-1)).sum(-1).mean()
+
+
+def acceptance(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Chance that a draft from `logits` [..., V] is kept by a target of `wanted` [..., V]: sum min(p, q)."""
+    return torch.minimum(logits.float().softmax(-1), wanted.float().softmax(-1)).sum(-1)
+
+
+def refusal(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Mean of -log acceptance (the LK loss)."""
+    return -acceptance(logits, wanted).log().mean()

@@ -251,7 +251,7 @@ def train(
     shape: dict[str, Any],
     settings: TargetSettings,
     plan: Plan,
-    crops: int = 6,
+    crops: int = 2,
     limit: int | None = None,
 ) -> bool:
     """Train `model/target` on the codes of `data`; False if interrupted. `shape`: dim, layers, heads ..."""

@@ -1,0 +1,303 @@
+"""Training of an EAGLE drafter (arXiv 2401.15077): the target's next feature, and with it its next code."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lanternpp.accept.exact import Exact
+from lanternpp.devices import half_width
+from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.engine.decode import Engine, generate
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Sampling
+from lanternpp.errors import InputError
+from lanternpp.nn.checkpoints import CONFIG, WEIGHTS, checksum, digest, load_config, read_safetensors
+from lanternpp.proposers.tree import TreeProposer
+from lanternpp.registry import find
+from lanternpp.targets import FAMILIES
+from lanternpp.targets.base import Target
+from lanternpp.training import hardware
+from lanternpp.training.codes import Codes, Split, Variants, read_codes, tokenizer_of
+from lanternpp.training.data import Order
+from lanternpp.training.losses import acceptance, refusal, soft_cross_entropy
+from lanternpp.training.pictures import sheet
+from lanternpp.training.run import Plan, Task, averaged, run
+from lanternpp.training.target import spread
+from lanternpp.trees import build_tree
+
+LOSSES = {"paper": soft_cross_entropy, "guided": soft_cross_entropy, "lk": refusal}
+GLIMPSE = 96  # validation pictures a check looks at; the end looks at all
+DRAWN = 4  # pictures a check draws
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    """What decides the result, budget and machine aside.
+
+    The loss is SmoothL1 on features + `weight` x a loss on distributions: `paper`, cross-entropy to the
+    target's; `guided`, the same after guidance, which is what verification sees; `lk`, -log of the
+    acceptance itself, after guidance.
+    """
+
+    loss: Literal["paper", "guided", "lk"] = "paper"
+    weight: float = 0.1
+    cfg: float = 3.0
+    batch_size: int = 16
+    lr: float = 1e-3
+    noise: float = 0.2  # features are off by up to half of this
+    drop_captions: float = 0.1  # only the paper's loss needs it: the others see every caption and none
+    inherit: bool = True  # begin as the target's last block
+    seed: int = 0
+    decay: float = 0.995
+    warmup: int = 100
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise InputError(f"loss {self.loss!r} is unknown: choose {', '.join(LOSSES)}.")
+        if self.batch_size < 1:
+            raise InputError(f"batch size {self.batch_size} must be at least 1.")
+        if not 0 < self.lr < 1:
+            raise InputError(f"lr {self.lr} must lie between 0 and 1; 1e-4 to 1e-3 are usual.")
+        if self.weight < 0 or self.noise < 0:
+            raise InputError(f"weight {self.weight} and noise {self.noise} must be at least 0.")
+        if not 0 <= self.drop_captions < 1:
+            raise InputError(f"captions dropped {self.drop_captions} is a share: 0 or more, and below 1.")
+
+    @property
+    def guidance(self) -> Guidance:
+        """What merges the rows in the loss."""
+        return Guidance(1.0 if self.loss == "paper" else self.cfg)
+
+
+class DrafterTask(Task):
+    """An EAGLE drafter for a frozen target, whose features are made on the way from cached codes."""
+
+    name = "drafter"
+    keep = "lk"
+
+    def __init__(
+        self,
+        settings: DrafterSettings,
+        layers: int,
+        target: Target,
+        codes: Codes,
+        origin: str,
+        device: torch.device,
+    ):
+        torch.manual_seed(settings.seed)
+        self.options, self.codes, self.device = settings, codes, device
+        self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
+        self.target = target.to(device).eval().requires_grad_(False)
+        shape = target.decoder.config
+        self.config = EagleConfig(shape.dim, shape.heads, shape.hidden, layers)
+        self.settings = {
+            **asdict(self.config),
+            **asdict(settings),
+            "data": codes.data["codes"],
+            "target": origin,
+        }
+        drafter = EagleDrafter(self.config, target.decoder.turns)
+        if settings.inherit:
+            inherit(drafter, target)
+        self.model: EagleDrafter = drafter.float().to(device).train()
+        self.average: EagleDrafter = averaged(self.model)  # type: ignore[assignment]
+        self.optimizers = {
+            "model": torch.optim.AdamW(
+                self.model.parameters(), settings.lr, (0.9, 0.95), weight_decay=0.0, fused=True
+            )
+        }
+        self.order = Variants(
+            Order(len(codes.train), settings.batch_size, settings.seed), codes.train.codes.shape[1]
+        )
+        self.train, self.val = Captions(target, codes.train), Captions(target, codes.val)
+        self.drawn: Tensor | None = None
+
+    def speed_up(self) -> None:
+        """Compile target, drafter and loss as one graph of one shape."""
+        self.loss = torch.compile(self.loss, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+
+    def step(self, step: int, progress: float) -> dict[str, Tensor]:
+        """One update."""
+        index, variant, generator = self.order(step)
+        codes = self.codes.train.pick(index, variant).to(self.device)
+        drop = torch.rand(len(index), generator=generator) < self.options.drop_captions
+        prompts = self.train(index, 2) if self.options.guidance.branches == 2 else self.train(index, 1, drop)
+        with hardware.autocast(self.device):
+            feature, distribution = self.loss(prompts, codes)
+            loss = feature + self.options.weight * distribution
+        optimizer = self.optimizers["model"]
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        optimizer.step()
+        return {"loss": loss, "feature": feature, "distribution": distribution}
+
+    def loss(self, prompts: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """prompts [R, T, D] and codes [B, length] -> loss on features, loss on distributions."""
+        rows, merge = self.options.guidance.rows, self.options.guidance.merge
+        with torch.no_grad():
+            ahead, features = lessons(self.target, prompts, rows(codes))
+            noise = (torch.rand_like(features, dtype=torch.float32) - 0.5) * self.options.noise
+            wanted = features[:, prompts.shape[1] :]
+            logits = merge(self.target.head(wanted))
+        guess = self.model.teach(ahead, (features + noise)[:, :-1].to(features.dtype))
+        guess = guess[:, prompts.shape[1] - 1 :]
+        distribution = LOSSES[self.options.loss](merge(self.target.head(guess)), logits)
+        return F.smooth_l1_loss(guess.float(), wanted.float()), distribution
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Figures on some validation pictures, and the codes per pass of four pictures drawn with it."""
+        figures = self.judge(spread(len(self.codes.val), GLIMPSE))
+        return {**figures, "codes_per_pass": self.draw()}
+
+    @torch.no_grad()
+    def final(self) -> dict[str, Any]:
+        """The figures on every validation picture."""
+        figures = self.judge(torch.arange(len(self.codes.val)))
+        return {**figures, "validation_pictures": len(self.codes.val)}
+
+    def judge(self, index: Tensor) -> dict[str, float]:
+        """Expected acceptance after guidance (first draft level, and second), agreement of the best code, losses."""
+        guidance = Guidance(self.options.cfg)
+        sums: dict[str, float] = {}
+        for part in index.split(8):
+            codes = guidance.rows(self.codes.val.pick(part, torch.zeros_like(part)).to(self.device))
+            prompts = self.val(part, guidance.branches)
+            first, count = prompts.shape[1], len(part)
+            with hardware.autocast(self.device):
+                ahead, features = lessons(self.target, prompts, codes)
+                guess = self.average.teach(ahead, features[:, :-1])
+                own = torch.cat((features[:, :first], guess[:, first - 1 : -1]), 1)
+                again = self.average.teach(ahead, own)[:, first:]
+                guess, wanted = guess[:, first - 1 :], features[:, first:]
+                plain, mine, second = (self.target.head(x) for x in (wanted, guess, again))
+            p, q, q2 = (guidance.merge(logits) for logits in (plain, mine, second))
+            chance = acceptance(q, p)
+            found = {
+                "accept": chance.mean(),
+                "accept2": acceptance(q2, p[:, 1:]).mean(),
+                "agree": (p.argmax(-1) == q.argmax(-1)).double().mean(),
+                "feature": F.smooth_l1_loss(guess.float(), wanted.float()),
+                "paper": soft_cross_entropy(mine[:count], plain[:count]),
+                "guided": soft_cross_entropy(q, p),
+                "lk": -chance.log().mean(),
+            }
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0.0) + value.item() * count
+        return {name: value / len(index) for name, value in sums.items()}
+
+    def draw(self) -> float:
+        """Codes per pass, lossless on a static tree, of four pictures, which `sample` shows."""
+        dtype = next(self.target.parameters()).dtype
+        drafter = copy.deepcopy(self.average).to(dtype)
+        prompts = self.val.sayings[:DRAWN]
+        proposer = TreeProposer(drafter, build_tree("eagle-25"))
+        guidance = Guidance(self.options.cfg)
+        engine = Engine(self.target, proposer, Exact(), Sampling(), guidance, len(prompts))
+        harvests = generate(engine, list(prompts), list(range(len(prompts))))
+        self.drawn = torch.stack([harvest.codes for harvest in harvests])
+        return sum(sum(h.accepted) for h in harvests) / sum(len(h.accepted) for h in harvests)
+
+    @torch.no_grad()
+    def sample(self, path: Path) -> None:
+        """The pictures last drawn."""
+        if self.drawn is None:
+            self.draw()
+        assert self.drawn is not None
+        sheet(self.target.pixels(self.drawn), len(self.drawn), path)
+
+    def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The averaged drafter."""
+        return {"kind": "eagle", **asdict(self.config)}, self.average.state_dict()
+
+
+class Captions:
+    """The prompts of a split: made once per distinct caption; one the target cannot follow is the null prompt."""
+
+    def __init__(self, target: Target, split: Split):
+        numbers: dict[str | None, int] = {None: 0}
+        made = [target.prompt([None], 1).embeds[0]]
+        self.sayings: list[str] = []
+        for text in dict.fromkeys(split.texts):
+            try:
+                made.append(target.prompt([text], 1).embeds[0])
+            except InputError:
+                numbers[text] = 0
+                continue
+            numbers[text] = len(made) - 1
+            self.sayings.append(text)
+        if not self.sayings:
+            raise InputError("the target can follow none of the captions: was it trained on other data?")
+        self.table = torch.stack(made)  # [U, T, D]; row 0 is the null prompt
+        self.number = torch.tensor([numbers[text] for text in split.texts])
+
+    def __call__(self, index: Tensor, branches: int, drop: Tensor | None = None) -> Tensor:
+        """Prompts of pictures index [B] -> [branches * B, T, D]; null where drop [B], and in a second branch."""
+        number = self.number[index]
+        if drop is not None:
+            number = number.masked_fill(drop, 0)
+        if branches == 2:
+            number = torch.cat((number, torch.zeros_like(number)))
+        return self.table[number.to(self.table.device)]
+
+
+def lessons(target: Target, prompts: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """prompts [R, T, D], codes [R, length] -> what a drafter reads and should say.
+
+    ahead [R, S - 1, D], the inputs one ahead, and features [R, S, D], for S = T + length - 1 slots: from
+    ahead[:, t] and features[:, t] follows features[:, t + 1].
+    """
+    inputs = torch.cat((prompts, target.embed(codes[:, :-1]).to(prompts.dtype)), 1)
+    return inputs[:, 1:], target.decoder.teach(inputs)
+
+
+def inherit(drafter: EagleDrafter, target: Target) -> None:
+    """Begin as the target's last blocks, reading mostly the feature."""
+    blocks = target.decoder.blocks
+    if len(drafter.decoder.blocks) > len(blocks):
+        raise InputError(
+            f"a drafter of {len(drafter.decoder.blocks)} layers cannot begin as the last of {len(blocks)}."
+        )
+    for mine, other in zip(drafter.decoder.blocks, list(blocks)[-len(drafter.decoder.blocks) :], strict=True):
+        mine.load_state_dict(other.state_dict())
+    dim = drafter.config.dim
+    with torch.no_grad():
+        drafter.fc.weight[:, dim:] += torch.eye(dim)
+
+
+def target_of(model: Path, dtype: torch.dtype) -> tuple[Target, str]:
+    """The trained target and a hash of its weights; an error that names the command where there is none."""
+    folder = model / "target"
+    if not (folder / CONFIG).is_file():
+        raise InputError(
+            f"{folder} holds no target: run `lanternpp train target --data DIR --model {model}` first."
+        )
+    family = find("model family", str(load_config(folder).get("kind", "")), FAMILIES)
+    target: Target = family.read(model, dtype)
+    return target, digest(checksum(x.view(torch.uint8)) for x in read_safetensors(folder / WEIGHTS).values())
+
+
+def train(
+    data: Path,
+    model: Path,
+    layers: int,
+    settings: DrafterSettings,
+    plan: Plan,
+    crops: int = 2,
+    limit: int | None = None,
+) -> bool:
+    """Train `model/drafter` on the codes of `data`; False if interrupted."""
+    if layers < 1:
+        raise InputError(f"layers {layers} must be at least 1.")
+    tokenizer_of(model)
+    target, origin = target_of(model, torch.bfloat16 if half_width(plan.device) else torch.float32)
+    codes = read_codes(data, model, crops, plan.device, limit)
+    return run(DrafterTask(settings, layers, target, codes, origin, plan.device), plan)
