@@ -2,6 +2,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 STAMP := $(VENV)/.installed
 PROMPT ?= a photo of a sunflower under a blue sky
 
@@ -34,7 +35,6 @@ $(STAMP): pyproject.toml constraints.txt
 	        echo "$$python cannot make a virtual environment; install its venv module" >&2; exit 1; \
 	    fi; \
 	done; echo "Python 3.11 or newer is needed; install it, or name it: make PYTHON=/path/to/python" >&2; exit 1
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	    --no-build-isolation --editable '.[dev]'
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
