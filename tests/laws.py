@@ -93,18 +93,7 @@ def point_round_law(p: Law, children: Sequence[int], relax: Relax = no_relax) ->
     return [a + reach * b for a, b in zip(law, r, strict=True)]
 
 
-def plackett_luce(q: Law, count: int) -> Tensor:
-    """The law of `count` ordered draws without replacement, [V, ..., V]."""
-    law = torch.zeros([len(q)] * count, dtype=torch.float64)
-
-    def place(chosen: tuple[int, ...], reach: float) -> None:
-        if len(chosen) == count:
-            law[chosen] += reach
-            return
-        left = sum(c for y, c in enumerate(q) if y not in chosen)
-        for y, c in enumerate(q):
-            if y not in chosen and c > 0:
-                place((*chosen, y), reach * c / left)
-
-    place((), 1.0)
-    return law
+def drawn(q: Tensor, count: int, seed: int = 0) -> Tensor:
+    """q [..., V] -> codes [..., count] drawn without replacement, in order; those of probability 0 come last."""
+    noise = torch.rand(q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return (q / -noise.log()).topk(count, -1).indices

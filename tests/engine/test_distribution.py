@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from laws import additive, chi_square, multiplicative, no_relax, point_round_law, round_law, tally
+from laws import additive, chi_square, drawn, multiplicative, no_relax, point_round_law, round_law, tally
 from toys import MarkovTarget, NoisyMarkovDrafter, OtherMarkovDrafter, admit_all
 
 from lanternpp.accept.exact import Exact
@@ -43,28 +43,28 @@ LOSSLESS = {
 def images(target, proposer, rule, sampling, guidance, draws=DRAWS, batch=50_000):
     """`draws` images of the whole loop, [draws, length], each under its own seed."""
     engine = Engine(target, proposer, rule, sampling, guidance, batch)
-    drawn = []
+    made = []
     for first in range(0, draws, batch):
         admit_all(engine, torch.arange(first, first + batch))
         while len(engine.done()) < batch:
             engine.step()
-        drawn.append(engine.codes[:, : target.length].clone())
-    return torch.cat(drawn)
+        made.append(engine.codes[:, : target.length].clone())
+    return torch.cat(made)
 
 
 @pytest.mark.parametrize("proposer", LOSSLESS)
 def test_the_whole_loop_follows_the_targets_law(proposer):
     target = MarkovTarget(CHAIN)
-    drawn = images(target, LOSSLESS[proposer](target), Exact(), Sampling(), Guidance())
-    assert chi_square(tally(drawn, 3), target.law()) > UNLIKELY
+    made = images(target, LOSSLESS[proposer](target), Exact(), Sampling(), Guidance())
+    assert chi_square(tally(made, 3), target.law()) > UNLIKELY
 
 
 def test_the_whole_loop_follows_the_law_that_is_left_after_temperature_and_top_k():
     target = MarkovTarget(CHAIN)
     warped = MarkovTarget(Sampling(0.7, top_k=2).probs(CHAIN.log()))
     proposer = TreeProposer(NoisyMarkovDrafter(target), StaticTree(BUSHY))
-    drawn = images(target, proposer, Exact(), Sampling(0.7, top_k=2), Guidance())
-    assert chi_square(tally(drawn, 3), warped.law()) > UNLIKELY
+    made = images(target, proposer, Exact(), Sampling(0.7, top_k=2), Guidance())
+    assert chi_square(tally(made, 3), warped.law()) > UNLIKELY
 
 
 def test_the_toy_admission_is_the_engines_own():
@@ -122,11 +122,10 @@ def noise(draws: int, seed: int = 0) -> Noise:
 
 
 def round_codes(rule, p, q, children, draws=DRAWS, dtype=torch.float64):
-    """The code a round decides after the root, [draws], its children drawn as in decoding."""
+    """The code a round decides after the root, [draws], its children drawn without replacement."""
     n = noise(draws)
     row = torch.tensor(q, dtype=dtype).expand(draws, 1, -1)
-    picked = Sampling().children(row, children, n, Noise.DRAFT)[:, 0]
-    codes = torch.cat((torch.zeros(draws, 1, dtype=torch.int64), picked), 1)
+    codes = torch.cat((torch.zeros(draws, 1, dtype=torch.int64), drawn(row[:, 0], children)), 1)
     probs = row.expand(-1, children + 1, -1)
     logits = torch.tensor(p, dtype=dtype).log().expand(draws, children + 1, -1)
     return verify(Draft(star(draws, children), codes, probs), logits, Sampling(), rule, n).ahead[:, :1]
@@ -158,11 +157,11 @@ def test_point_mass_drafts_follow_their_enumerated_law(rule, children):
     codes = torch.tensor((0, *children)).expand(DRAWS, -1)
     logits = torch.tensor(P).double().log().expand(DRAWS, len(children) + 1, -1)
     draft = Draft(star(DRAWS, len(children)), codes, None)
-    drawn = verify(draft, logits, Sampling(), ours, noise(DRAWS)).ahead[:, :1]
+    made = verify(draft, logits, Sampling(), ours, noise(DRAWS)).ahead[:, :1]
     law = torch.tensor(point_round_law(P, children, written_again), dtype=torch.float64)
     if ours.lossless:
         assert law.tolist() == pytest.approx(P)
-    assert chi_square(tally(drawn, 4), law) > UNLIKELY
+    assert chi_square(tally(made, 4), law) > UNLIKELY
 
 
 def test_a_target_with_forbidden_codes_never_draws_one():
@@ -172,8 +171,8 @@ def test_a_target_with_forbidden_codes_never_draws_one():
 
 
 def test_single_precision_follows_the_law_too():
-    drawn = round_codes(Exact(), P, QS["far"], 3, dtype=torch.float32)
-    assert chi_square(tally(drawn, 4), torch.tensor(P)) > UNLIKELY
+    made = round_codes(Exact(), P, QS["far"], 3, dtype=torch.float32)
+    assert chi_square(tally(made, 4), torch.tensor(P)) > UNLIKELY
 
 
 def test_a_child_the_drafter_could_not_have_drawn_is_never_kept():

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from laws import chi_square, plackett_luce, tally
+from laws import chi_square, tally
 
 from lanternpp.engine import noise as module
 from lanternpp.engine.noise import Noise
@@ -124,13 +126,27 @@ def test_draws_follow_their_law():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_children_are_drawn_without_replacement_in_the_order_of_their_chances(count):
-    q = [0.5, 0.3, 0.15, 0.05]
-    rows = torch.tensor(q).expand(200_000, 2, -1)
+def test_every_child_is_drawn_from_what_its_elder_siblings_left(count):
+    q = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0], dtype=torch.float64)
+    rows = q.expand(200_000, 2, -1)
     picked = Sampling().children(rows, count, at(torch.arange(200_000)), Noise.DRAFT)
     assert picked.shape == (200_000, 2, count)
-    for w in range(2):
-        assert chi_square(tally(picked[:, w], 4), plackett_luce(q, count)) > UNLIKELY
+    for picks in picked.unbind(1):
+        for elders in set(itertools.permutations(range(4), count - 1)):
+            same = (picks[:, :-1] == torch.tensor(elders)).all(1)
+            left = q.scatter(0, torch.tensor(elders, dtype=torch.int64), 0)
+            youngest = picks[same, -1]
+            fresh = youngest[left[youngest] > 0]  # a repetition or a forbidden code is never tried
+            assert len(fresh) > 0.5 * same.sum()
+            if len(elders) < 3:
+                assert chi_square(torch.bincount(fresh, minlength=5), left) > UNLIKELY / 24
+
+
+def test_codes_that_can_be_drawn_come_before_those_that_are_never_tried():
+    q = torch.tensor([0.0, 0.6, 0.0, 0.4, 0.0]).expand(1000, 1, -1)
+    picks = Sampling().children(q, 4, at(torch.arange(1000)), Noise.DRAFT)[:, 0]
+    both = picks[:, :2].sort(-1).values
+    assert (both == torch.tensor([1, 3])).all(1).double().mean() > 0.99
 
 
 def test_the_nodes_of_a_level_draw_their_children_independently():
