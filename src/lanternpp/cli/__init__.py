@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from lanternpp import __version__
-from lanternpp.cli import compare, generate, models, train
+from lanternpp.cli import compare, convert, generate, models, train
 from lanternpp.cli.terminal import one_line_warnings, say
 from lanternpp.errors import InputError
 
@@ -36,6 +36,7 @@ app.command()(generate.generate)
 app.command()(compare.compare)
 app.add_typer(train.app, name="train")
 app.command()(models.models)
+app.command()(convert.convert)
 
 
 def show_version(asked: bool) -> None:
