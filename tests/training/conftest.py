@@ -1,14 +1,18 @@
-"""A tiny imagefolder of coloured shapes."""
+"""A tiny imagefolder of coloured shapes, and a tokenizer for it."""
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
+from lanternpp.nn import checkpoints
 from lanternpp.training.pictures import to_bytes
+from lanternpp.vq.model import VQ, VQConfig
 
 
 def draw(folder: Path, count: int, size: tuple[int, int] = (40, 36)) -> None:
@@ -41,3 +45,29 @@ def data(tmp_path: Path) -> Path:
     draw(tmp_path / "data" / "train", 12)
     draw(tmp_path / "data" / "val", 4)
     return tmp_path / "data"
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained tokenizer's folder: 4 x 4 codes of 64, untrained in fact."""
+    torch.manual_seed(0)
+    config = VQConfig(
+        size=32, codes=64, channels=(16, 16, 32), encoder_blocks=(1,) * 3, decoder_blocks=(1,) * 3
+    )
+    folder = tmp_path_factory.mktemp("tokenizer")
+    checkpoints.save(folder, {"kind": "vq", **asdict(config)}, VQ(config).weights())
+    return folder
+
+
+@pytest.fixture
+def model(tokenizer: Path, tmp_path: Path) -> Path:
+    """A model folder with a tokenizer and nothing else."""
+    shutil.copytree(tokenizer, tmp_path / "model" / "tokenizer")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def twin(model: Path, tmp_path: Path) -> Path:
+    """Another like `model`."""
+    shutil.copytree(model, tmp_path / "twin")
+    return tmp_path / "twin"

@@ -24,8 +24,9 @@ from lanternpp.registry import find
 from lanternpp.targets import FAMILIES
 from lanternpp.targets.base import Target
 from lanternpp.training import hardware
-from lanternpp.training.codes import Codes, Split, Variants, read_codes, tokenizer_of
+from lanternpp.training.codes import Codes, Variants, read_codes, tokenizer_of
 from lanternpp.training.data import Order
+from lanternpp.training.features import Captions, lessons
 from lanternpp.training.losses import acceptance, refusal, soft_cross_entropy
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Plan, Task, averaged, run
@@ -93,6 +94,7 @@ class DrafterTask(Task):
     ):
         torch.manual_seed(settings.seed)
         self.options, self.codes, self.device = settings, codes, device
+        self.guidance = settings.guidance
         self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
         self.target = target.to(device).eval().requires_grad_(False)
         shape = target.decoder.config
@@ -128,7 +130,7 @@ class DrafterTask(Task):
         index, variant, generator = self.order(step)
         codes = self.codes.train.pick(index, variant).to(self.device)
         drop = torch.rand(len(index), generator=generator) < self.options.drop_captions
-        prompts = self.train(index, 2) if self.options.guidance.branches == 2 else self.train(index, 1, drop)
+        prompts = self.train(index, 2) if self.guidance.branches == 2 else self.train(index, 1, drop)
         with hardware.autocast(self.device):
             feature, distribution = self.loss(prompts, codes)
             loss = feature + self.options.weight * distribution
@@ -141,7 +143,7 @@ class DrafterTask(Task):
 
     def loss(self, prompts: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
         """prompts [R, T, D] and codes [B, length] -> loss on features, loss on distributions."""
-        rows, merge = self.options.guidance.rows, self.options.guidance.merge
+        rows, merge = self.guidance.rows, self.guidance.merge
         with torch.no_grad():
             ahead, features = lessons(self.target, prompts, rows(codes))
             noise = (torch.rand_like(features, dtype=torch.float32) - 0.5) * self.options.noise
@@ -217,46 +219,6 @@ class DrafterTask(Task):
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The averaged drafter."""
         return {"kind": "eagle", **asdict(self.config)}, self.average.state_dict()
-
-
-class Captions:
-    """The prompts of a split: made once per distinct caption; one the target cannot follow is the null prompt."""
-
-    def __init__(self, target: Target, split: Split):
-        numbers: dict[str | None, int] = {None: 0}
-        made = [target.prompt([None], 1).embeds[0]]
-        self.sayings: list[str] = []
-        for text in dict.fromkeys(split.texts):
-            try:
-                made.append(target.prompt([text], 1).embeds[0])
-            except InputError:
-                numbers[text] = 0
-                continue
-            numbers[text] = len(made) - 1
-            self.sayings.append(text)
-        if not self.sayings:
-            raise InputError("the target can follow none of the captions: was it trained on other data?")
-        self.table = torch.stack(made)  # [U, T, D]; row 0 is the null prompt
-        self.number = torch.tensor([numbers[text] for text in split.texts])
-
-    def __call__(self, index: Tensor, branches: int, drop: Tensor | None = None) -> Tensor:
-        """Prompts of pictures index [B] -> [branches * B, T, D]; null where drop [B], and in a second branch."""
-        number = self.number[index]
-        if drop is not None:
-            number = number.masked_fill(drop, 0)
-        if branches == 2:
-            number = torch.cat((number, torch.zeros_like(number)))
-        return self.table[number.to(self.table.device)]
-
-
-def lessons(target: Target, prompts: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """prompts [R, T, D], codes [R, length] -> what a drafter reads and should say.
-
-    ahead [R, S - 1, D], the inputs one ahead, and features [R, S, D], for S = T + length - 1 slots: from
-    ahead[:, t] and features[:, t] follows features[:, t + 1].
-    """
-    inputs = torch.cat((prompts, target.embed(codes[:, :-1]).to(prompts.dtype)), 1)
-    return inputs[:, 1:], target.decoder.teach(inputs)
 
 
 def inherit(drafter: EagleDrafter, target: Target) -> None:

@@ -1,0 +1,248 @@
+"""The target's training and the code cache beneath it."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lanternpp.errors import InputError
+from lanternpp.targets.words import WordsTarget
+from lanternpp.training import codes as cache
+from lanternpp.training.codes import Codes, Split, Variants, read_codes, unigram
+from lanternpp.training.data import Order
+from lanternpp.training.run import Plan
+from lanternpp.training.target import (
+    TargetSettings,
+    TargetTask,
+    distinct,
+    look,
+    spoil,
+    train,
+    vocabulary,
+    word_ids,
+)
+from lanternpp.vq.folder import read_vq
+
+SHAPE = {"dim": 32, "layers": 2, "heads": 2, "hidden": 48}
+CPU = torch.device("cpu")
+
+
+def go(
+    data: Path, model: Path, steps: int = 6, stop: int | None = None, checks: int = 1, **settings: Any
+) -> bool:
+    plan = Plan(model / "target", steps, stop_after=stop, log_steps=1, checks=checks)
+    options = TargetSettings(**{"batch_size": 4, "warmup": 2, **settings})
+    return train(data, model, SHAPE, options, plan, crops=1)
+
+
+def log(model: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (model / "target" / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+def test_the_cache_is_written_once_and_keyed_by_what_decides_it(data: Path, model: Path) -> None:
+    codes = read_codes(data, model, 2, CPU)
+    assert codes.train.codes.shape == (12, 4, 16)
+    assert codes.val.codes.shape == (4, 1, 16)
+    assert codes.train.labels[0] in codes.train.texts[0]
+    (path,) = (model / "codes").glob("*.safetensors")
+    before = path.stat().st_mtime_ns
+    again = read_codes(data, model, 2, CPU)
+    assert path.stat().st_mtime_ns == before
+    assert torch.equal(again.train.codes, codes.train.codes)
+    assert (again.train.texts, again.data) == (codes.train.texts, codes.data)
+    read_codes(data, model, 1, CPU)
+    assert len(list((model / "codes").glob("*.safetensors"))) == 2
+
+
+def test_cached_codes_are_the_tokenizers(data: Path, model: Path) -> None:
+    from lanternpp.training.data import Pictures
+
+    codes = read_codes(data, model, 1, CPU)
+    vq = read_vq(model / "tokenizer")
+    pictures = Pictures.read(data, "train", vq.config.size)
+    centres = pictures.centre(torch.arange(12))
+    for variant, images in enumerate((centres, centres.flip(3))):
+        agree = (vq.encode(images) == codes.train.codes[:, variant].long()).double().mean()
+        assert agree > 0.9  # the cache is encoded in bfloat16 where that is fast
+
+
+def test_a_kill_while_encoding_leaves_nothing_half_written(data: Path, model: Path) -> None:
+    script = f"""
+        import os, signal
+        from pathlib import Path
+        import torch
+        from lanternpp.training import codes
+        def save_file(tensors, path, metadata):
+            Path(path).write_bytes(b"half of it")
+            os.kill(os.getpid(), signal.SIGKILL)
+        codes.save_file = save_file
+        codes.read_codes(Path({str(data)!r}), Path({str(model)!r}), 1, torch.device("cpu"))
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env=environment, check=False)
+    assert killed.returncode == -9
+    assert not list((model / "codes").glob("*.safetensors"))
+    assert len(read_codes(data, model, 1, CPU).train) == 12
+
+
+def test_a_broken_cache_is_named(data: Path, model: Path) -> None:
+    read_codes(data, model, 1, CPU)
+    (path,) = (model / "codes").glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(InputError, match=rf"{path.name} cannot be read .*delete it"):
+        read_codes(data, model, 1, CPU)
+
+
+def test_missing_parts_name_the_command_to_run(data: Path, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="run `lanternpp train tokenizer"):
+        go(data, tmp_path / "none")
+    with pytest.raises(InputError, match="crops 0"):
+        read_codes(data, model, 0, CPU)
+    with pytest.raises(InputError, match="dim 30 over 2 heads"):
+        train(data, model, {**SHAPE, "dim": 30}, TargetSettings(), Plan(tmp_path, 1))
+    with pytest.raises(InputError, match=r"corrupt 1\.5 is a share"):
+        TargetSettings(corrupt=1.5)
+
+
+def test_every_variant_comes_once_before_any_comes_again() -> None:
+    order = Variants(Order(8, 4, seed=3), 6)
+    seen = torch.zeros(8, 6, dtype=torch.int64)
+    for step in range(2 * 6):  # six epochs of two steps
+        index, variant, _ = order(step)
+        seen[index, variant] += 1
+    assert (seen == 1).all()
+
+
+def some_codes(
+    texts: tuple[str, ...], labels: tuple[str, ...] | None = None, length: int = 16, vocab: int = 64
+) -> Codes:
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(vocab, (len(texts), 1, length), generator=generator)
+    split = Split(codes.to(torch.uint16), texts, labels or ("",) * len(texts))
+    return Codes(split, split, {"codes": "made"})
+
+
+def task(model: Path, codes: Codes, **settings: Any) -> TargetTask:
+    from lanternpp.targets.words import WordsConfig
+
+    vq = read_vq(model / "tokenizer")
+    config = WordsConfig(
+        **vocabulary(codes, 4), **SHAPE, grid=4, vocab=64, code_dim=vq.config.dim, factored=True
+    )
+    return TargetTask(config, TargetSettings(**settings), codes, vq, CPU)
+
+
+def test_words_and_subjects_come_from_captions_and_labels() -> None:
+    texts = ("a photo of the sea at night", "a photo of a red tulip", "a photo of a red rose", "a photo")
+    found = vocabulary(some_codes(texts, ("sea", "tulip", "rose", "")), 8)
+    assert found == {
+        "words": ("red", "at", "night", "rose", "sea", "tulip"),
+        "subjects": ("rose", "sea", "tulip"),
+        "slots": 8,
+    }
+    assert vocabulary(some_codes(texts), 8)["subjects"] == found["words"]  # no labels: any word will do
+    assert vocabulary(some_codes(texts, ("sea", "", "", "")), 2)["subjects"] == found["words"]
+    assert vocabulary(some_codes(texts), 2)["slots"] == 3
+    assert distinct(list(texts), ("sea", "tulip", "rose"), 2) == list(texts[:2])
+    with pytest.raises(InputError, match="no caption says anything"):
+        vocabulary(some_codes(("a photo",)), 8)
+
+
+def test_it_learns_six_pictures_by_heart(model: Path) -> None:
+    codes = some_codes(("a red square", "a blue square", "a red tulip", "a blue tulip", "a rose", "a photo"))
+    made = task(model, codes, batch_size=6, drop_captions=0.0, lr=1e-2, muon_lr=1e-2)
+    before = made.judge(torch.arange(6))
+    assert before["nll"] == pytest.approx(torch.tensor(64.0).log().item(), abs=0.05)
+    for step in range(80):
+        made.step(step, 0.0)
+    made.average.load_state_dict(made.model.state_dict())
+    after = made.judge(torch.arange(6))
+    assert after["nll"] < 0.5 < after["unigram"]
+    assert after["top1"] > 0.5
+    assert after["ambiguous"] == 0
+
+
+def test_the_caption_decides_only_where_it_is_not_dropped(model: Path) -> None:
+    codes = some_codes(("a red square", "a blue square"))
+    made = task(model, codes)
+    torch.nn.init.normal_(made.model.codes_out.table)
+    for block in made.model.decoder.blocks:
+        torch.nn.init.normal_(block.wo.weight, std=0.3)
+    picture = codes.train.codes[:1, 0].long().expand(2, -1)
+    for null, same in ((False, False), (True, True)):
+        logits = look(made.model, made.words, torch.tensor([null, null]), picture, torch.float32)
+        assert torch.allclose(logits[0], logits[1]) == same
+
+
+def test_a_tenth_of_the_captions_is_dropped(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = task(model, some_codes(("a red square",) * 50), batch_size=50)
+    shares = []
+
+    def loss(words: Any, null: Any, seen: Any, codes: Any) -> Any:
+        shares.append(null.double().mean())
+        assert torch.equal(seen, codes)
+        return made.model.null_prefix.sum() * 0
+
+    monkeypatch.setattr(made, "loss", loss)
+    monkeypatch.setattr(made, "optimizers", {})
+    for step in range(80):
+        made.step(step, 0.0)
+    assert torch.stack(shares).mean().item() == pytest.approx(0.1, abs=0.02)
+
+
+def test_corruption_replaces_its_share() -> None:
+    codes = torch.zeros(64, 100, dtype=torch.int64)
+    spoiled = spoil(codes, 0.25, 1000, torch.Generator().manual_seed(0))
+    assert (spoiled != codes).double().mean().item() == pytest.approx(0.25, abs=0.02)
+    assert spoil(codes, 0.0, 1000, torch.Generator()) is codes
+
+
+def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(data: Path, model: Path, twin: Path) -> None:
+    assert go(data, model, corrupt=0.1)
+    assert not go(data, twin, corrupt=0.1, stop=3)
+    assert not (twin / "target" / "config.json").exists()
+    assert go(data, twin, corrupt=0.1)
+    assert log(model) == log(twin)
+    one, two = (WordsTarget.read(folder, torch.float32) for folder in (model, twin))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    with pytest.raises(InputError, match=r"muon_lr 0\.002 -> 0\.004.*--restart"):
+        go(data, model, corrupt=0.1, muon_lr=4e-3)
+
+
+def test_what_is_exported_is_what_was_validated(data: Path, model: Path) -> None:
+    assert go(data, model, steps=4, checks=2)
+    folder = model / "target"
+    facts = json.loads((folder / "provenance.json").read_text())
+    assert len(list((folder / "samples").glob("*.png"))) == 2
+    target = WordsTarget.read(model, torch.float32).eval()
+    assert not target.config.factored
+    assert target.config.subjects == ("blue", "red")
+    codes = read_codes(data, model, 1, CPU)
+    with torch.no_grad():
+        logits = look(
+            target,
+            word_ids(target, codes.val),
+            torch.zeros(4, dtype=torch.bool),
+            codes.val.codes[:, 0].long(),
+            torch.float32,
+        )
+    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), codes.val.codes.flatten().long())
+    assert facts["validation"]["nll"] == pytest.approx(nll.item(), abs=0.02)
+    assert facts["validation"]["validation_pictures"] == 4
+
+
+def test_unigram_is_what_frequencies_alone_cost() -> None:
+    codes = some_codes(("a b",) * 200, vocab=8)
+    assert unigram(codes, 8) == pytest.approx(torch.tensor(8.0).log().item(), abs=0.01)
+    other = replace(codes.val, codes=torch.zeros(1, 1, 16, dtype=torch.uint16))
+    p = (codes.train.codes.flatten().long() == 0).double().mean()
+    assert unigram(replace(codes, val=other), 8) == pytest.approx(-p.log().item(), abs=0.02)
+    assert cache.unigram is unigram
