@@ -49,6 +49,11 @@ class Noise:
         bits = _mix((index + low[:, None]) ^ high[:, None])
         return (((bits >> 9) & 0x7FFFFF).float() + 0.5).mul_(2.0**-23).view(len(self.seed), *shape)
 
+    def fine(self, purpose: int, *shape: int) -> Tensor:
+        """Uniform float64 in (0, 1) of 46 random bits, [B, *shape]: for draws from many improbable codes."""
+        coarse, rest = self.uniform(purpose, 2, *shape).double().unbind(1)
+        return coarse + (rest - 0.5) * 2.0**-23
+
     def exponential(self, purpose: int, *shape: int) -> Tensor:
         """Exponential float32 of mean 1, [B, *shape]; argmax(p / e) is a draw from p."""
         return self.uniform(purpose, *shape).log_().neg_()

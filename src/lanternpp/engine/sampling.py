@@ -55,11 +55,15 @@ class Sampling:
     def children(self, q: Tensor, count: int, noise: Noise, purpose: int) -> Tensor:
         """q [B, W, V] -> `count` codes per row in trial order, [B, W, count].
 
-        Drawn without replacement (the exponential form of Gumbel top-k), or the top-k when greedy.
+        Stochastic: the first distinct of four times as many independent draws, which is drawing without
+        replacement for as long as there are any; a row that runs out ends in repetitions, which are never
+        tried. Greedy: the top-k.
         """
-        if not self.greedy:
-            q = q / noise.exponential(purpose, *q.shape[1:])
-        return q.topk(count, -1).indices
+        if self.greedy:
+            return q.topk(count, -1).indices
+        codes = draw(q, noise.fine(purpose, q.shape[1], max(4 * count, 16)))
+        same = (codes[..., :, None] == codes[..., None, :]).tril(-1).any(-1)
+        return codes.gather(-1, same.byte().argsort(dim=-1, stable=True)[..., :count])
 
     def accepts(self, relaxed: Tensor, chance: Tensor, code: Tensor, u: Tensor) -> Tensor:
         """Whether a child is kept, [B]: u q(x) < relaxed(x), or the relaxed argmax is x when greedy.
@@ -78,4 +82,10 @@ class Sampling:
         """probs [B, V], not necessarily normalised -> a code per sample, [B]."""
         if self.greedy:
             return probs.argmax(-1)
-        return (probs / noise.exponential(Noise.BONUS, probs.shape[-1])).argmax(-1)
+        return draw(probs, noise.fine(Noise.BONUS, 1))[:, 0]
+
+
+def draw(probs: Tensor, u: Tensor) -> Tensor:
+    """Inverse of the cumulated probs [..., V], not necessarily normalised, at u [..., M] -> codes [..., M]."""
+    total = probs.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(total, u * total[..., -1:], right=True).clamp_(max=probs.shape[-1] - 1)

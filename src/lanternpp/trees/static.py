@@ -55,7 +55,8 @@ class StaticTree(TreeBuilder):
 
     def _constants(self, root: Tensor, q: Tensor) -> tuple[Tree, list[_Level], Tensor]:
         """Index tensors for this batch size and device, made once, and the buffer of node distributions."""
-        if self._ready is None or self._ready[2].shape[::2] != (len(root), q.shape[-1]):
+        probs = self._ready[2] if self._ready else q
+        if self._ready is None or (*probs.shape[::2], probs.dtype) != (len(root), q.shape[-1], q.dtype):
             self._ready = self._build(len(root), q)
         return self._ready
 
