@@ -55,7 +55,8 @@ def compare(
 ) -> None:
     """Draw PROMPT twice, by plain AR and by a method: one PNG with the times under each.
 
-    The runs of the two sides take turns, each side after one untimed warm-up.
+    The runs of the two sides take turns, each side after one untimed warm-up. Pictures are drawn one at a
+    time, as in the papers, unless --batch-size says otherwise.
     """
     path = png_path(output or OUTPUT)
     opt.known_parts(tree, accept)
@@ -70,7 +71,7 @@ def compare(
 
     own = {"tree": tree, "accept": accept, "neighbours": neighbours, "delta": delta, "lam": lam}
     shared = {"cfg": cfg, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    shared |= {"batch_size": batch_size, "compile": compile}
+    shared |= {"batch_size": batch_size or 1, "compile": compile}
     with progress_bar("comparing") as progress:
         base, side = race(draw, method, own, shared, runs, progress)
     speedup = base.seconds / side.seconds
