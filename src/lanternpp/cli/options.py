@@ -88,7 +88,7 @@ Compile = Annotated[
 BatchSize = Annotated[
     int | None,
     typer.Option(
-        help="Pictures drawn at once; default: all of them, at most 8.",
+        help="Pictures drawn at once; default: all of them, at most 8 (compare: one).",
         callback=within(1, remedy="1 or more"),
         rich_help_panel=PANEL_MODEL,
     ),

@@ -60,7 +60,11 @@ class Noise:
 
     def _keys(self, purpose: int) -> tuple[Tensor, Tensor]:
         """Two 32-bit keys per sample, [B] each."""
-        low, high, turn = self.seed.to(torch.int32), (self.seed >> 32).to(torch.int32), self.turn.to(torch.int32)
+        low, high, turn = (
+            self.seed.to(torch.int32),
+            (self.seed >> 32).to(torch.int32),
+            self.turn.to(torch.int32),
+        )
         first = _mix(low + _signed(_GOLDEN * (purpose + 1)))
         first = _mix(first ^ _mix(turn + high * _signed(_MIX_A)))
         second = _mix(turn + _signed(_MIX_A * (purpose + 1)))
