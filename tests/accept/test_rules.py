@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from laws import additive, multiplicative
+
+from lanternpp.accept.exact import Exact
+from lanternpp.accept.lantern import Lantern
+from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.errors import InputError
+
+VOCAB, K = 40, 12
+GENERATOR = torch.Generator().manual_seed(0)
+TABLE = torch.stack([torch.randperm(VOCAB - 1, generator=GENERATOR)[:K] for _ in range(VOCAB)])
+TABLE = (TABLE + (TABLE >= torch.arange(VOCAB)[:, None])).int()  # never the code itself
+DELTAS = [0.0, 0.05, 0.2, 0.6, 1.0]
+LAMBDAS = [1.0, 1.5, 3.0, 20.0]
+
+
+def laws(count: int, sharp: float) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(int(sharp * 10))
+    return (torch.randn(count, VOCAB, dtype=torch.float64, generator=generator) * sharp).softmax(-1)
+
+
+P = torch.cat((laws(40, 0.1), laws(40, 1.0), laws(40, 4.0), torch.eye(VOCAB).double()))
+CODE = torch.arange(len(P)) * 7 % VOCAB
+RULES = {f"delta {d}": (Lantern(TABLE, d), additive(TABLE.tolist(), d)) for d in DELTAS} | {
+    f"lambda {lam}": (LanternPlusPlus(TABLE, lam), multiplicative(TABLE.tolist(), lam)) for lam in LAMBDAS
+}
+every_rule = pytest.mark.parametrize("rule", RULES)
+
+
+@every_rule
+def test_relaxing_is_what_the_paper_says(rule):
+    ours, written_again = RULES[rule]
+    for p, x, bent in zip(P.tolist(), CODE.tolist(), ours.relax(P, CODE), strict=True):
+        assert bent.tolist() == pytest.approx(written_again(p, x), abs=1e-12)
+
+
+@every_rule
+def test_a_relaxed_law_is_a_law(rule):
+    bent = RULES[rule][0].relax(P, CODE)
+    assert (bent >= 0).all() and torch.allclose(bent.sum(-1), torch.ones(len(P)).double())
+
+
+@every_rule
+def test_mass_moves_from_neighbours_to_the_candidate_alone(rule):
+    bent = RULES[rule][0].relax(P, CODE)
+    gone = P - bent
+    near = torch.zeros(len(P), VOCAB, dtype=torch.bool).scatter_(1, TABLE[CODE].long(), True)
+    here = torch.nn.functional.one_hot(CODE, VOCAB).bool()
+    assert (gone[~near & ~here] == 0).all()
+    assert (gone[near] >= 0).all() and (gone[here] <= 0).all()
+    assert ((bent == 0) | (gone == 0) | here).all(), "a neighbour lends all it has or nothing"
+
+
+@every_rule
+def test_the_nearest_lend_first_and_one_too_many_ends_it(rule):
+    p, x = P[:120], CODE[:120]  # all positive: who lends can be seen
+    lends = (p - RULES[rule][0].relax(p, x)).gather(1, TABLE[x].long()) > 0
+    assert (lends.int().diff(dim=1) <= 0).all()
+
+
+@pytest.mark.parametrize("delta", DELTAS)
+def test_lantern_stays_within_delta_of_the_target(delta):
+    bent = Lantern(TABLE, delta).relax(P, CODE)
+    assert ((bent - P).abs().sum(-1) / 2 <= delta + 1e-12).all()
+
+
+@pytest.mark.parametrize("lam", LAMBDAS)
+def test_lantern_pp_multiplies_a_probability_by_at_most_lambda(lam):
+    bent = LanternPlusPlus(TABLE, lam).relax(P, CODE)
+    at = CODE[:, None]
+    assert (bent.gather(1, at) <= lam * P.gather(1, at) + 1e-12).all()
+
+
+def test_the_bounds_are_reached_for():
+    p, x = P[:40], CODE[:40]  # nearly flat: mass comes in small pieces
+    at = x[:, None]
+    assert ((Lantern(TABLE, 0.2).relax(p, x) - p).abs().sum(-1) / 2 > 0.15).all()
+    assert (LanternPlusPlus(TABLE, 5.0).relax(p, x).gather(1, at) > 3.5 * p.gather(1, at)).all()
+
+
+def test_a_code_the_target_rules_out_stays_out_under_lantern_pp():
+    p = laws(1, 1.0)
+    p[0, 3] = 0
+    assert LanternPlusPlus(TABLE, 1e6).relax(p, torch.tensor([3]))[0, 3] == 0
+    assert Lantern(TABLE, 0.5).relax(p, torch.tensor([3]))[0, 3] > 0
+
+
+@pytest.mark.parametrize("rule", [Lantern(TABLE, 0.9), LanternPlusPlus(TABLE, 50.0)], ids=["delta", "lambda"])
+def test_a_code_the_format_forces_is_never_relaxed(rule):
+    forced = torch.eye(VOCAB).double()
+    for x in range(VOCAB):
+        assert torch.equal(rule.relax(forced, torch.full((VOCAB,), x)), forced)
+
+
+@pytest.mark.parametrize("rule", [Exact(), Lantern(TABLE, 0.0), LanternPlusPlus(TABLE, 1.0)], ids=str)
+def test_a_budget_of_nothing_changes_nothing(rule):
+    assert torch.equal(rule.relax(P, CODE), P)
+
+
+def test_only_the_exact_rule_says_it_is_lossless():
+    assert Exact().lossless
+    assert not Lantern(TABLE, 0.1).lossless and not LanternPlusPlus(TABLE, 2.0).lossless
+
+
+@every_rule
+def test_relaxing_leaves_its_argument_alone_and_takes_any_leading_shape(rule):
+    ours, before = RULES[rule][0], P.clone()
+    flat = ours.relax(P, CODE)
+    assert torch.equal(P, before)
+    assert torch.equal(ours.relax(P.view(4, -1, VOCAB), CODE.view(4, -1)).flatten(0, 1), flat)
+
+
+@every_rule
+def test_the_residual_is_what_the_draft_did_not_cover(rule):
+    ours = RULES[rule][0]
+    bent, q = ours.relax(P, CODE), laws(len(P), 2.0)
+    left = ours.residual(P, bent, q, CODE)
+    over = (bent - q).clamp(min=0)
+    assert torch.allclose(left, over / over.sum(-1, keepdim=True))
+    assert torch.allclose(left.sum(-1), torch.ones(len(P)).double())
+
+
+@every_rule
+def test_an_empty_residual_is_the_relaxed_law_and_never_uniform(rule):
+    ours = RULES[rule][0]
+    bent = ours.relax(P, CODE)
+    left = ours.residual(P, bent, bent.clone(), CODE)
+    assert torch.equal(left, bent)
+
+
+@pytest.mark.parametrize("delta", [-0.1, 1.1, float("nan")])
+def test_a_delta_that_is_no_probability_is_refused(delta):
+    with pytest.raises(InputError, match=str(delta)):
+        Lantern(TABLE, delta)
+
+
+@pytest.mark.parametrize("lam", [0.9, -1.0, float("nan")])
+def test_a_lambda_below_1_is_refused(lam):
+    with pytest.raises(InputError, match=str(lam)):
+        LanternPlusPlus(TABLE, lam)

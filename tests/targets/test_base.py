@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import torch
+from toys import ToyTarget, eagle
+
+from lanternpp.accept.exact import Exact
+from lanternpp.engine.decode import Engine, generate
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Sampling
+from lanternpp.proposers.tree import TreeProposer
+from lanternpp.trees.shapes import EAGLE
+from lanternpp.trees.static import StaticTree
+
+
+class Ruled(ToyTarget):
+    """A format that forces code 7 at the end of every row and forbids it elsewhere."""
+
+    def constrain(self, logits, index):
+        end = (index % self.width == self.width - 1)[..., None]
+        seven = torch.arange(self.vocab, device=logits.device) == 7
+        return logits.masked_fill(end ^ seven, float("-inf"))
+
+
+def test_what_the_format_forces_is_drawn_and_nothing_else_whatever_is_drafted():
+    target = Ruled()
+    for sampling in (Sampling(), Sampling(0), Sampling(0.7, 5)):
+        proposer = TreeProposer(eagle(target), StaticTree(EAGLE))
+        for cfg in (1.0, 3.0):
+            engine = Engine(target, proposer, Exact(), sampling, Guidance(cfg), 2)
+            for harvest in generate(engine, ["sea", "hill", "a"], [1, 2, 3]):
+                sevens = (harvest.codes == 7).view(4, 4)
+                assert sevens[:, 3].all() and not sevens[:, :3].any()
+
+
+def test_feature_i_predicts_code_i():
+    target = ToyTarget()
+    codes = torch.arange(16)[None] % 12
+    prompt = target.prompt(["hill"], 1).embeds
+    features = target.teach(prompt, codes)
+    assert features.shape == (1, 16, 16)
+    other = codes.clone()
+    other[0, 5] = 11
+    changed = (target.teach(prompt, other) != features).any(-1)[0]
+    assert changed.tolist() == [False] * 6 + [True] * 10
+    assert torch.equal(target.states(prompt, codes)[:, 2:], features)
