@@ -11,7 +11,10 @@ from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.shapes import SHAPES, check
 from lanternpp.trees.static import StaticTree
 
-TREES: dict[str, str] = {}
+TREES: dict[str, str] = {
+    "eagle2": "lanternpp.trees.dynamic:DynamicTree",
+    "ddd": "lanternpp.trees.depth:DepthTree",
+}
 
 
 def build_tree(name: str) -> TreeBuilder:

@@ -1,0 +1,130 @@
+"""A tree that follows the drafter's confidence (EAGLE-2, arXiv 2406.16858, sections 4.1 and 4.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lanternpp.errors import InputError
+from lanternpp.trees.base import Children, Extend, TreeBuilder
+from lanternpp.types import Draft, Frontier, Tree
+
+NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class _Offers:
+    """All the nodes offered so far, C of them, level by level; a node's number is its column."""
+
+    code: Tensor  # [B, C]
+    above: Tensor  # [B, C] number of the parent, -1 for the root
+    score: Tensor  # [B, C] summed log q; -inf: not offered
+
+
+class DynamicTree(TreeBuilder):
+    """A beam of the likeliest nodes is expanded level by level; the likeliest of all nodes are kept.
+
+    A node's likelihood is the product of q along its path. Every node of the beam offers its `beam`
+    likeliest codes; the best `beam` of a level are looked beyond. Of all that was offered the best `nodes`
+    become the draft. Sums of log q only fall on the way down and ties go to the smaller number, so the
+    ancestors of a kept node are kept. Children are a top-k, not drawn: point masses (`Draft.probs` None).
+    Where fewer nodes have any likelihood, the rest of the draft is spare: children of the root that no
+    one tries.
+    """
+
+    def __init__(self, beam: int = 10, depth: int = 5, nodes: int = 59):
+        if beam < 1 or depth < 1:
+            raise InputError(f"beam {beam} and depth {depth} of a dynamic tree must be 1 or more")
+        self.beam, self.depth = beam, depth
+        self.offers = beam + (depth - 1) * beam * beam
+        if not 1 <= nodes <= self.offers:
+            raise InputError(
+                f"{nodes} nodes: beam {beam} and depth {depth} offer {self.offers}; use 1 to {self.offers}"
+            )
+        self.size = nodes + 1
+        self.scratch = 1 + (depth - 1) * beam
+
+    def enough(self, depth: int, beam: Tensor) -> Tensor | None:
+        """Which samples [B] stop below `depth`, given the beam's summed log q [B, beam]; None: no one."""
+        return None
+
+    def grow(self, root: Tensor, q: Tensor, extend: Extend, children: Children) -> Draft:
+        """root [B], q [B, V] -> a draft; the drafter looks beyond one beam per level."""
+        if q.shape[-1] < self.beam:
+            raise InputError(
+                f"a dynamic tree with a beam of {self.beam} needs as many codes; got {q.shape[-1]}"
+            )
+        return self._select(root, self._expand(q, extend))
+
+    def _expand(self, q: Tensor, extend: Extend) -> _Offers:
+        """Offer `beam` children of the root, then of every node of each level's beam."""
+        batch, wide = len(q), self.beam
+        like = {"dtype": torch.int64, "device": q.device}
+        offers = _Offers(
+            torch.zeros(batch, self.offers, **like),
+            torch.zeros(batch, self.offers, **like) - 1,
+            torch.full((batch, self.offers), NEVER, dtype=q.dtype, device=q.device),
+        )
+        rank = torch.arange(wide, device=q.device)
+        slot = torch.zeros(batch, 1, **like)  # scratch slots of the nodes looked beyond; 0 is the root's
+        number = slot - 1
+        seen = torch.zeros(batch, 1, self.scratch, dtype=torch.bool, device=q.device)
+        score, first = torch.zeros(batch, 1, dtype=q.dtype, device=q.device), 0
+        level_q = q[:, None]
+        for depth in range(1, self.depth + 1):
+            likely, codes = level_q.topk(wide, -1)  # [B, W, beam]
+            last = first + likely[0].numel()
+            scores = score[..., None] + likely.log()
+            offers.code[:, first:last] = codes.flatten(1)
+            offers.above[:, first:last] = number[..., None].expand_as(codes).flatten(1)
+            offers.score[:, first:last] = scores.flatten(1)
+            if depth == self.depth:
+                break
+            ordered, order = scores.flatten(1).sort(dim=-1, descending=True, stable=True)
+            score, best = ordered[:, :wide], order[:, :wide]
+            stop = self.enough(depth, score)
+            if stop is not None:
+                score = score.masked_fill(stop[:, None], NEVER)
+                if q.device.type == "cpu" and stop.all():
+                    break
+            parent = best // wide  # of the beam above
+            number = first + best
+            above, slot = slot.gather(1, parent), (1 + (depth - 1) * wide + rank).expand(batch, -1)
+            seen = seen.gather(1, parent[..., None].expand(-1, -1, self.scratch))
+            seen = seen.scatter(2, slot[..., None], True)
+            code = codes.flatten(1).gather(1, best)
+            level_q = extend(Frontier(code, slot, above, torch.full_like(slot, depth), seen))
+            first = last
+        return offers
+
+    def _select(self, root: Tensor, offers: _Offers) -> Draft:
+        """The best nodes of all, in the order they were offered: parents first."""
+        batch, count, wide = len(root), self.size - 1, self.beam
+        best = offers.score.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+        best = best.sort(-1).values  # [B, count]
+        real = offers.score.gather(1, best) > NEVER
+        ids = torch.arange(1, self.size, device=root.device).expand(batch, -1)
+        node = torch.zeros_like(offers.code).scatter(1, best, ids)  # a number's node id
+        above = offers.above.gather(1, best)
+        parent = node.gather(1, above.clamp(min=0)).where(real & (above >= 0), 0)
+        parent = torch.cat((torch.full_like(root[:, None], -1), parent), 1)
+        depth = (1 + (best + wide * (wide - 1)) // (wide * wide)).where(real, 1)
+        depth = torch.cat((torch.zeros_like(root[:, None]), depth), 1)
+        codes = offers.code.gather(1, best).where(real, root[:, None])
+        table = torch.full((batch, self.size, wide + 1), -1, dtype=torch.int64, device=root.device)
+        place = parent[:, 1:] * (wide + 1) + (best % wide).where(real, wide)  # the last column is thrown away
+        table.flatten(1).scatter_(1, place, ids)
+        tree = Tree(parent, depth, table[..., :wide], self._mask(parent), (wide,) * self.depth)
+        return Draft(tree, torch.cat((root[:, None], codes), 1), None)
+
+    def _mask(self, parent: Tensor) -> Tensor:
+        """parent [B, N] -> [B, N, N], True at a node and its ancestors."""
+        mask = torch.eye(self.size, dtype=torch.bool, device=parent.device).repeat(len(parent), 1, 1)
+        above = parent.clamp(min=0)
+        climb = above
+        for _ in range(self.depth):
+            mask.scatter_(2, climb[..., None], True)
+            climb = above.gather(1, climb)
+        return mask

@@ -1,0 +1,242 @@
+"""Trees that follow the drafter: their shape, written a second time in plain Python, and their law."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from laws import chi_square, tally
+from toys import (
+    MarkovTarget,
+    NoisyMarkovDrafter,
+    OracleDrafter,
+    OtherMarkovDrafter,
+    ToyTarget,
+    admit_all,
+    eagle,
+)
+
+from lanternpp.accept.exact import Exact
+from lanternpp.engine.decode import Engine, generate
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Sampling
+from lanternpp.errors import InputError
+from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.tree import TreeProposer
+from lanternpp.trees import TREES, build_tree
+from lanternpp.trees.depth import DepthTree
+from lanternpp.trees.dynamic import DynamicTree
+
+CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]])
+FAR = torch.tensor([[0.1, 0.2, 0.7], [0.9, 0.05, 0.05], [0.3, 0.3, 0.4]])
+HOLES = torch.tensor([[0.0, 0.4, 0.6], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0]])
+TREES_HERE = {
+    "eagle2": lambda: DynamicTree(3, 4, 12),
+    "narrow": lambda: DynamicTree(2, 3, 5),
+    "one wide": lambda: DynamicTree(1, 4, 4),
+    "ddd": lambda: DepthTree(3, 4, 12, 1, math.log(0.75)),
+    "ddd, shallow": lambda: DepthTree(3, 4, 12, 1, 0.0),
+}
+
+
+def markov_tables(count: int, vocab: int, zeros: float = 0.0) -> torch.Tensor:
+    """[count, depth, V, V]: one table per depth, so that no two paths are equally likely."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.rand(count, 6, vocab, vocab, dtype=torch.float64, generator=generator).pow(3)
+    table[table < zeros] = 0
+    table[..., 0] += 1e-3
+    return table / table.sum(-1, keepdim=True)
+
+
+def grow(builder, tables):
+    """A draft for every row of tables [B, depth, V, V] from root 0."""
+    batch = torch.arange(len(tables))[:, None]
+    return builder.grow(
+        torch.zeros(len(tables), dtype=torch.int64),
+        tables[:, 0, 0],
+        lambda at: tables[batch, at.depth, at.codes],
+        None,
+    )
+
+
+def paths(draft, sample):
+    """The paths of codes that `verify` can reach, in the order of their nodes."""
+    tree, reached = draft.tree, {0: ()}
+    for node in range(tree.parent.shape[1]):
+        if node in reached:
+            for child in tree.children[sample, node].tolist():
+                if child >= 0:
+                    reached[child] = (*reached[node], int(draft.codes[sample, child]))
+    return [reached[i] for i in sorted(reached)][1:]
+
+
+def best_paths(table, beam, depth, nodes, stop=lambda level, mass: False):
+    """EAGLE-2 in plain Python."""
+    offered, front = [], [((), 1.0)]
+    for level in range(1, depth + 1):
+        below = []
+        for path, chance in front:
+            row = table[len(path)][path[-1] if path else 0]
+            for code in sorted(range(len(row)), key=lambda c: -row[c])[:beam]:
+                below.append(((*path, code), chance * row[code]))
+        offered += below
+        front = sorted(below, key=lambda n: -n[1])[:beam]
+        if stop(level, sum(chance for _, chance in front)):
+            break
+    kept = sorted(offered, key=lambda n: -n[1])[:nodes]
+    return {path for path, chance in kept if chance > 0}
+
+
+def check_tree(draft):
+    """What `Tree` promises."""
+    tree, size = draft.tree, draft.codes.shape[1]
+    for b in range(len(draft.codes)):
+        parent, depth = tree.parent[b].tolist(), tree.depth[b].tolist()
+        assert parent[0] == -1 and depth[0] == 0
+        for i in range(1, size):
+            assert 0 <= parent[i] < i and depth[i] == depth[parent[i]] + 1
+            line = {i}
+            while i:
+                i = parent[i]
+                line.add(i)
+            assert set(tree.mask[b, max(line)].nonzero()[:, 0].tolist()) == line
+        listed = []
+        for i in range(size):
+            kids = [k for k in tree.children[b, i].tolist() if k >= 0]
+            assert (
+                all(parent[k] == i for k in kids)
+                and len(kids) <= tree.widths[min(depth[i], len(tree.widths) - 1)]
+            )
+            assert not kids or depth[i] < len(tree.widths)
+            codes = [int(draft.codes[b, k]) for k in kids]
+            assert len(set(codes)) == len(codes), "a code is tried once at a node"
+            listed += kids
+        assert len(set(listed)) == len(listed)
+
+
+@pytest.mark.parametrize("zeros", [0.0, 0.1])
+@pytest.mark.parametrize("name", TREES_HERE)
+def test_a_dynamic_tree_is_a_tree(name, zeros):
+    check_tree(grow(TREES_HERE[name](), markov_tables(40, 5, zeros)))
+
+
+@pytest.mark.parametrize("zeros", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("beam", "depth", "nodes"), [(3, 4, 12), (2, 3, 5), (1, 4, 4), (4, 2, 20), (5, 3, 7)]
+)
+def test_it_holds_the_likeliest_paths(beam, depth, nodes, zeros):
+    tables = markov_tables(40, 5, zeros)
+    draft = grow(DynamicTree(beam, depth, nodes), tables)
+    for b, table in enumerate(tables.tolist()):
+        found = paths(draft, b)
+        assert len(set(found)) == len(found)
+        assert set(found) == best_paths(table, beam, depth, nodes)
+
+
+def test_it_stops_where_the_beam_has_little_left():
+    tables = markov_tables(40, 5)
+    draft = grow(DepthTree(3, 5, 20, 2, math.log(0.6)), tables)
+    depths = set()
+    for b, table in enumerate(tables.tolist()):
+        found = set(paths(draft, b))
+        assert found == best_paths(table, 3, 5, 20, lambda level, mass: level >= 2 and mass < 0.6)
+        depths.add(max(map(len, found)))
+    assert len(depths) > 2, "some must stop early and others not"
+
+
+def test_the_levels_no_one_wants_are_not_computed():
+    calls = []
+
+    def extend(at):
+        calls.append(int(at.depth[0, 0]))
+        return torch.full((2, 3, 8), 1 / 8)
+
+    root, q = torch.zeros(2, dtype=torch.int64), torch.full((2, 8), 1 / 8)
+    DepthTree(3, 6, 20, 2, math.log(0.5)).grow(root, q, extend, None)
+    assert calls == [1]
+    calls.clear()
+    DepthTree(3, 6, 20, 2, -100.0).grow(root, q, extend, None)
+    assert calls == [1, 2, 3, 4, 5]
+
+
+def test_ties_keep_ancestors():
+    certain = torch.zeros(2, 6, 6, 6, dtype=torch.float64)
+    certain[0, ..., 3] = 1.0
+    certain[1] = 1 / 6
+    draft = grow(DynamicTree(4, 5, 11), certain)
+    check_tree(draft)
+    assert paths(draft, 0) == [(3,) * n for n in range(1, 6)]
+    assert len(paths(draft, 1)) == 11
+
+
+def test_a_neighbour_does_not_change_a_tree():
+    tables = markov_tables(8, 5)
+    for name in TREES_HERE:
+        together = grow(TREES_HERE[name](), tables)
+        for b in range(len(tables)):
+            alone = grow(TREES_HERE[name](), tables[b : b + 1])
+            assert torch.equal(alone.codes[0], together.codes[b])
+            for part in ("parent", "depth", "children", "mask"):
+                assert torch.equal(getattr(alone.tree, part)[0], getattr(together.tree, part)[b])
+
+
+def drawn(target, proposer, sampling, cfg, batch):
+    engine = Engine(target, proposer, Exact(), sampling, Guidance(cfg), batch)
+    return generate(engine, ["a", "sea", None, "hill"], [3, 1, 4, 1 << 40])
+
+
+@pytest.mark.parametrize("cfg", [1.0, 3.0])
+@pytest.mark.parametrize("name", TREES_HERE)
+def test_greedy_is_plain_ar_and_a_batch_is_its_samples(name, cfg):
+    target = ToyTarget()
+
+    def codes(proposer, sampling, batch):
+        return [(h.codes.tolist(), h.accepted) for h in drawn(target, proposer, sampling, cfg, batch)]
+
+    plain = [c for c, _ in codes(Nothing(), Sampling(0), 1)]
+    for sampling in (Sampling(0), Sampling(), Sampling(0.8, 6, 0.9)):
+        four = codes(TreeProposer(eagle(target), TREES_HERE[name]()), sampling, 4)
+        assert four == codes(TreeProposer(eagle(target), TREES_HERE[name]()), sampling, 1)
+        assert sampling.temperature or [c for c, _ in four] == plain
+
+
+@pytest.mark.parametrize("cfg", [1.0, 3.0])
+def test_an_oracles_likeliest_path_is_kept_when_greedy(cfg):
+    target = ToyTarget()
+    proposer = TreeProposer(OracleDrafter(target), DynamicTree(1, 4, 4))
+    for harvest in drawn(target, proposer, Sampling(0), cfg, 4):
+        assert harvest.accepted == [1, 5, 5, 5]
+
+
+@pytest.mark.parametrize("name", ["eagle2", "narrow", "ddd", "ddd, shallow"])
+@pytest.mark.parametrize("drafter", ["flatter", "other", "holes"])
+def test_the_first_codes_follow_the_targets_law(name, drafter):
+    target, batch = MarkovTarget(CHAIN), 50_000
+    made = {
+        "flatter": lambda: NoisyMarkovDrafter(target),
+        "other": lambda: OtherMarkovDrafter(target, FAR),
+        "holes": lambda: OtherMarkovDrafter(target, HOLES),
+    }[drafter]()
+    engine = Engine(target, TreeProposer(made, TREES_HERE[name]()), Exact(), Sampling(), Guidance(), batch)
+    counts = torch.zeros(27)
+    for first in range(0, 400_000, batch):
+        admit_all(engine, torch.arange(first, first + batch))
+        while (engine.count < 3).any():
+            engine.step()
+        counts += tally(engine.codes[:, :3], 3)
+    law = target.law().view(27, 3).sum(1)
+    assert counts.sum() == 400_000 and chi_square(counts, law) > 1e-3
+
+
+def test_they_are_named_and_their_numbers_checked():
+    for name in TREES:
+        builder = build_tree(name)
+        assert (builder.size, builder.beam) == (60, 10)
+    for wrong in ((0, 5, 59), (10, 0, 59), (10, 1, 11), (10, 5, 0)):
+        with pytest.raises(InputError):
+            DynamicTree(*wrong)
+    with pytest.raises(InputError):
+        DepthTree(start=0)
+    with pytest.raises(InputError, match="needs as many codes"):
+        grow(DynamicTree(6, 2, 12), markov_tables(1, 5))
