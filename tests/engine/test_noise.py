@@ -106,17 +106,36 @@ def test_noise_is_never_0_nor_1(monkeypatch, bits):
     n = at([1])
     assert 0 < n.uniform(Noise.BONUS, 1) < 1
     assert 0 < n.exponential(Noise.BONUS, 1) < float("inf")
+    assert 0 < n.fine(Noise.BONUS, 1) < 1
 
 
-def test_a_code_of_no_probability_is_never_drawn():
-    p = torch.zeros(1, 1 << 18)
-    p[:, 0] = 1
-    assert not Sampling().draw(p, at([8])).any()  # index 168944 has all bits set here
+@pytest.mark.parametrize("bits", [0, -1])
+def test_a_code_of_no_probability_is_not_drawn_at_either_end(monkeypatch, bits):
+    monkeypatch.setattr(module, "_mix", lambda x: torch.full_like(x, bits))
+    p = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
+    for dtype in (torch.float32, torch.float64):
+        assert Sampling().draw(p.to(dtype), at([1])).item() in (1, 3)
+        assert Sampling().children(p[None].to(dtype), 1, at([1]), Noise.DRAFT).item() in (1, 3)
 
 
 def test_exponential_has_the_law_of_one():
     e = at([3]).exponential(Noise.DRAFT, 1 << 18)
     assert even(1 - (-e).exp()) > UNLIKELY
+
+
+def test_fine_noise_is_uniform_to_its_last_bits():
+    u = at([3]).fine(Noise.BONUS, 1 << 18)
+    assert u.dtype == torch.float64 and even(u) > UNLIKELY
+    assert even((u * 2**23).frac()) > UNLIKELY and even((u * 2**38).frac()) > UNLIKELY
+    assert abs(correlation(u, (u * 2**23).frac())) < 4
+
+
+def test_a_tail_of_improbable_codes_keeps_its_share():
+    tail = torch.full((16384,), 0.1 / 16384)
+    p = torch.cat((torch.tensor([0.9]), tail)).expand(2000, -1)
+    draws = torch.cat([Sampling().draw(p, at(torch.arange(i, i + 2000))) for i in range(0, 20000, 2000)])
+    cells = torch.tensor([0.9] + [0.1 / 16] * 16)  # code 0, then 1024 codes a cell
+    assert chi_square(torch.bincount((draws + 1023) // 1024, minlength=17), cells) > UNLIKELY
 
 
 def test_draws_follow_their_law():
