@@ -196,10 +196,10 @@ def test_missing_parts_name_the_command_to_run(data: Path, model: Path, tmp_path
 
 
 def test_inheriting_starts_from_the_targets_last_block(ready: Path) -> None:
-    made = task(ready)
+    made = task(ready, inherit=True)
     last = made.target.decoder.blocks[-1].state_dict()
     assert all(torch.equal(x, last[name]) for name, x in made.model.decoder.blocks[0].state_dict().items())
-    fresh = task(ready, inherit=False)
+    fresh = task(ready)
     assert not torch.equal(fresh.model.decoder.blocks[0].wqkv.weight, last["wqkv.weight"])
 
 

@@ -152,7 +152,7 @@ def drafter(
     batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 16,
     lr: Annotated[float, typer.Option(help="Peak learning rate; the papers' long runs use 1e-4.")] = 1e-3,
     noise: Annotated[float, typer.Option(help="Width of the uniform noise on the features.")] = 0.2,
-    inherit: Annotated[bool, typer.Option(help="Begin as the target's last block.")] = True,
+    inherit: Annotated[bool, typer.Option(help="Begin as the target's last block.")] = False,
     crops: Crops = 2,
     decay: Decay = 0.995,
     warmup: Warmup = 100,

@@ -54,7 +54,7 @@ class DrafterSettings:
     lr: float = 1e-3
     noise: float = 0.2  # features are off by up to half of this
     drop_captions: float = 0.1  # only the paper's loss needs it: the others see every caption and none
-    inherit: bool = True  # begin as the target's last block
+    inherit: bool = False  # begin as the target's last block: no better in short runs
     seed: int = 0
     decay: float = 0.995
     warmup: int = 100
