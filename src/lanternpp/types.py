@@ -39,6 +39,9 @@ class Verdict:
     kept: Tensor  # [B] int64 how many of the path count, 1..P (0 for a finished sample)
     ahead: Tensor  # [B, P] int64 the code decided after each kept node; the last of them is the bonus
     bonus: Tensor  # [B] int64 the code drawn after the path: the next root
+    spent: Tensor | None = (
+        None  # [B, P] total variation that judging each kept node's children cost, if measured
+    )
 
 
 @dataclass(frozen=True, slots=True)

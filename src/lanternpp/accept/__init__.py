@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from lanternpp.accept.cool import Cool
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
 
-RULES = {"exact": Exact, "lantern": Lantern, "lantern++": LanternPlusPlus}
+RULES = {"exact": Exact, "lantern": Lantern, "lantern++": LanternPlusPlus, "cool": Cool}

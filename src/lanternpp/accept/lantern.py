@@ -14,8 +14,8 @@ from lanternpp.errors import InputError
 class Lantern(NeighbourAcceptance):
     """Neighbours lend at most delta: the total variation between p and relax(p, x) stays within it."""
 
-    def __init__(self, table: Tensor, delta: float):
-        super().__init__(table)
+    def __init__(self, table: Tensor, delta: float, residual: str | None = None):
+        super().__init__(table, residual)
         if not 0 <= delta <= 1:
             raise InputError(f"delta {delta} is outside [0, 1]; 0 is exact")
         self.delta = delta
@@ -25,7 +25,7 @@ class Lantern(NeighbourAcceptance):
         """From neighbours (k) and delta."""
         if dials.neighbours is None or dials.delta is None:
             raise InputError("this rule needs neighbours and delta; give both")
-        return cls(dials.table(dials.neighbours), dials.delta)
+        return cls(dials.table(dials.neighbours), dials.delta, dials.residual)
 
     def budget(self, p_code: Tensor) -> float:
         """delta, whatever the code."""

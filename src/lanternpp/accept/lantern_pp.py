@@ -14,8 +14,8 @@ from lanternpp.errors import InputError
 class LanternPlusPlus(NeighbourAcceptance):
     """Neighbours lend at most (lambda - 1) p(x): a code the target finds unlikely stays unlikely."""
 
-    def __init__(self, table: Tensor, lam: float):
-        super().__init__(table)
+    def __init__(self, table: Tensor, lam: float, residual: str | None = None):
+        super().__init__(table, residual)
         if not lam >= 1:
             raise InputError(f"lambda {lam} is below 1; 1 is exact")
         self.lam = lam
@@ -25,7 +25,7 @@ class LanternPlusPlus(NeighbourAcceptance):
         """From neighbours (k) and lambda."""
         if dials.neighbours is None or dials.lam is None:
             raise InputError("this rule needs neighbours and lambda; give both")
-        return cls(dials.table(dials.neighbours), dials.lam)
+        return cls(dials.table(dials.neighbours), dials.lam, dials.residual)
 
     def budget(self, p_code: Tensor) -> Tensor:
         """(lambda - 1) p(x)."""

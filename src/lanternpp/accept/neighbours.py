@@ -6,7 +6,7 @@ from abc import abstractmethod
 
 from torch import Tensor
 
-from lanternpp.accept.base import Acceptance
+from lanternpp.accept.base import Acceptance, offered, optimal
 
 
 class NeighbourAcceptance(Acceptance):
@@ -15,8 +15,9 @@ class NeighbourAcceptance(Acceptance):
     table [V, k] holds the k nearest codes of every code, nearest first, itself excluded.
     """
 
-    def __init__(self, table: Tensor):
+    def __init__(self, table: Tensor, residual: str | None = None):
         self.table = table
+        self.optimal = optimal(residual, "paper")
 
     @abstractmethod
     def budget(self, p_code: Tensor) -> Tensor | float:
@@ -33,3 +34,27 @@ class NeighbourAcceptance(Acceptance):
         lent = mass * inside
         relaxed = p.scatter(-1, near, mass - lent)
         return relaxed.scatter(-1, at, p_code + lent.sum(-1, keepdim=True))
+
+    def own(self, p: Tensor, q: Tensor) -> Tensor:
+        """p(y) and what its neighbours lend, without the relaxed distributions themselves."""
+        own = p.clone()
+        for codes in offered(q, len(p) * self.table.shape[1]):
+            own[:, codes] += self._lent(p, codes)[0].sum(-1)
+        return own
+
+    def spent(self, p: Tensor, q: Tensor) -> Tensor:
+        """The same for both residuals, so the papers' needs no enumeration.
+
+        With M = sum [p - q]+ and S = sum [a - p]+, a refusal has probability M - S. The papers' residual of x
+        is [p - q]+ without its lenders A, over M less what they held of it, at most p(A); and S >= p(A), as a
+        refused x had all of A let out. So no code gets more than [p - q]+, which is all that S being the
+        distance takes.
+        """
+        return self.beyond(p, q)
+
+    def _lent(self, p: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """What each neighbour lends to each of `codes` [m], [B, m, k], and who they are, [m, k]."""
+        near = self.table[codes].long()
+        mass = p[:, near]
+        inside = mass.cumsum(-1) <= self.budget(p[:, codes, None])
+        return mass * inside, near

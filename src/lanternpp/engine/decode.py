@@ -6,7 +6,7 @@ Plain AR is the same loop with an empty tree, so a speed-up divides two runs of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class Harvest:
 
     codes: Tensor  # [length] int64
     accepted: list[int]  # codes decided by each pass, the prefill first
+    tv_spent: float | None = None  # total variation that relaxing cost, summed; None: not measured
 
 
 class Engine:
@@ -41,8 +42,10 @@ class Engine:
         sampling: Sampling,
         guidance: Guidance,
         batch: int,
+        measure: bool = False,
     ):
         like = next(target.parameters())
+        self.measure = measure and not rule.lossless
         self.target, self.proposer, self.rule = target, proposer, rule
         self.sampling, self.guidance, self.batch = sampling, guidance, batch
         room = target.slots + target.length + proposer.size
@@ -55,6 +58,7 @@ class Engine:
         )  # decided codes; all: an idle slot
         self.passes = torch.zeros_like(self.count)
         self.accepted = torch.zeros_like(self.codes)
+        self.spent = torch.zeros(batch, device=like.device)
         self.noise = Noise(seed=torch.zeros_like(self.count), turn=self.passes)
         self._ahead = torch.arange(proposer.depth + 1, device=like.device)
         proposer.open(target, sampling, guidance, batch)
@@ -72,6 +76,7 @@ class Engine:
         embeds = prompt.embeds.to(self.cache.kv.dtype)
         features = self.target(embeds, memory.nodes(), memory)
         self.noise.seed[slot] = seed
+        self.spent[slot] = 0
         self.passes[slot] = 0
         logits = self.guidance.merge(self.target.head(features[:, -1:]))
         logits = self.target.constrain(logits, torch.zeros(1, 1, dtype=torch.int64, device=device))
@@ -89,7 +94,7 @@ class Engine:
         nodes = self.cache.nodes(rows(draft.tree.depth), rows(draft.tree.mask))
         features = target(rows(target.embed(draft.codes)), nodes, self.cache)
         logits = target.constrain(self.guidance.merge(target.head(features)), self._index(draft.tree))
-        verdict = self._fit(verify(draft, logits, self.sampling, self.rule, self.noise))
+        verdict = self._fit(verify(draft, logits, self.sampling, self.rule, self.noise, self.measure))
         self.cache.commit(rows(verdict.path), rows(verdict.kept))
         self._append(verdict)
         self.proposer.observe(Look(draft, features, logits, verdict))
@@ -101,7 +106,8 @@ class Engine:
     def harvest(self, slot: int) -> Harvest:
         """The codes of a finished sample."""
         accepted = self.accepted[slot, : int(self.passes[slot])].tolist()
-        return Harvest(self.codes[slot, : self.target.length].clone(), accepted)
+        spent = 0.0 if self.rule.lossless else float(self.spent[slot]) if self.measure else None
+        return Harvest(self.codes[slot, : self.target.length].clone(), accepted, spent)
 
     def _index(self, tree: Tree) -> Tensor:
         """Which code of the image the logits at each node decide, [B, N]."""
@@ -110,13 +116,15 @@ class Engine:
     def _fit(self, verdict: Verdict) -> Verdict:
         """Keep no more than the image has room for, and nothing for a finished sample."""
         kept = torch.minimum(verdict.kept, self.target.length - self.count)
-        return Verdict(verdict.path, kept, verdict.ahead, verdict.bonus)
+        return replace(verdict, kept=kept)
 
     def _append(self, verdict: Verdict) -> None:
         """Write what was decided behind what was; a finished sample's overflow falls into the margin."""
         where = self.count[:, None] + self._ahead
         self.codes.scatter_(1, where, verdict.ahead)
         self.accepted.scatter_(1, self.passes[:, None], verdict.kept[:, None])
+        if verdict.spent is not None:
+            self.spent += (verdict.spent * (self._ahead < verdict.kept[:, None])).sum(1)
         self.passes += verdict.kept > 0
         self.count += verdict.kept
 

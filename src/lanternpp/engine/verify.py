@@ -2,9 +2,18 @@
 
 Written once for every rule, tree and proposer (SpecInfer, arXiv 2305.09781; without replacement,
 Sequoia 2402.12374). With a rule whose `relax` is the identity, the output follows the target's law.
+
+What a relaxed rule costs can be measured. Judging one child drawn from q decides a code of a law that the
+rule knows, and whose total variation from r, the law it should have had, is exact. At a node with one
+child that is the node's whole cost. With several it is summed over the children judged: by the triangle
+inequality the mean of the sum is no less than the node's total variation, and the mean over pictures of
+the sum over nodes no less than that of the law of pictures. Greedy decoding pays 1 for each code that is
+not the most probable.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,10 +24,12 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.types import Draft, Verdict
 
 
-def verify(draft: Draft, logits: Tensor, sampling: Sampling, rule: Acceptance, noise: Noise) -> Verdict:
+def verify(
+    draft: Draft, logits: Tensor, sampling: Sampling, rule: Acceptance, noise: Noise, measure: bool = False
+) -> Verdict:
     """A draft of N nodes and the target's logits [B, N, V] at them -> the path that is kept and its bonus.
 
-    Trip counts are constants of the tree; on a CPU a loop is left once nothing more can change.
+    measure: also the total variation that each node of the path cost. Trip counts are constants of the tree; on a CPU a loop is left once nothing more can change.
     """
     tree, widths = draft.tree, draft.tree.widths
     batch = torch.arange(len(logits), device=logits.device)
@@ -28,7 +39,9 @@ def verify(draft: Draft, logits: Tensor, sampling: Sampling, rule: Acceptance, n
     kept, path = torch.ones_like(batch), [node]
     left = sampling.probs(logits[batch, node])  # r, what is left of p at the node stood on
     u = noise.uniform(Noise.ACCEPT, len(widths), max(widths, default=0))
+    spent = [torch.zeros_like(left[:, 0]) for _ in range(len(widths) + 1)]
     for level, width in enumerate(widths):
+        here = rule.at(level)
         q = None if draft.probs is None else draft.probs[batch, node]
         down, below = torch.zeros_like(alive), node
         for rank in range(width):
@@ -39,13 +52,15 @@ def verify(draft: Draft, logits: Tensor, sampling: Sampling, rule: Acceptance, n
             tried = alive & ~down & (child >= 0) & (chance > 0)
             if hasty and not tried.any():
                 break
-            relaxed = rule.relax(left, code)
+            relaxed = here.relax(left, code)
             good = tried & sampling.accepts(relaxed, chance, code, u[:, level, rank])
+            if measure:
+                spent[level] += tried * _cost(sampling, here, left, drawn, code, good)
             refused = tried & ~good
             down, below = down | good, torch.where(good, child, below)
             if hasty and not refused.any():
                 break
-            left = left.where(~refused[:, None], sampling.residual(rule, left, relaxed, drawn, code))
+            left = left.where(~refused[:, None], sampling.residual(here, left, relaxed, drawn, code))
             if q is not None:
                 q = q.where(~refused[:, None], without(q, code))
         alive, node = down, below
@@ -56,13 +71,21 @@ def verify(draft: Draft, logits: Tensor, sampling: Sampling, rule: Acceptance, n
         path.append(node)
     path += [node] * (len(widths) + 1 - len(path))
     bonus = sampling.draw(left, noise)
-    return _verdict(draft, torch.stack(path, 1), kept, bonus)
+    verdict = _verdict(draft, torch.stack(path, 1), kept, bonus)
+    return replace(verdict, spent=torch.stack(spent, 1)) if measure else verdict
 
 
 def without(q: Tensor, code: Tensor) -> Tensor:
     """q [B, V] without `code` [B], renormalised."""
     q = q.scatter(1, code[:, None], 0)
     return q / q.sum(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)
+
+
+def _cost(sampling: Sampling, rule: Acceptance, p: Tensor, q: Tensor, code: Tensor, good: Tensor) -> Tensor:
+    """The total variation from p [B, V] that judging one child cost, [B]."""
+    if sampling.greedy:
+        return (good & (code != p.argmax(-1))).to(p.dtype)
+    return rule.spent(p, q).to(p.dtype)
 
 
 def _verdict(draft: Draft, path: Tensor, kept: Tensor, bonus: Tensor) -> Verdict:
