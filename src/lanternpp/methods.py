@@ -10,14 +10,19 @@ from lanternpp.registry import unknown
 
 @dataclass(frozen=True)
 class Method:
-    """One way of decoding. `settings` may carry neighbours (k), delta and lam (lambda)."""
+    """One way of decoding: its parts, and the numbers they are built with; None: the part's own default."""
 
     proposer: str
     accept: str
     tree: str | None = None
-    neighbours: int | None = None
+    neighbours: int | None = None  # k
     delta: float | None = None
-    lam: float | None = None
+    lam: float | None = None  # lambda
+    nu: float | None = None  # decay of the weight with the level
+    residual: str | None = None  # paper or optimal
+    window: int | None = None  # guesses of a chain
+    coupling: str | None = None  # none, maximal or gumbel
+    fresh: str | None = None  # uniform, last, above or mixed
     about: str = ""
 
 
@@ -26,13 +31,30 @@ METHODS: dict[str, Method] = {
     "eagle": Method(
         "tree", "exact", "eagle-25", about="EAGLE-1 on a static tree, lossless (arXiv 2401.15077)"
     ),
+    "eagle2": Method(
+        "tree",
+        "exact",
+        "eagle2",
+        about="EAGLE-2: a tree that follows the drafter, lossless (arXiv 2406.16858)",
+    ),
+    "ddd": Method(
+        "tree", "exact", "ddd", about="EAGLE-2 of a depth decided on the way, lossless (arXiv 2409.00142)"
+    ),
     "lantern": Method(
+        "tree",
+        "lantern",
+        "eagle2",
+        1000,
+        delta=0.2,
+        about="LANTERN: additive relaxation on EAGLE-2's tree (arXiv 2410.03355)",
+    ),
+    "lantern-static": Method(
         "tree",
         "lantern",
         "eagle-25",
         1000,
         delta=0.2,
-        about="LANTERN: additive relaxation (arXiv 2410.03355)",
+        about="LANTERN's additive relaxation on EAGLE-1's static tree",
     ),
     "lantern++": Method(
         "tree",
@@ -41,6 +63,41 @@ METHODS: dict[str, Method] = {
         1000,
         lam=2.0,
         about="LANTERN++: static tree, multiplicative relaxation (arXiv 2502.06352)",
+    ),
+    "cool": Method(
+        "tree",
+        "cool",
+        "eagle-25",
+        delta=1.5,
+        nu=0.1,
+        about="COOL-SD: relaxation that falls with the level, optimal residual (arXiv 2601.09212)",
+    ),
+    "jacobi": Method(
+        "jacobi",
+        "exact",
+        window=16,
+        coupling="none",
+        fresh="uniform",
+        about="speculative Jacobi decoding: no drafter, lossless (arXiv 2410.01699)",
+    ),
+    "jacobi-coupled": Method(
+        "jacobi",
+        "exact",
+        window=16,
+        coupling="maximal",
+        fresh="uniform",
+        about="Jacobi decoding whose guesses rarely change, lossless (arXiv 2510.24211)",
+    ),
+    "lantern-jacobi": Method(
+        "jacobi",
+        "lantern++",
+        None,
+        1000,
+        lam=2.0,
+        window=16,
+        coupling="maximal",
+        fresh="mixed",
+        about="coupled Jacobi decoding under the relaxation of LANTERN++",
     ),
 }
 

@@ -46,6 +46,12 @@ class Settings:
     top_p: float
     batch_size: int
     compile: bool
+    nu: float | None = None
+    residual: str | None = None
+    window: int | None = None
+    coupling: str | None = None
+    fresh: str | None = None
+    measure: bool = False  # tv_spent
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,8 @@ class Stats:
     accepted_per_pass: list[int] = field(repr=False)
     settings: dict[str, Any] = field(repr=False)
     versions: dict[str, str] = field(repr=False)
+    tv_spent: float | None = None  # mean per picture of the total variation that relaxing cost
+    tv_spent_per_image: list[float] = field(default_factory=list, repr=False)  # empty: not measured
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary."""
@@ -111,8 +119,8 @@ class Pipeline:
     ) -> Result:
         """Draw n pictures per prompt; picture i of a prompt has seed + i.
 
-        overrides: tree, accept, proposer, neighbours, delta, lam, cfg, temperature, top_k, top_p, batch_size
-        and compile; what is left out or None is the method's or the model's default. Raises InputError.
+        overrides: any field of `Settings` besides method; what is left out or None is the method's or the
+        model's default. measure=True reports `tv_spent`, which takes time. Raises InputError.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         conditions, seeds = self._orders(prompts, n, seed)
@@ -146,10 +154,18 @@ class Pipeline:
         if settings not in self._engines:
             rule = find("acceptance rule", settings.accept, RULES)
             proposer = find("proposer", settings.proposer, PROPOSERS)
-            dials = Dials(self.table, settings.neighbours, settings.delta, settings.lam)
+            dials = Dials(
+                self.table, settings.neighbours, settings.delta, settings.lam, settings.nu, settings.residual
+            )
             tree = settings.tree or "eagle-25"
             model = self._model(settings.compile)
-            parts = Parts(drafter=lambda: model.drafter, tree=lambda: build_tree(tree))
+            parts = Parts(
+                drafter=lambda: model.drafter,
+                tree=lambda: build_tree(tree),
+                window=settings.window,
+                coupling=settings.coupling,
+                fresh=settings.fresh,
+            )
             self._engines[settings] = Engine(
                 model.target,
                 proposer.build(parts),
@@ -157,6 +173,7 @@ class Pipeline:
                 Sampling(settings.temperature, settings.top_k, settings.top_p),
                 Guidance(settings.cfg),
                 settings.batch_size,
+                settings.measure,
             )
         return self._engines[settings]
 
@@ -196,6 +213,7 @@ class Pipeline:
 
     def _stats(self, settings: Settings, harvests: list[Harvest], seconds: float) -> Stats:
         accepted = [count for h in harvests for count in h.accepted]
+        spent = [h.tv_spent for h in harvests if h.tv_spent is not None]
         codes = sum(accepted)
         dtype = str(next(self.target.parameters()).dtype).removeprefix("torch.")
         where = {"device": str(next(self.target.parameters()).device), "dtype": dtype}
@@ -211,6 +229,8 @@ class Pipeline:
             accepted_per_pass=accepted,
             settings=asdict(settings) | where,
             versions=versions(),
+            tv_spent=sum(spent) / len(spent) if spent else None,
+            tv_spent_per_image=spent,
         )
 
 

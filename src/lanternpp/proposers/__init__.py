@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.nothing import Nothing
 from lanternpp.proposers.tree import TreeProposer
 
-PROPOSERS = {"nothing": Nothing, "tree": TreeProposer}
+PROPOSERS = {"nothing": Nothing, "tree": TreeProposer, "jacobi": Jacobi}

@@ -25,6 +25,9 @@ class Parts:
 
     drafter: Callable[[], Drafter]
     tree: Callable[[], TreeBuilder]
+    window: int | None = None
+    coupling: str | None = None
+    fresh: str | None = None
 
 
 class Proposer(ABC):

@@ -61,14 +61,14 @@ class DynamicTree(TreeBuilder):
     def _expand(self, q: Tensor, extend: Extend) -> _Offers:
         """Offer `beam` children of the root, then of every node of each level's beam."""
         batch, wide = len(q), self.beam
-        like = {"dtype": torch.int64, "device": q.device}
+        none = torch.zeros(batch, self.offers, dtype=torch.int64, device=q.device)
         offers = _Offers(
-            torch.zeros(batch, self.offers, **like),
-            torch.zeros(batch, self.offers, **like) - 1,
+            none,
+            none - 1,
             torch.full((batch, self.offers), NEVER, dtype=q.dtype, device=q.device),
         )
         rank = torch.arange(wide, device=q.device)
-        slot = torch.zeros(batch, 1, **like)  # scratch slots of the nodes looked beyond; 0 is the root's
+        slot = torch.zeros_like(none[:, :1])  # scratch slots of the nodes looked beyond; 0 is the root's
         number = slot - 1
         seen = torch.zeros(batch, 1, self.scratch, dtype=torch.bool, device=q.device)
         score, first = torch.zeros(batch, 1, dtype=q.dtype, device=q.device), 0

@@ -1,0 +1,147 @@
+"""Jacobi drafting: no drafter, the target's own last opinions as guesses (SJD, arXiv 2410.01699).
+
+Why it is lossless. Go by place in the image. Given everything that happened at the places before it, a guess
+follows the q it is offered with: a fresh one is drawn from a q that those places decide, and a pass
+replaces q by the target's p there, which again depends on the places before alone, and the guess by one that
+follows it: drawn anew (SJD), or coupled to the last one so that it rarely changes (SCD, arXiv 2510.24211).
+So the test of `verify` is that of any draft, and an exact rule yields the target's law.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.sampling import Sampling, draw
+from lanternpp.errors import InputError
+from lanternpp.proposers.base import Parts, Proposer
+from lanternpp.targets.base import Target
+from lanternpp.trees.chain import chain_tree
+from lanternpp.types import Draft, Look, Prompt
+
+GUESS, KEEP, PLACE = 8, 9, 10  # purposes of noise: a guess drawn, a guess kept, a guess of a place
+MOST = 256
+COUPLINGS = ("none", "maximal", "gumbel")
+FRESH = ("uniform", "last", "above", "mixed")
+
+
+class Jacobi(Proposer):
+    """A window of guesses behind the root, judged and improved by every pass, in a chain.
+
+    coupling: "none" draws every guess anew from its new p (SJD); "maximal" keeps it with probability
+    min(1, p/q), else draws from [p - q]+ (SCD); "gumbel" draws with noise that belongs to the place in the
+    image, the same in every pass (SCD).
+    fresh: what a guess never seen by the target is drawn from: "uniform"; "last", the p at the end of the
+    window; "above", the p of the code one image row above, where known (else as "last"); "mixed", above at
+    even places and last at odd ones. Before the first pass all of them are uniform.
+    """
+
+    def __init__(self, window: int = 16, coupling: str = "none", fresh: str = "uniform"):
+        if not 1 <= window <= MOST:
+            raise InputError(f"window {window} is outside 1 to {MOST}")
+        if coupling not in COUPLINGS:
+            raise InputError(f"coupling {coupling!r} is unknown; known: {', '.join(COUPLINGS)}")
+        if fresh not in FRESH:
+            raise InputError(f"fresh {fresh!r} is unknown; known: {', '.join(FRESH)}")
+        self.window, self.coupling, self.fresh = window, coupling, fresh
+        self.size, self.depth = window + 1, window
+
+    @classmethod
+    def build(cls, parts: Parts) -> Self:
+        """From window, coupling and fresh; what is not given is SJD's."""
+        window = 16 if parts.window is None else parts.window
+        return cls(window, parts.coupling or "none", parts.fresh or "uniform")
+
+    def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
+        """Make room for a batch."""
+        super().open(target, sampling, guidance, batch)
+        like, window, vocab = next(target.parameters()), self.window, target.vocab
+        dtype = like.dtype if like.element_size() == 8 else torch.float32
+        self.sampling, self.width = sampling, target.width
+        self._tree = chain_tree(batch, window, like.device)
+        self._ahead = torch.arange(window, device=like.device)
+        self.codes = torch.zeros(batch, window, dtype=torch.int64, device=like.device)
+        self.q = torch.zeros(batch, self.size, vocab, dtype=dtype, device=like.device)  # of a node's child
+        self.p = torch.full_like(self.q[:, :window], 1 / vocab)  # the newest; past its end: the last
+        self.count = torch.ones_like(self.root)  # decided codes: the place of the first guess
+        self.seen = torch.zeros_like(self.root)  # guesses whose place has a p
+        self.held = torch.zeros_like(self.root)  # guesses that were guessed before
+        self.rows = self.width + self.size if self.fresh in ("above", "mixed") else 0
+        self.above = torch.zeros(
+            batch, self.rows, vocab, dtype=dtype, device=like.device
+        )  # p by place, a ring
+
+    def begin(self, slot: int, rows: Tensor, prompt: Prompt, features: Tensor, root: Tensor) -> None:
+        """A sample enters: nothing is known of any place yet."""
+        super().begin(slot, rows, prompt, features, root)
+        self.count[slot] = 1
+        self.seen[slot] = self.held[slot] = 0
+        self.p[slot] = 1 / self.p.shape[-1]
+
+    def propose(self, noise: Noise) -> Draft:
+        """Bring every guess in line with the newest p of its place."""
+        seen = (self._ahead < self.seen[:, None])[..., None]  # [B, W, 1]
+        wanted = self.p.where(seen, self._fresh())
+        self.codes.copy_(self._guess(wanted, noise))
+        self.q[:, : self.window] = wanted
+        return Draft(self._tree, torch.cat((self.root[:, None], self.codes), 1), self.q)
+
+    def observe(self, look: Look) -> None:
+        """Slide the window behind what was decided."""
+        super().observe(look)
+        probs, kept, window = self.sampling.probs(look.logits), look.verdict.kept, self.window
+        if self.rows:
+            place = (self.count[:, None] + torch.arange(self.size, device=kept.device)) % self.rows
+            self.above.scatter_(1, place[..., None].expand_as(probs), probs)
+        source = kept[:, None] + self._ahead  # [B, W] node whose p a guess follows; guess + 1 is its node
+        old = source.clamp(max=window - 1)
+        self.codes.copy_(self.codes.gather(1, old))
+        self.q[:, :window] = self.q.gather(1, _each(old, self.q))
+        self.p.copy_(probs.gather(1, _each(source.clamp(max=window), probs)))
+        self.count += kept
+        self.seen.copy_(self.size - kept)
+        self.held.copy_(window - kept)
+
+    def _fresh(self) -> Tensor:
+        """What guesses at places without a p are drawn from, [B, W, V]."""
+        if self.fresh == "uniform":
+            return torch.full_like(self.p, 1 / self.p.shape[-1])
+        if self.fresh == "last":
+            return self.p
+        place = self.count[:, None] + self._ahead
+        above = place - self.width
+        known = (above >= 1) & (above < (self.count + self.seen)[:, None]) & (self.seen > 0)[:, None]
+        if self.fresh == "mixed":
+            known = known & (place % 2 == 0)
+        return self.above.gather(1, _each(above.clamp(min=0) % self.rows, self.p)).where(
+            known[..., None], self.p
+        )
+
+    def _guess(self, wanted: Tensor, noise: Noise) -> Tensor:
+        """Codes [B, W] that follow `wanted` [B, W, V], in the way of the coupling."""
+        if self.sampling.greedy:
+            return wanted.argmax(-1)
+        if self.coupling == "gumbel":
+            place = self.count[:, None] + self._ahead
+            seed = noise.seed[:, None].expand_as(place)
+            race = Noise(seed.flatten(), place.flatten()).exponential(PLACE, wanted.shape[-1])
+            return (wanted / race.view(wanted.shape)).argmax(-1)
+        anew = noise.fine(GUESS, self.window, 1)
+        if self.coupling == "none":
+            return draw(wanted, anew)[..., 0]
+        q, codes = self.q[:, : self.window], self.codes[..., None]
+        held = (self._ahead < self.held[:, None])[..., None]
+        u = noise.uniform(KEEP, self.window)[..., None]
+        keep = held & (u * q.gather(-1, codes) < wanted.gather(-1, codes))
+        rest = (wanted - q).clamp_(min=0)
+        rest = rest.where(held & (rest.sum(-1, keepdim=True) > 0), wanted)
+        return self.codes.where(keep[..., 0], draw(rest, anew)[..., 0])
+
+
+def _each(index: Tensor, like: Tensor) -> Tensor:
+    """index [B, W] for a gather of whole rows of `like` [B, ..., V]."""
+    return index[..., None].expand(-1, -1, like.shape[-1])

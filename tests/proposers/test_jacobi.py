@@ -1,0 +1,229 @@
+"""Jacobi drafting: its law, greedy identity, independence of the batch, and what its couplings promise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from laws import chi_square, tally
+from toys import MarkovTarget, ToyTarget, neighbours
+
+from lanternpp.accept.exact import Exact
+from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.engine.decode import Engine, generate
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.sampling import Sampling
+from lanternpp.errors import InputError
+from lanternpp.proposers.base import Parts
+from lanternpp.proposers.jacobi import COUPLINGS, FRESH, Jacobi
+from lanternpp.proposers.nothing import Nothing
+
+CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]])
+ALL = [(coupling, fresh) for coupling in COUPLINGS for fresh in FRESH]
+every_way = pytest.mark.parametrize(("coupling", "fresh"), ALL)
+
+
+def start_all(engine: Engine, seeds: torch.Tensor) -> None:
+    """What `admit` does, for every slot of a Markov engine at once: its prompt needs no pass."""
+    target, proposer = engine.target, engine.proposer
+    engine.noise.seed.copy_(seeds)
+    engine.passes.zero_()
+    logits = target.logp[:1].expand(len(seeds), -1)
+    root = engine.sampling.draw(engine.sampling.probs(logits), engine.noise)
+    engine.codes[:, 0], engine.accepted[:, 0] = root, 1
+    engine.count.fill_(1)
+    engine.passes.fill_(1)
+    engine.cache.used.fill_(target.slots)
+    proposer.root.copy_(root)
+    proposer.count.fill_(1)
+    proposer.seen.zero_()
+    proposer.held.zero_()
+    proposer.p.fill_(1 / target.vocab)
+
+
+def counts_of(window, coupling, fresh, sampling, codes, draws, batch=50_000):
+    """How often every start of an image occurs."""
+    target = MarkovTarget(CHAIN)
+    engine = Engine(target, Jacobi(window, coupling, fresh), Exact(), sampling, Guidance(), batch)
+    counts = torch.zeros(3**codes)
+    for first in range(0, draws, batch):
+        start_all(engine, torch.arange(first, first + batch))
+        while (engine.count < codes).any():
+            engine.step()
+        counts += tally(engine.codes[:, :codes], 3)
+    return counts
+
+
+def law(codes, sampling=None):
+    table = CHAIN.double() if sampling is None else sampling.probs(CHAIN.double().log())
+    chances = table[0]
+    for _ in range(codes - 1):
+        chances = (chances.view(-1, 3, 1) * table).flatten()
+    return chances
+
+
+SOME = [
+    ("none", "uniform"),
+    ("none", "last"),
+    ("maximal", "uniform"),
+    ("maximal", "mixed"),
+    ("gumbel", "above"),
+]
+
+
+@pytest.mark.parametrize(("coupling", "fresh"), SOME)
+def test_the_image_follows_the_targets_law(coupling, fresh):
+    counts = counts_of(2, coupling, fresh, Sampling(), 4, 400_000)
+    assert counts.sum() == 400_000 and chi_square(counts, law(4)) > 1e-3
+
+
+@pytest.mark.parametrize("coupling", ["maximal", "gumbel"])
+def test_a_window_wider_than_the_image_and_warped_laws(coupling):
+    sampling = Sampling(0.7, 2)
+    counts = counts_of(4, coupling, "mixed", sampling, 3, 200_000)
+    assert chi_square(counts, law(3, sampling)) > 1e-3
+
+
+def test_the_toy_start_is_the_engines_own():
+    target, seeds = MarkovTarget(CHAIN), [5, 6, 7, 8]
+    ours, theirs = (
+        Engine(target, Jacobi(2, "maximal", "mixed"), Exact(), Sampling(), Guidance(), 4) for _ in range(2)
+    )
+    start_all(ours, torch.tensor(seeds))
+    for slot, seed in enumerate(seeds):
+        theirs.admit(slot, "sea", seed)
+    for _ in range(3):
+        ours.step()
+        theirs.step()
+    assert torch.equal(ours.codes[:, :4], theirs.codes[:, :4])
+    assert torch.equal(ours.accepted, theirs.accepted)
+
+
+def drawn(target, proposer, sampling, cfg, batch, rule=None, count=4):
+    engine = Engine(target, proposer, rule or Exact(), sampling, Guidance(cfg), batch)
+    conditions = ["a", "sea", None, "hill", "stone", "clouds", "a"][:count]
+    return generate(engine, conditions, [3, 1, 4, 1 << 40, 5, 9, 2][:count])
+
+
+@every_way
+@pytest.mark.parametrize("cfg", [1.0, 3.0])
+@pytest.mark.parametrize("window", [5])
+def test_greedy_is_plain_ar_and_a_batch_is_its_samples(coupling, fresh, cfg, window):
+    target = ToyTarget()
+
+    def codes(proposer, sampling, batch):
+        return [(h.codes.tolist(), h.accepted) for h in drawn(target, proposer, sampling, cfg, batch)]
+
+    plain = [c for c, _ in codes(Nothing(), Sampling(0), 1)]
+    for sampling in (Sampling(0), Sampling(0.8, 6, 0.9)):
+        four = codes(Jacobi(window, coupling, fresh), sampling, 4)
+        assert four == codes(Jacobi(window, coupling, fresh), sampling, 1)
+        assert sampling.temperature or [c for c, _ in four] == plain
+    assert any(kept > 1 for _, accepted in four for kept in accepted)
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_when_a_sample_is_admitted_does_not_matter(coupling):
+    """More samples than slots: the later ones enter as others leave, and find nothing of theirs."""
+    target = ToyTarget()
+    rule = LanternPlusPlus(neighbours(target.codebook, 5), 3.0)
+    runs = [
+        [h.codes.tolist() for h in drawn(target, Jacobi(4, coupling, "mixed"), Sampling(), 3.0, b, rule, 7)]
+        for b in (1, 3)
+    ]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("fresh", FRESH)
+def test_coupled_guesses_survive_more_often(fresh):
+    target = ToyTarget(grid=6)
+
+    def passes(coupling):
+        return sum(
+            len(h.accepted) for h in drawn(target, Jacobi(8, coupling, fresh), Sampling(), 1.0, 7, count=7)
+        )
+
+    assert passes("maximal") < passes("none") and passes("gumbel") < passes("none")
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_a_guess_follows_the_newest_law_of_its_place(coupling):
+    """And a coupled one stays with the likelihood 1 - TV(old, new), or (Gumbel) nearly that."""
+    batch, target = 100_000, MarkovTarget(CHAIN)
+    proposer = Jacobi(1, coupling)
+    proposer.open(target, Sampling(), Guidance(), batch)
+    seed = torch.arange(batch)
+    old, new = CHAIN[0].double(), CHAIN[2].double()
+    proposer.seen.fill_(1)
+    proposer.p[:] = old
+    before = proposer.propose(Noise(seed, torch.ones_like(seed))).codes[:, 1]
+    proposer.held.fill_(1)
+    proposer.p[:] = new
+    draft = proposer.propose(Noise(seed, torch.full_like(seed, 2)))
+    after = draft.codes[:, 1]
+    assert torch.equal(draft.probs[0, 0], new)
+    assert chi_square(before.bincount(minlength=3), old) > 1e-3
+    assert chi_square(after.bincount(minlength=3), new) > 1e-3
+    stayed, least = (before == after).double().mean().item(), torch.minimum(old, new).sum().item()
+    if coupling == "maximal":
+        assert stayed == pytest.approx(least, abs=0.005)
+    if coupling == "gumbel":
+        assert least - 0.15 < stayed < least + 0.005
+    if coupling == "none":
+        assert stayed == pytest.approx((old * new).sum().item(), abs=0.005)
+
+
+def test_a_fresh_guess_is_drawn_from_what_was_asked_for():
+    """One pass over a grid 4 wide: the p at places 1..6 are known, the window then reaches on."""
+    target = ToyTarget()
+    for fresh in FRESH:
+        proposer = Jacobi(5, "none", fresh)
+        engine = Engine(target, proposer, Exact(), Sampling(), Guidance(), 1)
+        engine.admit(0, "sea", 11)
+        seen = {}
+        for _ in range(6):
+            count = int(engine.count[0])
+            wanted = proposer.p.where(
+                (proposer._ahead < proposer.seen[:, None])[..., None], proposer._fresh()
+            )[0]
+            for i in range(5):
+                place = count + i
+                if place in seen and i < int(proposer.seen[0]):
+                    assert torch.equal(wanted[i], seen[place])
+                elif not seen or fresh == "uniform":
+                    assert torch.equal(wanted[i], torch.full((12,), 1 / 12, dtype=torch.float64))
+                elif (fresh == "above" or (fresh == "mixed" and place % 2 == 0)) and place - 4 >= 1:
+                    assert torch.equal(wanted[i], seen[place - 4])
+                else:
+                    assert torch.equal(wanted[i], seen[max(seen)])
+            looks = []
+            observe, proposer.observe = proposer.observe, lambda look, to=looks: to.append(look)
+            engine.step()
+            proposer.observe = observe
+            proposer.observe(looks[0])
+            seen |= {count + i: p for i, p in enumerate(Sampling().probs(looks[0].logits)[0])}
+
+
+def test_a_finished_sample_stands_still():
+    target = ToyTarget()
+    engine = Engine(target, Jacobi(4, "maximal", "above"), Exact(), Sampling(), Guidance(3.0), 2)
+    engine.admit(0, "sea", 1)
+    while 0 not in engine.done():
+        engine.step()
+    before = engine.harvest(0)
+    engine.admit(1, "hill", 2)
+    while 1 not in engine.done():
+        engine.step()
+    after = engine.harvest(0)
+    assert torch.equal(after.codes, before.codes) and after.accepted == before.accepted
+
+
+def test_options_are_checked_and_default_to_sjd():
+    parts = Parts(drafter=None, tree=None)
+    made = Jacobi.build(parts)
+    assert (made.window, made.coupling, made.fresh, made.size, made.depth) == (16, "none", "uniform", 17, 16)
+    made = Jacobi.build(Parts(None, None, 3, "gumbel", "above"))
+    assert (made.window, made.coupling, made.fresh) == (3, "gumbel", "above")
+    for wrong in ((0,), (257,), (4, "minimal"), (4, "none", "old")):
+        with pytest.raises(InputError):
+            Jacobi(*wrong)
