@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 STAMP := $(VENV)/.installed
-PROMPT ?= a photo of a sunflower under a blue sky
+PROMPT ?= a photo of a mountain covered in snow under a blue sky
 
 .PHONY: demo test lint format clean
 

@@ -191,12 +191,12 @@ class Pipeline:
         return neighbours(self.target.codebook.cpu(), k, cache_folder(self.folder)).to(device)
 
     @torch.inference_mode()
-    def images(self, codes: Tensor, chunk: int = 8) -> list[Image.Image]:
-        """codes [n, length] -> n pictures."""
+    def images(self, codes: Tensor) -> list[Image.Image]:
+        """codes [n, length] -> n pictures, one at a time: their rounding does not depend on n."""
         drawn: list[Image.Image] = []
-        for part in codes.split(chunk):
-            pixels = (self.target.pixels(part).float().clamp(-1, 1) + 1) * 127.5
-            drawn += [Image.fromarray(x) for x in pixels.round().byte().permute(0, 2, 3, 1).cpu().numpy()]
+        for one in codes.split(1):
+            pixels = (self.target.pixels(one)[0].float().clamp(-1, 1) + 1) * 127.5
+            drawn.append(Image.fromarray(pixels.round().byte().permute(1, 2, 0).cpu().numpy()))
         return drawn
 
     def _orders(self, prompts: list[str], n: int, seed: int) -> tuple[list[str | None], list[int]]:

@@ -78,7 +78,8 @@ def write_model(folder: Path) -> Path:
     drafter = EagleDrafter(eagle, target.decoder.turns)
     checkpoints.save(folder / "drafter", {"kind": "eagle", **asdict(eagle)}, drafter.state_dict())
     (folder / "defaults.json").write_text(
-        '{"cfg": 2.0, "methods": {"lantern": {"neighbours": 8}, "lantern++": {"neighbours": 8}}}'
+        '{"cfg": 2.0, "methods": {"lantern": {"neighbours": 8}, "lantern++": {"neighbours": 8},'
+        ' "lantern-static": {"neighbours": 8}, "lantern-jacobi": {"neighbours": 8}}}'
     )
     return folder
 

@@ -47,6 +47,7 @@ EAGLE: Shape = tuple(
 SHAPES: dict[str, Shape] = {
     "eagle-25": EAGLE,
     "lantern-57": by_levels((5, 13, 16, 14, 9)),
+    "deep-8": by_levels((2, 2, 2, 1, 1)),
     **{f"chain-{n}": chain(n) for n in (2, 3, 4, 5, 6, 8)},
 }
 
