@@ -83,7 +83,11 @@ Dtype = Annotated[
 ]
 Compile = Annotated[
     bool | None,
-    typer.Option("--compile/--no-compile", help="Compile the model's passes.", rich_help_panel=PANEL_MODEL),
+    typer.Option(
+        "--compile/--no-compile",
+        help="Compile the passes (torch.compile); takes minutes before the first picture.",
+        rich_help_panel=PANEL_MODEL,
+    ),
 ]
 BatchSize = Annotated[
     int | None,

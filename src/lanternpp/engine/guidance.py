@@ -16,8 +16,8 @@ class Guidance:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.scale >= 1:
-            raise InputError(f"cfg {self.scale} is below 1; use 1 (no guidance) or more")
+        if not 1 <= self.scale < float("inf"):
+            raise InputError(f"cfg {self.scale} is out of range; use 1 (no guidance) or more")
 
     @property
     def branches(self) -> int:

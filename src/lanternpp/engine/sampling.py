@@ -24,8 +24,8 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise InputError(f"temperature {self.temperature} is negative; use 0 (greedy) or more")
+        if not 0 <= self.temperature < float("inf"):
+            raise InputError(f"temperature {self.temperature} is out of range; use 0 (greedy) or more")
         if self.top_k < 0:
             raise InputError(f"top-k {self.top_k} is negative; use 0 (all codes) or more")
         if not 0 < self.top_p <= 1:

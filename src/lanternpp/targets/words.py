@@ -23,7 +23,7 @@ from lanternpp.types import Prompt
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ
 
-SILENT = frozenset(["a", "an", "the", "of", "photo", "photograph", "picture", "image"])
+SILENT = frozenset(["a", "an", "the", "of", "photo", "photograph", "picture", "image", "and", "with"])
 
 
 class PromptWarning(UserWarning):
