@@ -100,6 +100,12 @@ class Side:
         """Median wall clock of a run."""
         return median(result.stats.seconds for result in self.results)
 
+    @property
+    def spread(self) -> float:
+        """Slowest run over fastest: far above 1 where something else used the machine."""
+        seconds = [result.stats.seconds for result in self.results]
+        return max(seconds) / min(seconds)
+
     def row(self) -> dict[str, Any]:
         """The last run's figures, with the medians in place of its seconds."""
         return self.last.stats.to_json() | {
@@ -167,8 +173,8 @@ def show(prompt: str, base: Side, side: Side, speedup: float) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    runs = len(base.results)
-    caption = f"medians of {runs} runs" if runs > 1 else "one run"
+    runs, spread = len(base.results), max(base.spread, side.spread)
+    caption = f"medians of {runs} runs; slowest / fastest: {spread:.2f}" if runs > 1 else "one run"
     table = Table(title=Text(prompt), caption=caption, title_justify="left")
     table.add_column("method")
     for heading in ("seconds / picture", "passes / picture", "codes / pass", "speed-up"):
