@@ -40,7 +40,10 @@ class Acceptance(ABC):
 
     @abstractmethod
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
-        """p [..., V] and a candidate [...] -> the distribution it is judged by, [..., V]; sums to 1."""
+        """p [..., V] and a candidate [...] -> the distribution it is judged by, [..., V]; sums to 1.
+
+        A p of one certain code comes back as it is: the format forces that code.
+        """
 
     def at(self, level: int) -> Acceptance:
         """The rule for the children of nodes at `level` of a draft, the root's being 0."""
