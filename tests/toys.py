@@ -157,6 +157,7 @@ def admit_all(engine: Engine, seeds: Tensor) -> None:
     engine.passes.fill_(1)
     engine.cache.used.fill_(target.slots)
     proposer.root.copy_(root)
+    proposer.count.fill_(1)
     if isinstance(proposer, TreeProposer):
         proposer.cache.used.fill_(target.slots)
         first = engine.guidance.rows(target.embed(root[:, None]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +54,14 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return command
 
 
+def write_smaller(folder: Path, words: WordsConfig, vq: VQ) -> Path:
+    """Another target of the same codes, to draft with."""
+    checkpoints.save(folder / "tokenizer", {"kind": "vq", **asdict(vq.config)}, vq.weights())
+    weights = WordsTarget(words, vq).folded()[1]
+    checkpoints.save(folder / "target", {"kind": "words", **asdict(words)}, weights)
+    return folder
+
+
 def write_model(folder: Path) -> Path:
     """A model of 32 codes on a grid of 4 x 4, 16 px, that knows a red tulip."""
     torch.manual_seed(0)
@@ -74,6 +82,7 @@ def write_model(folder: Path) -> Path:
     )
     target = WordsTarget(words, vq)
     checkpoints.save(folder / "target", {"kind": "words", **asdict(words)}, target.folded()[1])
+    write_smaller(folder / "independent", replace(words, dim=16, layers=1, heads=2, hidden=24), vq)
     eagle = EagleConfig(dim=32, heads=2, hidden=48)
     drafter = EagleDrafter(eagle, target.decoder.turns)
     checkpoints.save(folder / "drafter", {"kind": "eagle", **asdict(eagle)}, drafter.state_dict())

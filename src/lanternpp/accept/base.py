@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Dials:
 class Acceptance(ABC):
     """A rule over distributions of V codes. `exact` returns p itself; relaxed rules move mass onto the code."""
 
+    dials: ClassVar[frozenset[str] | None] = None  # the fields of `Dials` that it reads; None: any
     lossless: bool = False
     optimal: bool = False  # what is drawn after a refusal: the best correction, or the papers' own
 

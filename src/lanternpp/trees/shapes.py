@@ -60,9 +60,8 @@ def check(paths: object, source: str) -> Shape:
         raise InputError(f"{source} must hold a non-empty list of paths such as [[0], [0, 0], [1]]")
     shape = []
     for path in paths:
-        fine = isinstance(path, list | tuple) and path
-        fine = fine and all(type(r) is int and 0 <= r < MAX_NODES for r in path)
-        if not fine:
+        ranks = path if isinstance(path, list | tuple) else ()
+        if not ranks or not all(type(r) is int and 0 <= r < MAX_NODES for r in ranks):
             raise InputError(f"{source}: {path!r} is not a path; use a non-empty list of ranks from 0")
         shape.append(tuple(path))
     known = set(shape)
