@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,22 @@ from lanternpp.cli import main
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.nn import checkpoints
 from lanternpp.targets.words import WordsConfig, WordsTarget
+from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ, VQConfig
 
 VOCAB, LENGTH, SIDE = 32, 16, 16
+SMALLER = {
+    "words": ("red", "tulip"),
+    "subjects": ("tulip",),
+    "dim": 16,
+    "layers": 1,
+    "heads": 2,
+    "hidden": 24,
+    "grid": 4,
+    "vocab": VOCAB,
+    "code_dim": 4,
+    "slots": 4,
+}
 
 
 @dataclass(frozen=True)
@@ -82,7 +95,7 @@ def write_model(folder: Path) -> Path:
     )
     target = WordsTarget(words, vq)
     checkpoints.save(folder / "target", {"kind": "words", **asdict(words)}, target.folded()[1])
-    write_smaller(folder / "independent", replace(words, dim=16, layers=1, heads=2, hidden=24), vq)
+    write_smaller(folder / "independent", WordsConfig(**SMALLER), vq)
     eagle = EagleConfig(dim=32, heads=2, hidden=48)
     drafter = EagleDrafter(eagle, target.decoder.turns)
     checkpoints.save(folder / "drafter", {"kind": "eagle", **asdict(eagle)}, drafter.state_dict())
@@ -97,6 +110,21 @@ def write_model(folder: Path) -> Path:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model's folder."""
     return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def smaller(tmp_path: Path) -> Callable[..., Path]:
+    """Writes another target, of this shape: over the tokenizer in a folder, or over one of its own."""
+
+    def write(tokenizer: Path | None = None, **shape: object) -> Path:
+        words = WordsConfig(**{**SMALLER, **shape})
+        if tokenizer is None:
+            vq = VQ(VQConfig(4 * words.grid, words.vocab, 4, (16, 16), (1, 1), (1, 1)))
+        else:
+            vq = read_vq(tokenizer, torch.float32)
+        return write_smaller(tmp_path / "other", words, vq)
+
+    return write
 
 
 @pytest.fixture
