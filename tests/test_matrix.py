@@ -168,8 +168,9 @@ def test_pass_counts_add_up(target, proposer, rule, sampling, cfg):
 @every_target
 @every_cfg
 @pytest.mark.parametrize("sampling", ["greedy", "T=1"])
-def test_the_toys_can_tell_right_from_wrong(target, sampling, cfg):
-    drawn = draw(target, "eagle tree", "exact", sampling, cfg, 4)
+@pytest.mark.parametrize("proposer", ["eagle tree", "eagle2", "independent tree", "jacobi maximal mixed"])
+def test_the_toys_can_tell_right_from_wrong(target, proposer, sampling, cfg):
+    drawn = draw(target, proposer, "exact", sampling, cfg, 4)
     passes = [len(h.accepted) for h in drawn]
     length = TARGETS[target]().length
     assert all(math.ceil((length - 1) / 6) + 1 < n for n in passes), (
