@@ -1,0 +1,1 @@
+"""What pictures are worth and what they cost: quality against a reference, and time."""
