@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
 
 import torch
 from PIL import Image, ImageOps
@@ -79,7 +80,13 @@ class Gallery(Sequence[Image.Image]):
     def __len__(self) -> int:
         return len(self.items)
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+    @overload
+    def __getitem__(self, index: int) -> Image.Image: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Gallery: ...
+
+    def __getitem__(self, index: int | slice) -> Image.Image | Gallery:
         """A picture; a slice is a smaller gallery."""
         if isinstance(index, slice):
             return Gallery(self.folder, self.items[index])
