@@ -1,1 +1,1 @@
-"""What pictures are worth and what they cost: quality against a reference, and time."""
+"""What a method gains and what it costs: speed side by side, and the quality of its pictures."""
