@@ -77,12 +77,15 @@ class Clip:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' remarks on how it loads; its errors are raised all the same."""
+    """Without transformers' remarks on how it loads; errors are raised, and downloads show, all the same."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()

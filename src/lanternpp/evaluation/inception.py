@@ -32,7 +32,7 @@ class Inception(Extractor):
         except ImportError as error:
             raise InputError(
                 f"features inception need a package ({error}); "
-                "pip install 'lanternpp[eval]', or use --features judge"
+                "pip install torch-fidelity torchvision, or use --features judge"
             ) from None
         try:
             network = package.FeatureExtractorInceptionV3("inception-v3-compat", ["2048"])

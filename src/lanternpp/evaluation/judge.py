@@ -58,7 +58,8 @@ class Block(nn.Module):
         self.norm1, self.norm2 = norm(inputs), norm(outputs)
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.skip = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if inputs != outputs else None
+        changes = inputs != outputs or stride > 1
+        self.skip = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if changes else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, inputs, H, W] -> [B, outputs, H / stride, W / stride]."""

@@ -66,14 +66,14 @@ def write(path: Path, vq: VQ, train: Pictures, val: Pictures, index: Tensor, bat
     }
     with report.bar(0.0):
         for name, (pictures, which) in jobs.items():
-            for number, (part, into) in enumerate(
-                zip(which.split(batch), tensors[name].split(batch), strict=True)
-            ):
+            for start in range(0, len(which), batch):
+                part = which[start : start + batch]
                 if name == "train":
-                    images = pictures.random(generator(0, number), part)
+                    images = pictures.random(generator(0, start // batch), part)
                 else:
                     images = pictures.centre(part)
-                into.copy_(to_bytes(vq.decode(vq.encode(images))).permute(0, 3, 1, 2))
+                again = to_bytes(vq.decode(vq.encode(images))).permute(0, 3, 1, 2)
+                tensors[name][start : start + batch] = again
                 tally += len(part)
                 report.advance(time.monotonic() - began, tally / total, f"{tally}/{total}")
     with replacing(path) as temporary:
