@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,12 +101,12 @@ class Pipeline:
     def from_pretrained(
         cls, model: str = "nature-128", drafter: str | None = None, device: str = "auto", dtype: str = "auto"
     ) -> Pipeline:
-        """A model by name or folder; `drafter` a folder (default: the model's own).
+        """A model by name, folder or hub id; `drafter` likewise (default: the model's own).
 
         Raises InputError where a name is unknown or a file is missing, truncated or of another model.
         """
         folder, on = model_folder(model), pick_device(device)
-        name = model if model in MODELS else folder.name
+        name = folder.name if Path(model).exists() and model not in MODELS else model
         return cls(Model(folder, drafter, on, pick_dtype(dtype, on)), name)
 
     def __call__(
