@@ -13,6 +13,26 @@ from lanternpp.targets.words import WordsConfig, WordsTarget
 from lanternpp.vq.model import VQ, VQConfig
 
 VOCAB, LENGTH, SIDE = 32, 16, 16
+SMALLER = {
+    "words": ("red", "tulip"),
+    "subjects": ("tulip",),
+    "dim": 16,
+    "layers": 1,
+    "heads": 2,
+    "hidden": 24,
+    "grid": 4,
+    "vocab": VOCAB,
+    "code_dim": 4,
+    "slots": 4,
+}
+
+
+def write_smaller(folder: Path, words: WordsConfig, vq: VQ) -> Path:
+    """Another target of the same codes, to draft with."""
+    checkpoints.save(folder / "tokenizer", {"kind": "vq", **asdict(vq.config)}, vq.weights())
+    weights = WordsTarget(words, vq).folded()[1]
+    checkpoints.save(folder / "target", {"kind": "words", **asdict(words)}, weights)
+    return folder
 
 
 def write_model(folder: Path) -> Path:
@@ -35,6 +55,7 @@ def write_model(folder: Path) -> Path:
     )
     target = WordsTarget(words, vq)
     checkpoints.save(folder / "target", {"kind": "words", **asdict(words)}, target.folded()[1])
+    write_smaller(folder / "independent", WordsConfig(**SMALLER), vq)
     eagle = EagleConfig(dim=32, heads=2, hidden=48)
     drafter = EagleDrafter(eagle, target.decoder.turns)
     checkpoints.save(folder / "drafter", {"kind": "eagle", **asdict(eagle)}, drafter.state_dict())

@@ -22,12 +22,18 @@ class ToyTarget(Target):
     """A tiny random decoder over a random codebook; a condition is a word whose length decides the prompt."""
 
     def __init__(
-        self, vocab: int = 12, grid: int = 4, seed: int = 0, sharp: float = 3.0, lively: float = 4.0
+        self,
+        vocab: int = 12,
+        grid: int = 4,
+        seed: int = 0,
+        sharp: float = 3.0,
+        lively: float = 4.0,
+        layers: int = 2,
     ):
         super().__init__()
         torch.manual_seed(seed)
         self.vocab, self.width, self.length = vocab, grid, grid * grid
-        shape = DecoderConfig(dim=16, layers=2, heads=2, hidden=24)
+        shape = DecoderConfig(dim=16, layers=layers, heads=2, hidden=24)
         self.decoder = Decoder(shape, grid_table(self.slots, grid, shape.head_dim))
         self.table = torch.nn.Parameter(torch.randn(vocab, 16))
         self.out = torch.nn.Parameter(torch.randn(vocab, 16) * sharp / 4)
@@ -157,6 +163,7 @@ def admit_all(engine: Engine, seeds: Tensor) -> None:
     engine.passes.fill_(1)
     engine.cache.used.fill_(target.slots)
     proposer.root.copy_(root)
+    proposer.count.fill_(1)
     if isinstance(proposer, TreeProposer):
         proposer.cache.used.fill_(target.slots)
         first = engine.guidance.rows(target.embed(root[:, None]))
@@ -175,3 +182,23 @@ def eagle(target: Target, seed: int = 1) -> EagleDrafter:
     shape = target.decoder.config
     config = EagleConfig(dim=shape.dim, heads=shape.heads, hidden=shape.hidden)
     return EagleDrafter(config, target.decoder.turns).double().eval().requires_grad_(False)
+
+
+class SmallerTarget(ToyTarget):
+    """Another target of the same codes, that takes a prompt of another length."""
+
+    slots = 2
+
+    def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
+        prompt = super().prompt(conditions, branches)
+        return Prompt(prompt.embeds[:, :2], prompt.start)
+
+
+def smaller(target: ToyTarget, seed: int = 3, near: float = 0.7) -> SmallerTarget:
+    """A smaller target that shares the tables, so that it agrees now and then."""
+    made = SmallerTarget(target.vocab, target.width, seed, layers=1).to(target.table.dtype)
+    made.book = target.book
+    for name in ("table", "out"):
+        ours, theirs = getattr(made, name), getattr(target, name)
+        ours.copy_(ours.lerp(theirs, near))
+    return made

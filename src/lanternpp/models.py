@@ -62,7 +62,7 @@ class Model:
     """The networks of a model folder on a device, for inference.
 
     Plain, their weights are packed for passes over few rows; compiled, they go through torch.compile, which
-    arranges weights by itself. `drafter` names another folder than the model's own.
+    arranges weights by itself. `drafter` names another folder for whatever drafts than the model's own.
     """
 
     def __init__(
@@ -74,21 +74,36 @@ class Model:
         compiled: bool = False,
     ):
         self.folder, self.device, self.dtype, self.compiled = folder, device, dtype, compiled
-        self._drafter_folder = model_folder(drafter) if drafter else folder
+        self._other = model_folder(drafter) if drafter else None
         if compiled:
             check_compiler(device)
 
     def compile(self) -> Model:
         """The same model, compiled."""
         other = Model(self.folder, None, self.device, self.dtype, compiled=True)
-        other._drafter_folder = self._drafter_folder
+        other._other = self._other
         return other
 
     @cached_property
     def target(self) -> Target:
         """The target; InputError names what is wrong with a file."""
-        kind = str(load_config(self.folder / "target").get("kind", ""))
-        target = find("model family", kind, FAMILIES).read(self.folder, self.dtype, self.device)
+        return self._read(self.folder)
+
+    @cached_property
+    def smaller(self) -> Target:
+        """A smaller target to draft with: the other folder, or the model's own `independent`. InputError."""
+        source = self._other or self.folder / "independent"
+        if not (source / "target").is_dir():
+            raise InputError(
+                f"{source} holds no smaller target to draft with; name a model folder of the same codes with "
+                "--drafter: `lanternpp train target` makes one beside a copy of the tokenizer"
+            )
+        return self._read(source)
+
+    def _read(self, folder: Path) -> Target:
+        """The target of a model folder."""
+        kind = str(load_config(folder / "target").get("kind", ""))
+        target: Target = find("model family", kind, FAMILIES).read(folder, self.dtype, self.device)
         target.eval().requires_grad_(False)
         if self.compiled:
             target.compile(dynamic=False)
@@ -99,8 +114,9 @@ class Model:
     @cached_property
     def drafter(self) -> Drafter:
         """The drafter; InputError names what is wrong with a file, or that it is another target's."""
-        inside = self._drafter_folder / "drafter"
-        source = inside if inside.is_dir() else self._drafter_folder
+        folder = self._other or self.folder
+        inside = folder / "drafter"
+        source = inside if inside.is_dir() else folder
         kind = str(load_config(source).get("kind", ""))
         drafter = find("drafter", kind, DRAFTERS).read(source, self.target, self.dtype)
         drafter.eval().requires_grad_(False).to(self.device)

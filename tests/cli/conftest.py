@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from models import write_model
+import torch
+from models import SMALLER, write_model, write_smaller
 
 from lanternpp.cli import main
+from lanternpp.targets.words import WordsConfig
+from lanternpp.vq.folder import read_vq
+from lanternpp.vq.model import VQ, VQConfig
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,21 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model's folder."""
     return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def smaller(tmp_path: Path) -> Callable[..., Path]:
+    """Writes another target, of this shape: over the tokenizer in a folder, or over one of its own."""
+
+    def write(tokenizer: Path | None = None, **shape: object) -> Path:
+        words = WordsConfig(**{**SMALLER, **shape})
+        if tokenizer is None:
+            vq = VQ(VQConfig(4 * words.grid, words.vocab, 4, (16, 16), (1, 1), (1, 1)))
+        else:
+            vq = read_vq(tokenizer, torch.float32)
+        return write_smaller(tmp_path / "other", words, vq)
+
+    return write
 
 
 @pytest.fixture

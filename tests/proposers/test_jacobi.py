@@ -219,10 +219,10 @@ def test_a_finished_sample_stands_still():
 
 
 def test_options_are_checked_and_default_to_sjd():
-    parts = Parts(drafter=None, tree=None)
+    parts = Parts(drafter=None, smaller=None, tree=None)
     made = Jacobi.build(parts)
     assert (made.window, made.coupling, made.fresh, made.size, made.depth) == (16, "none", "uniform", 17, 16)
-    made = Jacobi.build(Parts(None, None, 3, "gumbel", "above"))
+    made = Jacobi.build(Parts(None, None, None, 3, "gumbel", "above"))
     assert (made.window, made.coupling, made.fresh) == (3, "gumbel", "above")
     for wrong in ((0,), (257,), (4, "minimal"), (4, "none", "old")):
         with pytest.raises(InputError):

@@ -19,7 +19,7 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import verify
 from lanternpp.proposers.base import Proposer
 from lanternpp.targets.base import Target
-from lanternpp.types import Draft, Look, Tree, Verdict
+from lanternpp.types import Admission, Draft, Look, Tree, Verdict
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Engine:
         root = self.sampling.draw(self.sampling.probs(logits[:, 0]), noise)
         self.codes[slot, 0] = root[0]
         self.count[slot] = self.passes[slot] = self.accepted[slot, 0] = 1
-        self.proposer.begin(slot, rows, prompt, features, root)
+        self.proposer.begin(Admission(slot, rows, condition, prompt, features, root))
 
     @torch.inference_mode()
     def step(self) -> None:
