@@ -100,7 +100,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_drawn(folder: Pat
     for arguments, names in (
         ((None, "jugde", None), "did you mean 'judge'"),
         ((None, OWN, None), "need --reference DIR"),
-        ((tmp_path / "none", None, None), "none is no folder"),
+        ((tmp_path / "none", None, None), "reference .*none is no folder"),
         ((few, None, None), "holds 3 pictures; at least 4 are needed"),
         ((None, None, str(tmp_path)), "cannot be had"),
     ):

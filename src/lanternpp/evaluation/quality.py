@@ -78,6 +78,8 @@ class Quality:
         or hub id. A model without a judge can still be measured by other features, or by CLIP alone.
         Raises InputError, before anything is drawn, where something is missing or wrong.
         """
+        if reference is not None and not reference.is_dir():
+            raise InputError(f"reference {reference} is no folder; name one that holds pictures")
         on = pick_device(device) if isinstance(device, str) else device
         judge = JudgeFeatures(folder, on) if has_judge(folder) else None
         scorer = Clip.open(clip, on) if clip else None
