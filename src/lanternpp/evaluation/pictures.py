@@ -185,7 +185,8 @@ def check_sizes(folder: Path, sizes: dict[str, tuple[int, int]]) -> None:
     odd = [f"{name} ({w} x {h})" for name, (w, h) in sizes.items() if (w, h) != usual]
     if odd:
         raise InputError(
-            f"{folder} mixes sizes; most pictures are {usual[0]} x {usual[1]}, but not {some(odd)}"
+            f"{folder} mixes sizes, which are measured apart; most pictures are {usual[0]} x {usual[1]}, "
+            f"but not {some(odd)}"
         )
 
 
