@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,12 +82,12 @@ class Pipeline:
         self,
         prompt: str | list[str],
         n: int = 1,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         method: str = "lantern++",
         progress: Callable[[int, int], None] | None = None,
         **overrides: Any,
     ) -> Result:
-        """Draw n pictures per prompt; picture i of a prompt has seed + i.
+        """Draw n pictures per prompt; picture i of a prompt has seed + i. Several seeds: one for each prompt.
 
         overrides: any field of `Settings` besides method; what is left out or None is the method's or the
         model's default. measure=True reports `tv_spent`, which takes time. Raises InputError.
@@ -150,17 +150,23 @@ class Pipeline:
             drawn.append(Image.fromarray(pixels.round().byte().permute(1, 2, 0).cpu().numpy()))
         return drawn
 
-    def _orders(self, prompts: list[str], n: int, seed: int) -> tuple[list[str | None], list[int]]:
+    def _orders(
+        self, prompts: list[str], n: int, seed: int | Sequence[int]
+    ) -> tuple[list[str | None], list[int]]:
         """One condition and one seed per picture, checked before any work."""
         if n < 1:
             raise InputError(f"n {n} is below 1; ask for at least one picture")
-        if not 0 <= seed < 2**63 - n:
-            raise InputError(f"seed {seed} is out of range; use 0 to 2**63 - 1")
+        seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
+        if len(seeds) != len(prompts):
+            raise InputError(f"{len(seeds)} seeds do not go with {len(prompts)} prompts; give one for each")
+        for first in seeds:
+            if not 0 <= first < 2**63 - n:
+                raise InputError(f"seed {first} is out of range; use 0 to 2**63 - 1")
         if not prompts or any(not p.strip() for p in prompts):
             raise InputError('the prompt is empty; say what to draw, such as "a photo of a red tulip"')
-        for prompt in prompts:
+        for prompt in dict.fromkeys(prompts):
             self.target.prompt([prompt], 1)
-        return [p for p in prompts for _ in range(n)], [seed + i for _ in prompts for i in range(n)]
+        return [p for p in prompts for _ in range(n)], [first + i for first in seeds for i in range(n)]
 
     def _stats(self, settings: Settings, harvests: list[Harvest], seconds: float) -> Stats:
         accepted = [count for h in harvests for count in h.accepted]

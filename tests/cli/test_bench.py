@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from judges import write_judge
 from PIL import Image
 
 
@@ -75,3 +77,19 @@ def test_what_cannot_be_done_is_refused_before_anything_is_drawn(run, model, pro
     outcome = run("bench", "--model", model, "-o", "b", *options)
     assert outcome.code == 2 and outcome.err.count("\n") == 1 and named in outcome.err
     assert not Path("b").exists()
+
+
+def test_pictures_too_few_to_measure_are_refused_if_asked_for_and_else_only_timed(
+    run, model, prompts, tmp_path
+):
+    judged = write_judge(Path(shutil.copytree(model, tmp_path / "judged")))
+    asked = ("--model", judged, "--prompts", prompts, "--methods", "ar", "--no-plots", "--no-measure")
+    (tmp_path / "red").mkdir()
+    refused = run("bench", *asked, "-n", 1, "-o", "few", "--reference", tmp_path / "red")
+    assert refused.code == 2 and "2 pictures of each method are too few" in refused.err
+    assert not Path("few").exists()
+    few, enough = (
+        json.loads(run("bench", *asked, "-n", n, "-o", f"b{n}", "--json").out)["methods"][0] for n in (1, 2)
+    )
+    assert "frechet" not in few
+    assert enough["frechet"] > 0 and {"precision", "recall", "prompt_accuracy"} <= enough.keys()

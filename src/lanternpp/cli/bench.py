@@ -10,6 +10,7 @@ import typer
 
 from lanternpp.cli import options as opt
 from lanternpp.cli.terminal import progress_bar
+from lanternpp.errors import InputError
 
 if TYPE_CHECKING:
     from lanternpp.evaluation.quality import Quality
@@ -111,7 +112,7 @@ def bench(
     shared = {"cfg": cfg, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     shared |= {"batch_size": batch_size or 1, "compile": compile}
     race = Race(pipe, field, asked, n, seed, shared, measure)
-    judge = judge_of(pipe, reference, features, clip) if quality else None
+    judge = judge_of(pipe, n * len(asked), reference, features, clip) if quality else None
     table = run(race, judge, output, resume, plots)
     if as_json:
         typer.echo(json.dumps(table))
@@ -120,12 +121,23 @@ def bench(
     typer.echo(str(output / "table.md"))
 
 
-def judge_of(pipe: Any, reference: Path | None, features: str | None, clip: str | None) -> Quality | None:
-    """What will judge the pictures, made before any is drawn; None where the model brings nothing to judge by."""
-    if not (reference or features or clip or (pipe.folder / "judge").is_dir()):
-        return None
-    from lanternpp.evaluation.quality import Quality
+def judge_of(
+    pipe: Any, count: int, reference: Path | None, features: str | None, clip: str | None
+) -> Quality | None:
+    """What will judge `count` pictures of each method, made before any is drawn.
 
+    None where nobody asked for it and the model brings nothing to judge by, or the pictures are too few.
+    """
+    from lanternpp.evaluation.quality import LEAST, Quality
+
+    if not (reference or features or clip):
+        if count < LEAST or not (pipe.folder / "judge").is_dir():
+            return None
+    elif count < LEAST:
+        raise InputError(
+            f"{count} pictures of each method are too few to measure; at least {LEAST} are needed: "
+            "raise -n, or give more prompts"
+        )
     device = next(pipe.target.parameters()).device
     return Quality.for_model(pipe.folder, reference, features, clip, device)
 
