@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -108,13 +109,17 @@ def read_safetensors(path: str | Path) -> dict[str, Tensor]:
         raise InputError(f"{path} is truncated or no safetensors file ({error}): fetch it again.") from None
 
 
-def read_pt(path: str | Path) -> dict[str, Any]:
-    """A `.pt` checkpoint holding tensors and plain containers; a pickle that would run code is refused."""
+def read_pt(path: str | Path, mmap: bool = False) -> dict[str, Any]:
+    """A `.pt` checkpoint holding tensors and plain containers; a pickle that would run code is refused.
+
+    mmap: tensors lie over a mapping of the file. A training script's own options (argparse) may be in it.
+    """
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path} is missing.")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError:
         raise InputError(f"{path} could run code: convert it to safetensors.") from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
