@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from lanternpp.drafters.base import Drafter
 from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import load_config
 from lanternpp.nn.packed import pack
+from lanternpp.nn.shards import PICKLED, SAFE
+from lanternpp.nn.sources import Source
 from lanternpp.registry import find, unknown
 from lanternpp.targets import FAMILIES
 from lanternpp.targets.base import Target
@@ -28,11 +31,56 @@ DEFAULTS = "defaults.json"
 
 
 def model_folder(model: str) -> Path:
-    """The folder of a model: a name of `MODELS` or a path. Raises InputError naming both."""
-    folder = ASSETS / model if model in MODELS else Path(model)
-    if not folder.is_dir():
+    """Where a model lies: a name of `MODELS`, or a path of a folder or a checkpoint. InputError names both."""
+    path = ASSETS / model if model in MODELS else Path(model)
+    if not path.exists():
         raise InputError(unknown("model", model, MODELS) + "; or give the path of a model folder")
-    return folder
+    return path
+
+
+def recognised(what: str, source: Source, table: Mapping[str, Any]) -> Any:
+    """The entry of a registry that reads a checkpoint: by our own `kind`, or by what each claims.
+
+    Raises InputError that lists what is known.
+    """
+    kind = str(source.config.get("kind", ""))
+    if kind in table or ":" in kind:
+        return find(what, kind, table)
+    entries = {name: find(what, name, table) for name in table}
+    for entry in entries.values():
+        if entry.claims(source):
+            return entry
+    called = f" (it calls itself {', '.join(map(repr, sorted(source.kinds)))})" if source.kinds else ""
+    known = "; ".join(f"{name}: {entry.about}" for name, entry in entries.items())
+    raise InputError(f"{source.path} is no {what} known here{called}; known are {known}")
+
+
+def target_source(model: Path) -> tuple[Source, type[Target]]:
+    """The checkpoint of a model's target, and the family that reads it.
+
+    A model is a folder of ours with `target` in it, a published checkpoint, or a folder that holds one
+    among others. Raises InputError where none of what is there is a target known here.
+    """
+    places = [model]
+    if (model / "target").is_dir():
+        places = [model / "target"]
+        load_config(places[0])  # written last: without it a training never ended
+    elif model.is_dir():
+        places += sorted(path for path in model.iterdir() if path.suffix in (SAFE, *PICKLED))
+    faults = []
+    for place in places:
+        try:
+            source = Source.open(place)
+            return source, recognised("model family", source, FAMILIES)
+        except InputError as error:
+            faults.append(error)
+    raise (faults[1:] or faults)[0]
+
+
+def read_target(model: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Target:
+    """The target of a model, ready to draw."""
+    source, family = target_source(model)
+    return family.read(source, dtype, device)
 
 
 def read_defaults(folder: Path) -> dict[str, Any]:
@@ -78,8 +126,7 @@ class Model:
     @cached_property
     def target(self) -> Target:
         """The target; InputError names what is wrong with a file."""
-        kind = str(load_config(self.folder / "target").get("kind", ""))
-        target = find("model family", kind, FAMILIES).read(self.folder, self.dtype, self.device)
+        target = read_target(self.folder, self.dtype, self.device)
         target.eval().requires_grad_(False)
         if self.compiled:
             target.compile(dynamic=False)
@@ -91,9 +138,10 @@ class Model:
     def drafter(self) -> Drafter:
         """The drafter; InputError names what is wrong with a file, or that it is another target's."""
         inside = self._drafter_folder / "drafter"
-        source = inside if inside.is_dir() else self._drafter_folder
-        kind = str(load_config(source).get("kind", ""))
-        drafter = find("drafter", kind, DRAFTERS).read(source, self.target, self.dtype)
+        if not inside.is_dir() and self._drafter_folder == self.folder:
+            raise InputError(f"{self.folder} comes without a drafter; name one with --drafter, or train one")
+        source = Source.open(inside if inside.is_dir() else self._drafter_folder)
+        drafter = recognised("drafter", source, DRAFTERS).read(source, self.target, self.dtype)
         drafter.eval().requires_grad_(False).to(self.device)
         if self.compiled:
             drafter.compile(dynamic=False)

@@ -91,8 +91,9 @@ class Pipeline:
 
     def __init__(self, model: Model, name: str):
         self.name, self.folder = name, model.folder
-        self.defaults = read_defaults(model.folder)
+        told = read_defaults(model.folder)
         self.target = model.target
+        self.defaults = told or dict(self.target.defaults)
         self._models = {False: model}  # compiled or not
         self._engines: dict[Settings, Engine] = {}
 
@@ -100,12 +101,12 @@ class Pipeline:
     def from_pretrained(
         cls, model: str = "nature-128", drafter: str | None = None, device: str = "auto", dtype: str = "auto"
     ) -> Pipeline:
-        """A model by name or folder; `drafter` a folder (default: the model's own).
+        """A model by name or path; `drafter` a folder or a file (default: the model's own).
 
         Raises InputError where a name is unknown or a file is missing, truncated or of another model.
         """
         folder, on = model_folder(model), pick_device(device)
-        name = model if model in MODELS else folder.name
+        name = model if model in MODELS else folder.resolve().stem if folder.is_file() else folder.name
         return cls(Model(folder, drafter, on, pick_dtype(dtype, on)), name)
 
     def __call__(
@@ -188,7 +189,8 @@ class Pipeline:
         if self.target.codebook is None:
             raise InputError(f"{self.name} has no codebook of latents; use a rule without neighbours: exact")
         device = next(self.target.parameters()).device
-        return neighbours(self.target.codebook.cpu(), k, cache_folder(self.folder)).to(device)
+        beside = self.folder if self.folder.is_dir() else self.folder.parent
+        return neighbours(self.target.codebook.cpu(), k, cache_folder(beside)).to(device)
 
     @torch.inference_mode()
     def images(self, codes: Tensor) -> list[Image.Image]:

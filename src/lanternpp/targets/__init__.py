@@ -1,6 +1,7 @@
 """Target families: one file each, named by the `kind` in a model's config.
 
-A family is a `Target` with `read(folder, dtype, device)`, which makes one of a model folder.
+A family is a `Target` with `claims(source)`, which recognises its published checkpoints, and
+`read(source, dtype, device)`, which makes a target of one.
 """
 
 from __future__ import annotations
