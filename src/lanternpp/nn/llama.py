@@ -36,7 +36,7 @@ def decoder_config(config: Mapping[str, Any], source: Path, **more: Any) -> Deco
     act = config.get("hidden_act", "silu")
     if act != "silu":
         raise InputError(f"{source}: hidden_act {act!r} is not supported; silu is")
-    given = {ours: int(field(config, theirs, source)) for ours, theirs in FIELDS.items()}
+    given: dict[str, Any] = {ours: int(field(config, theirs, source)) for ours, theirs in FIELDS.items()}
     return DecoderConfig(
         **given,
         kv_heads=int(config.get("num_key_value_heads") or given["heads"]),
@@ -69,9 +69,7 @@ def rules(prefix: str, shape: DecoderConfig, norm_groups: tuple[int, int] | None
     first = 0
     for name, count in (("q", queries), ("k", keys), ("v", keys)):
         part = (first, first + count)
-        found.append(
-            Rename(rf"{layer}self_attn\.{name}_proj\.(weight|bias)", rf"{block}wqkv.\2", part=part)
-        )
+        found.append(Rename(rf"{layer}self_attn\.{name}_proj\.(weight|bias)", rf"{block}wqkv.\2", part=part))
         first += count
     first = 0
     for name, heads, rows in zip("qk", (shape.heads, shape.groups), norm_groups or (0, 0), strict=True):

@@ -49,7 +49,9 @@ class Raster:
         side = patch * step
         width, height = map(int, found.groups()) if found else (0, 0)
         if not (width and height) or width % side or height % side:
-            raise InputError(f"size {size!r} cannot be drawn; give WIDTHxHEIGHT in multiples of {side} pixels")
+            raise InputError(
+                f"size {size!r} cannot be drawn; give WIDTHxHEIGHT in multiples of {side} pixels"
+            )
         raster = cls(height // patch, width // patch, ends)
         if raster.rows * raster.columns > most:
             raise InputError(
@@ -149,9 +151,9 @@ class TokenTarget(LanguageTarget):
 
     @staticmethod
     def tokens_of(first: int, codes: int, row_end: int | None) -> Tensor:
-        """The tokens of `codes` codes from `first` on, and of the row end."""
-        tokens = torch.arange(first, first + codes)
-        return tokens if row_end is None else torch.cat((tokens, torch.tensor([row_end])))
+        """The tokens of `codes` codes from `first` on, and of the row end; on the CPU, as `line_table`."""
+        ends = [] if row_end is None else [row_end]
+        return torch.tensor([*range(first, first + codes), *ends], device="cpu")
 
     def embed(self, codes: Tensor) -> Tensor:
         """codes [R, N] -> [R, N, D]."""

@@ -58,7 +58,9 @@ def first_code(text: Text, name: str, last: str, codes: int, what: str) -> int:
             f"{text.path} has no tokens for {codes} image codes ({name} to {last}): {what}"
         ) from None
     if end - first != codes - 1:
-        raise InputError(f"{text.path}: {name} to {last} are {end - first + 1} ids where {codes} are expected")
+        raise InputError(
+            f"{text.path}: {name} to {last} are {end - first + 1} ids where {codes} are expected"
+        )
     return first
 
 

@@ -157,9 +157,7 @@ def named(prefix: str, config: TamingConfig, coarse_first: bool = False) -> list
     ]
     for stage in range(len(widths)):
         up = stage if coarse_first else len(widths) - 1 - stage
-        rules.append(
-            Rename(rf"{body}up\.{up}\.upsample\.conv\.(weight|bias)", rf"stages.{stage}.up.\1")
-        )
+        rules.append(Rename(rf"{body}up\.{up}\.upsample\.conv\.(weight|bias)", rf"stages.{stage}.up.\1"))
         for i in range(config.blocks + 1):
             places[rf"{body}up\.{up}\.block\.{i}\."] = f"stages.{stage}.blocks.{i}."
             mixes[rf"{body}up\.{up}\.attn\.{i}\."] = f"stages.{stage}.mixes.{i}."

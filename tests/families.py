@@ -1,0 +1,177 @@
+"""Tiny random checkpoints in the layouts of published models, written by transformers' own classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from lanternpp.targets.chameleon import image_token
+from lanternpp.vq.taming import TamingConfig
+
+WORDS = [
+    "a",
+    "photo",
+    "of",
+    "the",
+    "red",
+    "tulip",
+    "sea",
+    "at",
+    "sunset",
+    "Generate",
+    "an",
+    "image",
+    "of",
+    "according",
+    "to",
+    "following",
+    "prompt:",
+    "lowres",
+]
+CODES = 64
+
+
+def lively(module: torch.nn.Module, seed: int = 0) -> None:
+    """Weights strong enough for the context to matter; norms and biases that are not one and zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in module.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if "norm" in name or weight.dim() == 1:
+            weight.data = noise * 0.2 + (1.0 if name.endswith("weight") else 0.0)
+        else:
+            weight.data = noise * (1.5 / weight[0].numel() ** 0.5)
+
+
+def write_tokenizer(folder: Path, tokens: list[str]) -> dict[str, int]:
+    """tokenizer.json of special tokens and some words; ids in the order given."""
+    vocab = {token: i for i, token in enumerate([*tokens, *dict.fromkeys(WORDS)])}
+    tokenizer = Tokenizer(WordLevel(vocab, unk_token=tokens[0]))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens([t for t in tokens if t.startswith("<")])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return vocab
+
+
+def taming_tensors(config: TamingConfig, coarse_first: bool = False) -> dict[str, torch.Tensor]:
+    """A VQ decoder of taming-transformers' layout, by its names and shapes."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def conv(name: str, inputs: int, outputs: int, side: int) -> None:
+        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (outputs, inputs, side, side), (outputs,)
+
+    def norm(name: str, channels: int) -> None:
+        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (channels,)
+
+    def block(name: str, inputs: int, outputs: int) -> None:
+        norm(f"{name}.norm1", inputs)
+        conv(f"{name}.conv1", inputs, outputs, 3)
+        norm(f"{name}.norm2", outputs)
+        conv(f"{name}.conv2", outputs, outputs, 3)
+        if inputs != outputs:
+            conv(f"{name}.nin_shortcut", inputs, outputs, 1)
+
+    def mix(name: str, channels: int) -> None:
+        norm(f"{name}.norm", channels)
+        for part in ("q", "k", "v", "proj_out"):
+            conv(f"{name}.{part}", channels, channels, 1)
+
+    widths = [config.base * m for m in config.multipliers]
+    shapes["quantize.embedding.weight"] = (config.codes, config.dim)
+    conv("post_quant_conv", config.dim, config.latent, 1)
+    conv("decoder.conv_in", config.latent, widths[-1], 3)
+    block("decoder.mid.block_1", widths[-1], widths[-1])
+    mix("decoder.mid.attn_1", widths[-1])
+    block("decoder.mid.block_2", widths[-1], widths[-1])
+    width = widths[-1]
+    for stage in reversed(range(len(widths))):
+        up = f"decoder.up.{len(widths) - 1 - stage if coarse_first else stage}"
+        for i in range(config.blocks + 1):
+            block(f"{up}.block.{i}", width, widths[stage])
+            width = widths[stage]
+            if stage in config.attending:
+                mix(f"{up}.attn.{i}", width)
+        if stage:
+            conv(f"{up}.upsample.conv", width, width, 3)
+    norm("decoder.norm_out", width)
+    conv("decoder.conv_out", width, 3, 3)
+    return {name: waves(name, shape) for name, shape in shapes.items()}
+
+
+def waves(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Numbers that depend on a tensor's name and shape alone, of about the size that keeps activations alive."""
+    count = torch.Size(shape).numel()
+    step = 1 + sum(map(ord, name)) % 97 / 31
+    wave = torch.sin(torch.arange(count, dtype=torch.float64) ** 2 * step).float().view(shape)
+    if "norm" in name:
+        return 1 + wave / 4 if name.endswith("weight") else wave / 4
+    if name.endswith("bias"):
+        return wave / 10
+    return wave if "embedding" in name else wave * (1.5 / torch.Size(shape[1:]).numel() ** 0.5)
+
+
+CHAMELEON_VQ = TamingConfig(codes=CODES, dim=4, latent=8, base=32, multipliers=(1, 1, 1, 1, 1), blocks=0)
+
+
+def chameleon_tokens() -> list[str]:
+    """Chameleon's special tokens and image codes, in its order."""
+    sizes = [f"<reserved{8800 + n:05d}>" for n in range(1, 9)]
+    return [
+        *("<s>", "<pad>", "</s>", "<unk>"),
+        *(image_token(i) for i in range(CODES)),
+        *("<eoss>", "<racm3:break>", "<reserved08706>", "<reserved08799>"),
+        *sizes,
+    ]
+
+
+def write_chameleon(folder: Path, lumina: bool = False, decoder: bool = True, **changes: Any) -> Any:
+    """A tiny Chameleon; the transformers model that wrote it. Lumina's has norms that all heads share."""
+    from transformers import ChameleonConfig, ChameleonForConditionalGeneration
+
+    vocab = write_tokenizer(folder, chameleon_tokens())
+    vq = CHAMELEON_VQ
+    fields = {
+        "vocab_size": len(vocab) + 5,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "vocabulary_map": vocab | {"<image>": len(vocab)},
+        "vq_config": {
+            "embed_dim": vq.dim,
+            "num_embeddings": vq.codes,
+            "latent_channels": vq.latent,
+            "base_channels": vq.base,
+            "channel_multiplier": list(vq.multipliers),
+            "num_res_blocks": vq.blocks,
+            "resolution": 64,
+        },
+    }
+    torch.manual_seed(0)
+    model = ChameleonForConditionalGeneration(ChameleonConfig(**fields | changes)).eval()
+    lively(model)
+    if lumina:  # one row of norms, as its authors store it
+        for layer in model.model.layers:
+            for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+                for parameter in norm.parameters():
+                    parameter.data = parameter.data[:1].expand_as(parameter).clone()
+    model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    if lumina:
+        tensors = {k: v[:1] if "q_norm" in k or "k_norm" in k else v for k, v in tensors.items()}
+    names = taming_tensors(vq)
+    if decoder and not lumina:
+        tensors |= {f"model.vqmodel.{name}": tensor for name, tensor in names.items()}
+    elif decoder:
+        save_file(names, folder / "vqgan.safetensors")
+    save_file({k: v.contiguous() for k, v in tensors.items()}, path, metadata={"format": "pt"})
+    return model
