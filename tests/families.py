@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from lanternpp.targets.chameleon import image_token
+from lanternpp.targets.emu3 import visual_token
+from lanternpp.targets.janus import BEGIN, DRAW, PAD
 from lanternpp.vq.taming import TamingConfig
 
 WORDS = [
@@ -59,7 +63,7 @@ def write_tokenizer(folder: Path, tokens: list[str]) -> dict[str, int]:
     return vocab
 
 
-def taming_tensors(config: TamingConfig, coarse_first: bool = False) -> dict[str, torch.Tensor]:
+def taming_tensors(config: TamingConfig) -> dict[str, torch.Tensor]:
     """A VQ decoder of taming-transformers' layout, by its names and shapes."""
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -91,7 +95,7 @@ def taming_tensors(config: TamingConfig, coarse_first: bool = False) -> dict[str
     block("decoder.mid.block_2", widths[-1], widths[-1])
     width = widths[-1]
     for stage in reversed(range(len(widths))):
-        up = f"decoder.up.{len(widths) - 1 - stage if coarse_first else stage}"
+        up = f"decoder.up.{stage}"
         for i in range(config.blocks + 1):
             block(f"{up}.block.{i}", width, widths[stage])
             width = widths[stage]
@@ -174,4 +178,117 @@ def write_chameleon(folder: Path, lumina: bool = False, decoder: bool = True, **
     elif decoder:
         save_file(names, folder / "vqgan.safetensors")
     save_file({k: v.contiguous() for k, v in tensors.items()}, path, metadata={"format": "pt"})
+    return model
+
+
+LANGUAGE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def rewrite(folder: Path, names: dict[str, str]) -> None:
+    """Rename the tensors of a checkpoint: regular expressions, applied one after the other."""
+    path = folder / "model.safetensors"
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        for pattern, new in names.items():
+            name = re.sub(pattern, new, name)
+        tensors[name] = tensor.contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def write_janus(folder: Path, authors: bool = False) -> Any:
+    """A tiny Janus of 4 x 4 codes; the transformers model that wrote it. authors: in their own layout."""
+    from transformers import JanusConfig, JanusForConditionalGeneration
+
+    vocab = write_tokenizer(folder, [BEGIN, PAD, DRAW, "<|User|>:", "<|Assistant|>:"])
+    config = JanusConfig(
+        text_config=LANGUAGE | {"model_type": "llama", "vocab_size": len(vocab) + 3, "rms_norm_eps": 1e-6},
+        vision_config={
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 64,
+            "projection_dim": 32,
+        },
+        vq_config={
+            "embed_dim": 4,
+            "num_embeddings": CODES,
+            "latent_channels": 8,
+            "base_channels": 32,
+            "channel_multiplier": [1, 1, 1, 1, 2],
+            "num_res_blocks": 1,
+            "projection_dim": 32,
+            "image_token_embed_dim": 32,
+        },
+    )
+    torch.manual_seed(0)
+    model = JanusForConditionalGeneration(config).eval()
+    lively(model)
+    model.save_pretrained(folder)
+    if authors:
+        rewrite(folder, JANUS_AUTHORS)
+        written = json.loads((folder / "config.json").read_text())
+        written["model_type"] = "multi_modality"
+        written["architectures"] = ["MultiModalityCausalLM"]
+        written["language_config"] = written.pop("text_config")
+        del written["language_config"]["rms_norm_eps"]
+        (folder / "config.json").write_text(json.dumps(written))
+    return model
+
+
+JANUS_AUTHORS = {
+    r"^lm_head": "language_model.lm_head",
+    r"^model\.language_model": "language_model.model",
+    r"^model\.vision_model": "vision_model",
+    r"^model\.aligner": "aligner",
+    r"^model\.generation_embeddings": "gen_embed",
+    r"^model\.generation_aligner\.fc1": "gen_aligner.layers.0",
+    r"^model\.generation_aligner\.hidden_layers\.0": "gen_aligner.layers.2",
+    r"^model\.generation_head\.proj_out": "gen_head.output_mlp_projector",
+    r"^model\.generation_head": "gen_head",
+    r"^model\.vqmodel": "gen_vision_model",
+    r"mid\.block_1": "mid.0",
+    r"mid\.attn_1": "mid.1",
+    r"mid\.block_2": "mid.2",
+    r"(gen_vision_model\.\w+)\.(up|down)\.(\d+)\.block": r"\1.conv_blocks.\3.res",
+    r"(gen_vision_model\.\w+)\.(up|down)\.(\d+)": r"\1.conv_blocks.\3",
+}
+
+
+def write_emu3(folder: Path, hub: bool = False) -> Any:
+    """A tiny Emu3 of 8 px a code; the transformers model that wrote it. hub: under the names of the hub's files."""
+    from transformers import Emu3Config, Emu3ForConditionalGeneration
+
+    special = ["<|endoftext|>", "<|extra_200|>", "<|extra_201|>", "<|extra_203|>", "<|extra_204|>"]
+    special += ["<|image token|>", "<|image start|>", "<|image end|>", "<image>"]
+    vocab = write_tokenizer(folder, [*special, *map(visual_token, range(CODES)), "4*4", "2*3"])
+    config = Emu3Config(
+        text_config=LANGUAGE | {"vocab_size": len(vocab) + 3, "pad_token_id": 0, "attention_dropout": 0.0},
+        vq_config={
+            "codebook_size": CODES,
+            "base_channels": 32,
+            "channel_multiplier": [1, 1, 1, 2],
+            "num_res_blocks": 1,
+            "hidden_size": 64,
+        },
+        vocabulary_map=vocab,
+    )
+    torch.manual_seed(0)
+    model = Emu3ForConditionalGeneration(config).eval()
+    lively(model)
+    for name, moving in model.named_buffers():
+        if name.endswith("running_mean"):
+            moving.normal_(0, 0.1)
+        elif name.endswith("running_var"):
+            moving.uniform_(0.5, 2)
+    model.save_pretrained(folder)
+    if hub:
+        names = {r"^lm_head": "text_model.lm_head", r"^model\.text_model": "text_model.model"}
+        rewrite(folder, names | {r"^model\.vqmodel": "vqmodel"})
     return model

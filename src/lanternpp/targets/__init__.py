@@ -9,4 +9,6 @@ from __future__ import annotations
 FAMILIES = {
     "words": "lanternpp.targets.words:WordsTarget",
     "chameleon": "lanternpp.targets.chameleon:ChameleonTarget",
+    "janus": "lanternpp.targets.janus:JanusTarget",
+    "emu3": "lanternpp.targets.emu3:Emu3Target",
 }

@@ -29,7 +29,7 @@ from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.sources import Rename, Source
 from lanternpp.targets.language import Raster, TokenTarget
 from lanternpp.targets.text import Text, first_code
-from lanternpp.vq.taming import TamingConfig, TamingDecoder, named, read_taming
+from lanternpp.vq.taming import TAMING, TamingConfig, TamingDecoder, read_taming
 
 PATCH, STEP = 16, 2  # pixels of a code's side; codes of a step of the size
 BEGIN, END_OF_TURN, DRAW, ROW_END = "<s>", "<reserved08706>", "<racm3:break>", "<reserved08799>"
@@ -221,12 +221,10 @@ def read_vq(
 ) -> TamingDecoder:
     """The VQ decoder, from the checkpoint or from a file beside it."""
     if "model.vqmodel.decoder.conv_in.weight" in source.shapes():
-        skip = [r"(?!model\.vqmodel\.).*", VQ + r"(encoder|quant_conv)\..*"]
-        return read_taming(source, config, named(VQ, config), skip, dtype, device)
+        return read_taming(source, VQ, config, TAMING, dtype, device)
     for name in VQ_FILES:
         if (folder / name).is_file():
-            skip = [r"(encoder|quant_conv|loss)\..*"]
-            return read_taming(Source.open(folder / name), config, named("", config), skip, dtype, device)
+            return read_taming(Source.open(folder / name), "", config, TAMING, dtype, device)
     raise InputError(
         f"{folder} has no VQ decoder: put the vqgan.ckpt of Chameleon's tokenizer folder "
         f"(facebookresearch/chameleon) there as {VQ_FILES[1]}"

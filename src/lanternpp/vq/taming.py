@@ -5,7 +5,7 @@ Only what turns codes into pixels; how a checkpoint names it is a table of rules
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
 
 import torch
@@ -124,51 +124,67 @@ class TamingDecoder(nn.Module):
         return self.conv_out(F.silu(self.norm_out(x))).float().clamp(-1, 1)
 
 
-def read_taming(
-    source: Source,
-    config: TamingConfig,
-    rules: Sequence[Rename],
-    skip: Sequence[str],
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> TamingDecoder:
-    """The decoder in a checkpoint, its codebook in float32."""
-    with torch.device("meta"):
-        vq = TamingDecoder(config)
-    source.fill(vq, rules, dtype, skip, device)
-    if config.unit:
-        vq.codebook = F.normalize(vq.codebook, dim=-1)
-    return vq.eval().requires_grad_(False)
+@dataclass(frozen=True)
+class Names:
+    """What a layout calls the decoder's parts."""
+
+    middle: tuple[str, str, str]
+    stage: str
+    block: str
+    coarse_first: bool  # stage 0 is the coarsest, not the finest
 
 
-def named(prefix: str, config: TamingConfig, coarse_first: bool = False) -> list[Rename]:
-    """Rules for taming-transformers' own names below `prefix` (a regular expression).
+TAMING = Names(("mid.block_1", "mid.attn_1", "mid.block_2"), "up", "block", False)  # taming-transformers
+TRANSFORMERS = Names(TAMING.middle, "up", "block", True)  # JanusVQVAE
+LLAMAGEN = Names(("mid.0", "mid.1", "mid.2"), "conv_blocks", "res", True)  # FoundationVision/LlamaGen
 
-    coarse_first: `up.0` is the coarsest stage, as transformers counts them for Janus, not the finest.
-    """
+
+def rules(prefix: str, config: TamingConfig, names: Names) -> list[Rename]:
+    """The names of a layout, below `prefix` (a regular expression), as ours."""
     body = prefix + r"decoder\."
-    places = {rf"{body}mid\.block_1\.": "middle.0.", rf"{body}mid\.block_2\.": "middle.2."}
-    mixes = {rf"{body}mid\.attn_1\.": "middle.1."}
-    widths = [config.base * m for m in config.multipliers][::-1]
-    rules = [
+    widths = [config.base * m for m in config.multipliers][::-1]  # coarse to fine
+    blocks = {names.middle[0]: "middle.0", names.middle[2]: "middle.2"}
+    mixes = {names.middle[1]: ("middle.1", widths[0])}
+    found = [
         Rename(prefix + r"quantize\.embedding\.weight", "codebook"),
         Rename(prefix + r"post_quant_conv\.(weight|bias)", r"after.\1"),
         Rename(body + r"(conv_in|norm_out|conv_out)\.(weight|bias)", r"\1.\2"),
     ]
-    for stage in range(len(widths)):
-        up = stage if coarse_first else len(widths) - 1 - stage
-        rules.append(Rename(rf"{body}up\.{up}\.upsample\.conv\.(weight|bias)", rf"stages.{stage}.up.\1"))
-        for i in range(config.blocks + 1):
-            places[rf"{body}up\.{up}\.block\.{i}\."] = f"stages.{stage}.blocks.{i}."
-            mixes[rf"{body}up\.{up}\.attn\.{i}\."] = f"stages.{stage}.mixes.{i}."
-    for theirs, ours in places.items():
-        rules.append(Rename(theirs + r"(norm1|conv1|norm2|conv2)\.(weight|bias)", ours + r"\1.\2"))
-        rules.append(Rename(theirs + r"nin_shortcut\.(weight|bias)", ours + r"across.\1"))
-    for theirs, ours in mixes.items():
-        stage = int(ours.split(".")[1]) if ours.startswith("stages") else 0
+    for i, width in enumerate(widths):
+        theirs = f"{names.stage}.{i if names.coarse_first else len(widths) - 1 - i}"
+        up = re.escape(f"{theirs}.upsample.conv")
+        found.append(Rename(rf"{body}{up}\.(weight|bias)", rf"stages.{i}.up.\1"))
+        for j in range(config.blocks + 1):
+            blocks[f"{theirs}.{names.block}.{j}"] = f"stages.{i}.blocks.{j}"
+            mixes[f"{theirs}.attn.{j}"] = (f"stages.{i}.mixes.{j}", width)
+    for theirs, ours in blocks.items():
+        place = body + re.escape(theirs)
+        found.append(Rename(rf"{place}\.(norm1|conv1|norm2|conv2)\.(weight|bias)", rf"{ours}.\1.\2"))
+        found.append(Rename(rf"{place}\.nin_shortcut\.(weight|bias)", rf"{ours}.across.\1"))
+    for theirs, (ours, width) in mixes.items():
+        place = body + re.escape(theirs)
         for i, name in enumerate("qkv"):
-            part = (i * widths[stage], (i + 1) * widths[stage])
-            rules.append(Rename(rf"{theirs}{name}\.(weight|bias)", ours + r"qkv.\1", part=part))
-        rules.append(Rename(theirs + r"norm\.(weight|bias)", ours + r"norm.\1"))
-        rules.append(Rename(theirs + r"proj_out\.(weight|bias)", ours + r"out.\1"))
-    return rules
+            part = (i * width, (i + 1) * width)
+            found.append(Rename(rf"{place}\.{name}\.(weight|bias)", rf"{ours}.qkv.\1", part=part))
+        found.append(Rename(rf"{place}\.norm\.(weight|bias)", rf"{ours}.norm.\1"))
+        found.append(Rename(rf"{place}\.proj_out\.(weight|bias)", rf"{ours}.out.\1"))
+    return found
+
+
+def read_taming(
+    source: Source,
+    prefix: str,
+    config: TamingConfig,
+    names: Names,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> TamingDecoder:
+    """The decoder below `prefix` (a regular expression) in a checkpoint, its codebook in float32."""
+    with torch.device("meta"):
+        vq = TamingDecoder(config)
+    others = [f"(?!{prefix}).*"] if prefix else []
+    drawing = r"(decoder|post_quant_conv|quantize\.embedding)\."
+    source.fill(vq, rules(prefix, config, names), dtype, [*others, f"{prefix}(?!{drawing}).*"], device)
+    if config.unit:
+        vq.codebook = F.normalize(vq.codebook, dim=-1)
+    return vq.eval().requires_grad_(False)
