@@ -28,7 +28,7 @@ from lanternpp.nn import llama
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.sources import Rename, Source
 from lanternpp.targets.language import Raster, TokenTarget
-from lanternpp.targets.text import Text, first_code
+from lanternpp.targets.tokens import Text, first_code
 from lanternpp.vq.taming import TAMING, TamingConfig, TamingDecoder, read_taming
 
 PATCH, STEP = 16, 2  # pixels of a code's side; codes of a step of the size

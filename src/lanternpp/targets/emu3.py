@@ -18,7 +18,7 @@ from lanternpp.nn import llama
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.sources import Rename, Source
 from lanternpp.targets.language import Raster, TokenTarget
-from lanternpp.targets.text import Text, first_code
+from lanternpp.targets.tokens import Text, first_code
 from lanternpp.vq.emu3 import Emu3Decoder, read_emu3
 
 BEGIN, ROW_END = "<|extra_203|>", "<|extra_200|>"

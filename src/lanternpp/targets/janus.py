@@ -20,7 +20,7 @@ from lanternpp.nn import llama
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.sources import Rename, Source
 from lanternpp.targets.language import LanguageTarget, Raster
-from lanternpp.targets.text import Text
+from lanternpp.targets.tokens import Text
 from lanternpp.vq.taming import LLAMAGEN, TRANSFORMERS, Names, TamingConfig, TamingDecoder, read_taming
 
 BEGIN, PAD, DRAW = "<｜begin▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>"  # noqa: RUF001

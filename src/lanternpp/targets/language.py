@@ -15,7 +15,7 @@ from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.packed import pack
 from lanternpp.nn.rope import line_table
 from lanternpp.targets.base import Target
-from lanternpp.targets.text import check_length, left_padded
+from lanternpp.targets.tokens import check_length, left_padded
 from lanternpp.types import Prompt
 
 SLOTS = 512  # the longest prompt, unless the model's own positions end before
