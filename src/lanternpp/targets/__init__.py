@@ -6,4 +6,7 @@ A family is a `Target` with `claims(source)`, which recognises its published che
 
 from __future__ import annotations
 
-FAMILIES = {"words": "lanternpp.targets.words:WordsTarget"}
+FAMILIES = {
+    "words": "lanternpp.targets.words:WordsTarget",
+    "llamagen": "lanternpp.targets.llamagen:LlamaGenTarget",
+}
