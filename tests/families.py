@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoints import made
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -16,7 +17,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from lanternpp.targets.chameleon import image_token
 from lanternpp.targets.emu3 import visual_token
 from lanternpp.targets.janus import BEGIN, DRAW, PAD
-from lanternpp.vq.taming import TamingConfig
+from lanternpp.vq.vqgan import VQGANConfig
 
 WORDS = [
     "a",
@@ -63,7 +64,7 @@ def write_tokenizer(folder: Path, tokens: list[str]) -> dict[str, int]:
     return vocab
 
 
-def taming_tensors(config: TamingConfig) -> dict[str, torch.Tensor]:
+def taming(config: VQGANConfig) -> dict[str, torch.Tensor]:
     """A VQ decoder of taming-transformers' layout, by its names and shapes."""
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -86,7 +87,7 @@ def taming_tensors(config: TamingConfig) -> dict[str, torch.Tensor]:
         for part in ("q", "k", "v", "proj_out"):
             conv(f"{name}.{part}", channels, channels, 1)
 
-    widths = [config.base * m for m in config.multipliers]
+    widths = [config.channels * m for m in config.multiples]
     shapes["quantize.embedding.weight"] = (config.codes, config.dim)
     conv("post_quant_conv", config.dim, config.latent, 1)
     conv("decoder.conv_in", config.latent, widths[-1], 3)
@@ -96,31 +97,30 @@ def taming_tensors(config: TamingConfig) -> dict[str, torch.Tensor]:
     width = widths[-1]
     for stage in reversed(range(len(widths))):
         up = f"decoder.up.{stage}"
-        for i in range(config.blocks + 1):
+        for i in range(config.blocks):
             block(f"{up}.block.{i}", width, widths[stage])
             width = widths[stage]
-            if stage in config.attending:
+            if config.attention and stage == len(widths) - 1:
                 mix(f"{up}.attn.{i}", width)
         if stage:
             conv(f"{up}.upsample.conv", width, width, 3)
     norm("decoder.norm_out", width)
     conv("decoder.conv_out", width, 3, 3)
-    return {name: waves(name, shape) for name, shape in shapes.items()}
+    tensors = made(shapes)
+    tensors["decoder.conv_out.weight"] /= 8  # pixels that clamping leaves alone
+    return tensors
 
 
-def waves(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Numbers that depend on a tensor's name and shape alone, of about the size that keeps activations alive."""
-    count = torch.Size(shape).numel()
-    step = 1 + sum(map(ord, name)) % 97 / 31
-    wave = torch.sin(torch.arange(count, dtype=torch.float64) ** 2 * step).float().view(shape)
-    if "norm" in name:
-        return 1 + wave / 4 if name.endswith("weight") else wave / 4
-    if name.endswith("bias"):
-        return wave / 10
-    return wave if "embedding" in name else wave * (1.5 / torch.Size(shape[1:]).numel() ** 0.5)
-
-
-CHAMELEON_VQ = TamingConfig(codes=CODES, dim=4, latent=8, base=32, multipliers=(1, 1, 1, 1, 1), blocks=0)
+CHAMELEON_VQ = VQGANConfig(
+    codes=CODES,
+    dim=4,
+    latent=8,
+    channels=32,
+    multiples=(1, 1, 1, 1, 1),
+    blocks=1,
+    attention=False,
+    unit=False,
+)
 
 
 def chameleon_tokens() -> list[str]:
@@ -153,9 +153,9 @@ def write_chameleon(folder: Path, lumina: bool = False, decoder: bool = True, **
             "embed_dim": vq.dim,
             "num_embeddings": vq.codes,
             "latent_channels": vq.latent,
-            "base_channels": vq.base,
-            "channel_multiplier": list(vq.multipliers),
-            "num_res_blocks": vq.blocks,
+            "base_channels": vq.channels,
+            "channel_multiplier": list(vq.multiples),
+            "num_res_blocks": vq.blocks - 1,
             "resolution": 64,
         },
     }
@@ -172,7 +172,7 @@ def write_chameleon(folder: Path, lumina: bool = False, decoder: bool = True, **
     tensors = load_file(path)
     if lumina:
         tensors = {k: v[:1] if "q_norm" in k or "k_norm" in k else v for k, v in tensors.items()}
-    names = taming_tensors(vq)
+    names = taming(vq)
     if decoder and not lumina:
         tensors |= {f"model.vqmodel.{name}": tensor for name, tensor in names.items()}
     elif decoder:

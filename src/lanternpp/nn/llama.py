@@ -57,40 +57,46 @@ def rope_base(config: Mapping[str, Any], source: Path, default: float = 10000.0)
     return float(rope.get("rope_theta") or config.get("rope_theta") or default)
 
 
-def rules(prefix: str, shape: DecoderConfig, norm_groups: tuple[int, int] | None = None) -> list[Rename]:
-    """Names below `prefix` (a regular expression) as those of a module's `decoder`.
+def llama_rules(
+    shape: DecoderConfig,
+    layer: str = r"(?:model\.)?layers\.(\d+)",
+    block: str = r"blocks.\1",
+    paired: bool = False,
+    norm_rows: tuple[int, int] | None = None,
+) -> list[Rename]:
+    """`layer`, a regular expression with the layer's number as its one group, into `block`.
 
-    norm_groups: how many rows the checkpoint's norms of queries and of keys have, each shared by as many
-    neighbouring heads; default: one a head.
+    paired: rotary pairs are neighbouring channels there, not half against half. norm_rows: how many rows the
+    checkpoint's norms of queries and of keys have, each for as many neighbouring heads; default: one a head.
     """
-    layer, block = prefix + r"layers\.(\d+)\.", r"decoder.blocks.\1."
-    queries, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
-    found = [Rename(prefix + r"norm\.weight", "decoder.norm.weight")]
-    first = 0
-    for name, count in (("q", queries), ("k", keys), ("v", keys)):
-        part = (first, first + count)
-        found.append(Rename(rf"{layer}self_attn\.{name}_proj\.(weight|bias)", rf"{block}wqkv.\2", part=part))
-        first += count
-    first = 0
-    for name, heads, rows in zip("qk", (shape.heads, shape.groups), norm_groups or (0, 0), strict=True):
-        shared = torch.arange(heads) * rows // heads if rows and rows != heads else None
-        found.append(
+    queries, keys, half = shape.heads * shape.head_dim, shape.groups * shape.head_dim, shape.hidden
+    change = f"halves:{shape.head_dim}" if paired else None
+    turned, every, what = queries + keys, queries + 2 * keys, r"\.(weight|bias)"
+    wqkv, w13 = rf"{block}.wqkv.\2", rf"{block}.w13.\2"
+    return [
+        Rename(rf"{layer}\.self_attn\.q_proj{what}", wqkv, part=(0, queries), change=change),
+        Rename(rf"{layer}\.self_attn\.k_proj{what}", wqkv, part=(queries, turned), change=change),
+        Rename(rf"{layer}\.self_attn\.v_proj{what}", wqkv, part=(turned, every)),
+        Rename(rf"{layer}\.self_attn\.o_proj{what}", rf"{block}.wo.\2"),
+        *_norms(shape, layer, block, norm_rows or (shape.heads, shape.groups)),
+        Rename(rf"{layer}\.mlp\.gate_proj{what}", w13, part=(0, half)),
+        Rename(rf"{layer}\.mlp\.up_proj{what}", w13, part=(half, 2 * half)),
+        Rename(rf"{layer}\.mlp\.down_proj{what}", rf"{block}.w2.\2"),
+        Rename(rf"{layer}\.input_layernorm\.weight", f"{block}.attention_norm.weight"),
+        Rename(rf"{layer}\.post_attention_layernorm\.weight", f"{block}.ffn_norm.weight"),
+    ]
+
+
+def _norms(shape: DecoderConfig, layer: str, block: str, rows: tuple[int, int]) -> list[Rename]:
+    """The norms of queries and keys, a row for every head."""
+    both, norms = (shape.heads, shape.groups), []
+    for name, heads, first, given in zip("qk", both, (0, shape.heads), rows, strict=True):
+        norms.append(
             Rename(
-                rf"{layer}self_attn\.{name}_norm\.(weight|bias)",
-                rf"{block}qk_norm.\2",
-                rows=shared,
+                rf"{layer}\.self_attn\.{name}_norm\.(weight|bias)",
+                rf"{block}.qk_norm.\2",
+                rows=None if given == heads else torch.arange(heads) * given // heads,
                 part=(first, first + heads),
             )
         )
-        first += heads
-    return [
-        *found,
-        Rename(rf"{layer}self_attn\.o_proj\.(weight|bias)", rf"{block}wo.\2"),
-        Rename(rf"{layer}mlp\.gate_proj\.(weight|bias)", rf"{block}w13.\2", part=(0, shape.hidden)),
-        Rename(
-            rf"{layer}mlp\.up_proj\.(weight|bias)", rf"{block}w13.\2", part=(shape.hidden, 2 * shape.hidden)
-        ),
-        Rename(rf"{layer}mlp\.down_proj\.(weight|bias)", rf"{block}w2.\2"),
-        Rename(rf"{layer}input_layernorm\.weight", rf"{block}attention_norm.weight"),
-        Rename(rf"{layer}post_attention_layernorm\.weight", rf"{block}ffn_norm.weight"),
-    ]
+    return norms

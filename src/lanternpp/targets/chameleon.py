@@ -27,9 +27,10 @@ from lanternpp.errors import InputError
 from lanternpp.nn import llama
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.sources import Rename, Source
-from lanternpp.targets.language import Raster, TokenTarget
+from lanternpp.targets.language import Raster, TokenTarget, language_rules
 from lanternpp.targets.tokens import Text, first_code
-from lanternpp.vq.taming import TAMING, TamingConfig, TamingDecoder, read_taming
+from lanternpp.vq.layouts import TAMING, read_vqgan
+from lanternpp.vq.vqgan import VQGAN, VQGANConfig
 
 PATCH, STEP = 16, 2  # pixels of a code's side; codes of a step of the size
 BEGIN, END_OF_TURN, DRAW, ROW_END = "<s>", "<reserved08706>", "<racm3:break>", "<reserved08799>"
@@ -64,7 +65,7 @@ class ChameleonConfig:
     """The shape of a Chameleon that draws."""
 
     shape: DecoderConfig
-    vq: TamingConfig
+    vq: VQGANConfig
     dialect: str
     tokens: int  # of the vocabulary that codes are part of
     positions: int
@@ -72,7 +73,7 @@ class ChameleonConfig:
     size: str  # WIDTHxHEIGHT in pixels
 
     def __post_init__(self) -> None:
-        for name, kind in (("shape", DecoderConfig), ("vq", TamingConfig)):
+        for name, kind in (("shape", DecoderConfig), ("vq", VQGANConfig)):
             if isinstance(getattr(self, name), dict):  # JSON gives dicts
                 object.__setattr__(self, name, kind(**getattr(self, name)))
 
@@ -88,7 +89,7 @@ class ChameleonTarget(TokenTarget):
 
     about = "Anole-7B and Lumina-mGPT-7B in transformers' layout"
 
-    def __init__(self, config: ChameleonConfig, text: Text, vq: TamingDecoder):
+    def __init__(self, config: ChameleonConfig, text: Text, vq: VQGAN):
         raster, codes = config.raster, config.vq.codes
         first = first_code(text, image_token(0), image_token(codes - 1), codes, NO_CODES)
         row_end = text.id(ROW_END) if raster.ends else None
@@ -150,7 +151,7 @@ class ChameleonTarget(TokenTarget):
 
     def pixels(self, codes: Tensor) -> Tensor:
         """codes [B, length] -> images [B, 3, H, W] in [-1, 1]."""
-        return self._vq[0].decode(self.raster.grid(codes))
+        return self._vq[0].draw(self.raster.grid(codes))
 
 
 def image_token(code: int) -> str:
@@ -162,7 +163,7 @@ def read_config(source: Source) -> ChameleonConfig:
     """The config of a checkpoint in transformers' layout."""
     given, where = source.config, source.path
     vq = given.get("vq_config") or {}
-    multipliers = tuple(vq.get("channel_multiplier", (1, 1, 2, 2, 4)))
+    multiples = tuple(vq.get("channel_multiplier", (1, 1, 2, 2, 4)))
     seeing = vq.get("attn_resolutions") or ()
     resolution = vq.get("resolution", 512)
     lumina = is_lumina(source)
@@ -170,14 +171,15 @@ def read_config(source: Source) -> ChameleonConfig:
     side = (called[1] if called else 768) if lumina else resolution
     return ChameleonConfig(
         shape=llama.decoder_config(given, where, qk_norm=True, norm_after=bool(given.get("swin_norm"))),
-        vq=TamingConfig(
+        vq=VQGANConfig(
             codes=vq.get("num_embeddings", 8192),
             dim=vq.get("embed_dim", 256),
             latent=vq.get("latent_channels", 256),
-            base=vq.get("base_channels", 128),
-            multipliers=multipliers,
-            blocks=vq.get("num_res_blocks", 2),
-            attending=tuple(i for i in range(len(multipliers)) if resolution >> i in seeing),
+            channels=vq.get("base_channels", 128),
+            multiples=multiples,
+            blocks=vq.get("num_res_blocks", 2) + 1,
+            attention=resolution >> len(multiples) - 1 in seeing,
+            unit=False,
         ),
         dialect="lumina" if lumina else "anole",
         tokens=llama.field(given, "vocab_size", where),
@@ -210,21 +212,20 @@ def norm_rows(source: Source) -> tuple[int, int]:
 def rules(source: Source, target: ChameleonTarget) -> list[Rename]:
     """transformers' names as ours."""
     return [
-        Rename(r"model\.embed_tokens\.weight", "token_table"),
         Rename(r"lm_head\.weight", "output.weight", rows=target.code_tokens),
-        *llama.rules(r"model\.", target.config.shape, norm_rows(source)),
+        *language_rules(r"model\.", target.config.shape, norm_rows=norm_rows(source)),
     ]
 
 
 def read_vq(
-    source: Source, folder: Path, config: TamingConfig, dtype: torch.dtype, device: torch.device | str
-) -> TamingDecoder:
+    source: Source, folder: Path, config: VQGANConfig, dtype: torch.dtype, device: torch.device | str
+) -> VQGAN:
     """The VQ decoder, from the checkpoint or from a file beside it."""
     if "model.vqmodel.decoder.conv_in.weight" in source.shapes():
-        return read_taming(source, VQ, config, TAMING, dtype, device)
+        return read_vqgan(source, config, TAMING, VQ, dtype, device)
     for name in VQ_FILES:
         if (folder / name).is_file():
-            return read_taming(Source.open(folder / name), "", config, TAMING, dtype, device)
+            return read_vqgan(Source.open(folder / name), config, TAMING, "", dtype, device)
     raise InputError(
         f"{folder} has no VQ decoder: put the vqgan.ckpt of Chameleon's tokenizer folder "
         f"(facebookresearch/chameleon) there as {VQ_FILES[1]}"

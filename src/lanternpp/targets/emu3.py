@@ -17,7 +17,7 @@ from torch import Tensor
 from lanternpp.nn import llama
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.sources import Rename, Source
-from lanternpp.targets.language import Raster, TokenTarget
+from lanternpp.targets.language import Raster, TokenTarget, language_rules
 from lanternpp.targets.tokens import Text, first_code
 from lanternpp.vq.emu3 import Emu3Decoder, read_emu3
 
@@ -92,9 +92,8 @@ class Emu3Target(TokenTarget):
         with torch.device("meta"):
             target = cls(config, Text(folder), vq)
         rules = [
-            Rename(LANGUAGE + r"embed_tokens\.weight", "token_table"),
             Rename(r"(?:text_model\.)?lm_head\.weight", "output.weight", rows=target.code_tokens),
-            *llama.rules(LANGUAGE, config.shape),
+            *language_rules(LANGUAGE, config.shape),
         ]
         source.fill(target, rules, dtype, [VQ + ".*", r".*\.inv_freq"], device)
         return target.to(device)

@@ -19,9 +19,10 @@ from lanternpp.errors import InputError
 from lanternpp.nn import llama
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.sources import Rename, Source
-from lanternpp.targets.language import LanguageTarget, Raster
+from lanternpp.targets.language import LanguageTarget, Raster, language_rules
 from lanternpp.targets.tokens import Text
-from lanternpp.vq.taming import LLAMAGEN, TRANSFORMERS, Names, TamingConfig, TamingDecoder, read_taming
+from lanternpp.vq.layouts import LLAMAGEN, TRANSFORMERS, Names, read_vqgan
+from lanternpp.vq.vqgan import VQGAN, VQGANConfig
 
 BEGIN, PAD, DRAW = "<｜begin▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>"  # noqa: RUF001
 TURN = "<|User|>: {prompt}\n\n<|Assistant|>:"
@@ -70,7 +71,7 @@ class JanusConfig:
     """The shape of a Janus."""
 
     shape: DecoderConfig
-    vq: TamingConfig
+    vq: VQGANConfig
     tokens: int  # of the text vocabulary
     positions: int
     base: float  # of the rotations
@@ -78,7 +79,7 @@ class JanusConfig:
     head_width: int = 0  # between the two layers of the head; 0: the width of the model
 
     def __post_init__(self) -> None:
-        for name, kind in (("shape", DecoderConfig), ("vq", TamingConfig)):
+        for name, kind in (("shape", DecoderConfig), ("vq", VQGANConfig)):
             if isinstance(getattr(self, name), dict):  # JSON gives dicts
                 object.__setattr__(self, name, kind(**getattr(self, name)))
 
@@ -88,7 +89,7 @@ class JanusTarget(LanguageTarget):
 
     about = "Janus and Janus-Pro, in transformers' layout or their authors'"
 
-    def __init__(self, config: JanusConfig, text: Text, vq: TamingDecoder):
+    def __init__(self, config: JanusConfig, text: Text, vq: VQGAN):
         raster, shape = Raster(config.grid, config.grid), config.shape
         slots = self.slots_within(config.positions, raster)
         turns = self.turns(slots, raster, shape, config.base)
@@ -115,7 +116,7 @@ class JanusTarget(LanguageTarget):
         if layout is None:
             raise InputError(f"{source.path} has no table of image codes: it is no Janus that draws")
         config = read_config(source, layout)
-        vq = read_taming(source, layout.vq, config.vq, layout.vq_names, dtype, device)
+        vq = read_vqgan(source, config.vq, layout.vq_names, layout.vq, dtype, device)
         folder = source.path if source.path.is_dir() else source.path.parent
         with torch.device("meta"):
             target = cls(config, Text(folder), vq)
@@ -148,7 +149,7 @@ class JanusTarget(LanguageTarget):
 
     def pixels(self, codes: Tensor) -> Tensor:
         """codes [B, length] -> images [B, 3, H, W] in [-1, 1]."""
-        return self._vq[0].decode(self.raster.grid(codes))
+        return self._vq[0].draw(self.raster.grid(codes))
 
 
 def layout_of(source: Source) -> Layout | None:
@@ -161,19 +162,17 @@ def read_config(source: Source, layout: Layout) -> JanusConfig:
     language: dict[str, Any] = llama.field(source.config, layout.config, source.path)
     seen, vq = source.config.get("vision_config") or {}, source.config.get("vq_config") or {}
     codes, dim = source.shapes()[layout.table]
-    multipliers = tuple(vq.get("channel_multiplier", (1, 1, 2, 2, 4)))
+    multiples = tuple(vq.get("channel_multiplier", (1, 1, 2, 2, 4)))
     head = source.shapes().get(layout.head[0].replace("\\", "") + ".weight", (0,))
     return JanusConfig(
         shape=llama.decoder_config({"rms_norm_eps": 1e-6, **language}, source.path),
-        vq=TamingConfig(
+        vq=VQGANConfig(
             codes=codes,
             dim=dim,
             latent=vq.get("latent_channels", 256),
-            base=vq.get("base_channels", 128),
-            multipliers=multipliers,
-            blocks=vq.get("num_res_blocks", 2),
-            attending=(len(multipliers) - 1,),
-            unit=True,
+            channels=vq.get("base_channels", 128),
+            multiples=multiples,
+            blocks=vq.get("num_res_blocks", 2) + 1,
         ),
         tokens=llama.field(language, "vocab_size", source.path),
         positions=language.get("max_position_embeddings", 16384),
@@ -187,9 +186,8 @@ def rules(layout: Layout, config: JanusConfig) -> list[Rename]:
     """A layout's names as ours."""
     sides = r"\.(weight|bias)"
     return [
-        Rename(layout.language + r"embed_tokens\.weight", "token_table"),
         Rename(layout.table.replace(".", r"\."), "code_table"),
         *(Rename(name + sides, rf"aligner.{2 * i}.\1") for i, name in enumerate(layout.aligner)),
         *(Rename(name + sides, rf"output.{2 * i}.\1") for i, name in enumerate(layout.head)),
-        *llama.rules(layout.language, config.shape),
+        *language_rules(layout.language, config.shape),
     ]

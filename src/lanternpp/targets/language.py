@@ -6,14 +6,17 @@ import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn.decoder import Decoder, DecoderConfig
+from lanternpp.nn.llama import llama_rules
 from lanternpp.nn.packed import pack
 from lanternpp.nn.rope import line_table
+from lanternpp.nn.sources import Rename
 from lanternpp.targets.base import Target
 from lanternpp.targets.tokens import check_length, left_padded
 from lanternpp.types import Prompt
@@ -137,6 +140,15 @@ class LanguageTarget(Target):
     def pack(self) -> None:
         """Prepare for passes over few rows: the decoder, and what is around it."""
         pack(self)
+
+
+def language_rules(prefix: str, shape: DecoderConfig, **more: Any) -> list[Rename]:
+    """The names of a Llama below `prefix` (a regular expression), its head apart, as a `LanguageTarget`'s."""
+    return [
+        Rename(prefix + r"embed_tokens\.weight", "token_table"),
+        Rename(prefix + r"norm\.weight", "decoder.norm.weight"),
+        *llama_rules(shape, prefix + r"layers\.(\d+)", r"decoder.blocks.\1", **more),
+    ]
 
 
 class TokenTarget(LanguageTarget):
