@@ -95,6 +95,34 @@ def llama_named(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return copied
 
 
+def published_drafter(target: dict[str, Tensor], hidden: int = 96) -> dict[str, Tensor]:
+    """An EAGLE drafter as its own code names it, for a target in the official layout."""
+    table = target["tok_embeddings.weight"]
+    dim = table.shape[1]
+    layer = "layers.0"
+    shapes = {f"{layer}.self_attn.{x}_proj.weight": (dim, dim) for x in "qkvo"}
+    shapes |= {f"{layer}.mlp.{x}_proj.weight": (hidden, dim) for x in ("gate", "up")}
+    shapes |= {f"{layer}.mlp.down_proj.weight": (dim, hidden), "fc.weight": (dim, 2 * dim), "fc.bias": (dim,)}
+    return made(shapes | {f"{layer}.post_attention_layernorm.weight": (dim,)}) | {
+        "embed_tokens.weight": table
+    }
+
+
+def write_drafter(folder: Path, text: bool = False) -> Path:
+    """A published drafter's folder for the tiny LlamaGen."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(published_drafter(llamagen(text)), folder / "pytorch_model.bin")
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_attention_heads": 1,
+        "rms_norm_eps": 1e-6,
+        "input_type": "t2i",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def vq16(
     codes: int = VOCAB,
     dim: int = 4,
@@ -155,6 +183,8 @@ def t5(folder: Path, width: int = CAPTION) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
+    from lanternpp.targets.text import quiet
+
     words = ["<pad>", "</s>", "<unk>", "a", "red", "blue", "tulip", "of", "photo", "the"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -167,7 +197,8 @@ def t5(folder: Path, width: int = CAPTION) -> Path:
     shape = T5Config(
         vocab_size=len(words), d_model=width, d_kv=8, d_ff=32, num_layers=2, num_heads=2, is_gated_act=True
     )
-    T5EncoderModel(shape).save_pretrained(folder)
+    with quiet():
+        T5EncoderModel(shape).save_pretrained(folder)
     return folder
 
 

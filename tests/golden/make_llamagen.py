@@ -12,7 +12,7 @@ from pathlib import Path
 
 import checkpoints
 import torch
-from autoregressive.models.gpt import ModelArgs, Transformer
+from autoregressive.models.gpt import ModelArgs, Transformer, TransformerBlock, precompute_freqs_cis_2d
 from safetensors.torch import save_file
 from tokenizer.tokenizer_image.vq_model import Decoder, VectorQuantizer
 from torch import Tensor, nn
@@ -76,6 +76,27 @@ def path(node: int) -> list[int]:
     return [*(path(TREE[node]) if TREE[node] >= 0 else []), int(TREE_CODES[node])]
 
 
+def drafter() -> Tensor:
+    """Features of a published drafter's layer, the authors' block without its first norm, at 5 slots."""
+    given = checkpoints.published_drafter(checkpoints.llamagen(True))
+    args = ModelArgs(dim=64, n_head=1, multiple_of=8, ffn_dim_multiplier=96 / 170, norm_eps=1e-6)
+    block = TransformerBlock(args, 0.0)
+    block.attention_norm = nn.Identity()
+    layer = {name.removeprefix("layers.0."): tensor for name, tensor in given.items()}
+    weights = {
+        "attention.wqkv.weight": torch.cat([layer[f"self_attn.{x}_proj.weight"] for x in "qkv"]),
+        "attention.wo.weight": layer["self_attn.o_proj.weight"],
+        "ffn_norm.weight": layer["post_attention_layernorm.weight"],
+    }
+    for theirs, ours in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
+        weights[f"feed_forward.{theirs}.weight"] = layer[f"mlp.{ours}_proj.weight"]
+    block.load_state_dict(weights)
+    pair = checkpoints.numbers("pairs", (SLOTS + 5, 128))[None]
+    x = nn.functional.linear(pair, given["fc.weight"], given["fc.bias"])
+    turns = precompute_freqs_cis_2d(GRID, 64, 10000, SLOTS)[: SLOTS + 5]
+    return block.eval()(x, turns, None)[0, SLOTS:]
+
+
 @torch.no_grad()
 def main() -> None:
     """Ask and keep."""
@@ -84,6 +105,7 @@ def main() -> None:
         net, branches = target(text, heads), conditions(text)
         kept[f"{name} steps"] = walk(net, text, branches, CODES.tolist())
         kept[f"{name} tree"] = torch.stack([walk(net, text, branches, path(n))[-1] for n in range(len(TREE))])
+    kept["drafter"] = drafter()
     vq = nn.Module()
     given = checkpoints.vq16()
     vq.quantize = VectorQuantizer(checkpoints.VOCAB, 4, 0.25, 0.0, True, False)

@@ -6,4 +6,7 @@ Each is a `Drafter` with `claims(source)`, which recognises published checkpoint
 
 from __future__ import annotations
 
-DRAFTERS = {"eagle": "lanternpp.drafters.eagle:EagleDrafter"}
+DRAFTERS = {
+    "eagle": "lanternpp.drafters.eagle:EagleDrafter",
+    "eagle-published": "lanternpp.drafters.published:PublishedDrafter",
+}

@@ -30,6 +30,10 @@ class Drafter(nn.Module, ABC):
         """The drafter in `source` for this target, on the CPU; InputError where it is another target's."""
         raise NotImplementedError
 
+    def sees(self, prompt: Tensor) -> Tensor:
+        """What it sees of a prompt whose inputs one ahead are [R, T - 1, D]; the same shape."""
+        return prompt
+
     @abstractmethod
     def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
         """ahead [R, N, D] embeddings of the codes one ahead, features [R, N, D] -> features [R, N, D]."""

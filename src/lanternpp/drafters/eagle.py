@@ -28,6 +28,8 @@ class EagleConfig:
     bias: bool = True
     first_norm: bool = True
     final_norm: bool = False
+    kv_heads: int | None = None
+    norm_eps: float = 1e-5
 
 
 class EagleDrafter(Drafter):
@@ -44,6 +46,8 @@ class EagleDrafter(Drafter):
             config.layers,
             config.heads,
             config.hidden,
+            config.kv_heads,
+            norm_eps=config.norm_eps,
             first_norm=config.first_norm,
             final_norm=config.final_norm,
         )

@@ -54,7 +54,7 @@ class TreeProposer(Proposer):
         """Prefill the drafter with the prompt's features, each beside the input one ahead."""
         super().begin(slot, rows, prompt, features, root)
         first = self.target.embed(root[:, None]).expand(len(rows), -1, -1)
-        ahead = torch.cat((prompt.embeds[:, 1:].to(first.dtype), first), 1)
+        ahead = torch.cat((self.drafter.sees(prompt.embeds[:, 1:].to(first.dtype)), first), 1)
         memory = self.cache.rows(rows, prompt.start, features.shape[1])
         self.features[rows, 0] = self.drafter(ahead, features, memory.nodes(), memory)[:, -1]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lanternpp.errors import InputError
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import Decoder, DecoderConfig
+from lanternpp.nn.llama import llama_rules
 from lanternpp.nn.packed import pack
 from lanternpp.nn.rope import grid_table
 from lanternpp.nn.sources import SAME, Rename, Source
@@ -171,21 +172,17 @@ def rules(config: LlamaGenConfig) -> list[Rename]:
     shape = config.decoder
     queries, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
     turned, every, halves = queries + keys, queries + 2 * keys, f"halves:{shape.head_dim}"
-    layer, block = r"(?:model\.)?layers\.(\d+)", r"decoder.blocks.\1"
-    fused, w13 = f"{block}.wqkv.weight", f"{block}.w13.weight"
-    half = config.hidden
+    layer, block = r"layers\.(\d+)", r"decoder.blocks.\1"
+    fused, w13, half = f"{block}.wqkv.weight", f"{block}.w13.weight", config.hidden
     return [
+        *llama_rules(shape, r"model\.layers\.(\d+)", block, paired=True),
         Rename(rf"{layer}\.attention\.wqkv\.weight", fused, (0, turned), (0, turned), halves),
         Rename(rf"{layer}\.attention\.wqkv\.weight", fused, (turned, every), (turned, every)),
-        Rename(rf"{layer}\.self_attn\.q_proj\.weight", fused, None, (0, queries), halves),
-        Rename(rf"{layer}\.self_attn\.k_proj\.weight", fused, None, (queries, turned), halves),
-        Rename(rf"{layer}\.self_attn\.v_proj\.weight", fused, None, (turned, every)),
-        Rename(rf"{layer}\.(?:attention\.wo|self_attn\.o_proj)\.weight", f"{block}.wo.weight"),
-        Rename(rf"{layer}\.(?:feed_forward\.w1|mlp\.gate_proj)\.weight", w13, None, (0, half)),
-        Rename(rf"{layer}\.(?:feed_forward\.w3|mlp\.up_proj)\.weight", w13, None, (half, 2 * half)),
-        Rename(rf"{layer}\.(?:feed_forward\.w2|mlp\.down_proj)\.weight", f"{block}.w2.weight"),
-        Rename(rf"{layer}\.(?:attention_norm|input_layernorm)\.weight", f"{block}.attention_norm.weight"),
-        Rename(rf"{layer}\.(?:ffn_norm|post_attention_layernorm)\.weight", f"{block}.ffn_norm.weight"),
+        Rename(rf"{layer}\.attention\.wo\.weight", f"{block}.wo.weight"),
+        Rename(rf"{layer}\.feed_forward\.w1\.weight", w13, part=(0, half)),
+        Rename(rf"{layer}\.feed_forward\.w3\.weight", w13, part=(half, 2 * half)),
+        Rename(rf"{layer}\.feed_forward\.w2\.weight", f"{block}.w2.weight"),
+        Rename(rf"{layer}\.(attention|ffn)_norm\.weight", rf"{block}.\2_norm.weight"),
         Rename(r"(?:model\.)?norm\.weight", "decoder.norm.weight"),
         Rename(r"(?:model\.)?(?:tok_embeddings|embed_tokens)\.weight", "codes_in.weight"),
         Rename(r"output\.weight|lm_head\.weight", "codes_out.weight"),

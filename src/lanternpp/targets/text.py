@@ -5,9 +5,11 @@ from __future__ import annotations
 import html
 import json
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_plus
@@ -89,8 +91,9 @@ class T5Text(Text):
         from transformers import AutoTokenizer, T5EncoderModel
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(self.where)
-            encoder = T5EncoderModel.from_pretrained(self.where, dtype=like.dtype)
+            with quiet():
+                self._tokenizer = AutoTokenizer.from_pretrained(self.where)
+                encoder = T5EncoderModel.from_pretrained(self.where, dtype=like.dtype)
         except (OSError, ValueError, ImportError, KeyError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise InputError(
@@ -98,6 +101,23 @@ class T5Text(Text):
                 f"beside the model as text/, or the features of your prompts as {FEATURES}"
             ) from None
         self._encoder = encoder.eval().requires_grad_(False).to(like.device)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Transformers without its bars where nobody watches, and without its notes."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def text_of(folder: Path, config: Mapping[str, Any]) -> Text:
