@@ -261,8 +261,8 @@ JANUS_AUTHORS = {
 }
 
 
-def write_emu3(folder: Path, hub: bool = False) -> Any:
-    """A tiny Emu3 of 8 px a code; the transformers model that wrote it. hub: under the names of the hub's files."""
+def write_emu3(folder: Path, hub: bool = False, size: str = "32x32") -> Any:
+    """A tiny Emu3 of 8 px a code and a size that its config.json tells; the transformers model that wrote it. hub: under the names of the hub's files."""
     from transformers import Emu3Config, Emu3ForConditionalGeneration
 
     special = ["<|endoftext|>", "<|extra_200|>", "<|extra_201|>", "<|extra_203|>", "<|extra_204|>"]
@@ -288,6 +288,8 @@ def write_emu3(folder: Path, hub: bool = False) -> Any:
         elif name.endswith("running_var"):
             moving.uniform_(0.5, 2)
     model.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | {"size": size}))
     if hub:
         names = {r"^lm_head": "text_model.lm_head", r"^model\.text_model": "text_model.model"}
         rewrite(folder, names | {r"^model\.vqmodel": "vqmodel"})

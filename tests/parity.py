@@ -102,3 +102,17 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     """The greatest difference, of logits that differ among themselves."""
     assert theirs.std() > 0.3, "logits too flat to tell anything"
     return float((ours - theirs).abs().max())
+
+
+@torch.no_grad()
+def greedy(target: LanguageTarget, peer: Peer, condition: str, scale: float) -> Tensor:
+    """The most probable code after each other, [length], with guidance and forced row ends, by the peer alone."""
+    rows = target.conditional(condition), target.unconditional(condition)
+    codes: list[int] = []
+    while len(codes) < target.length:
+        if target.raster.ends and len(codes) % target.width == target.width - 1:
+            codes.append(target.codes)
+            continue
+        kind, null = (peer.logits(row, codes)[-1, : target.codes] for row in rows)
+        codes.append(int((null + scale * (kind - null)).argmax()))
+    return torch.tensor(codes)

@@ -187,7 +187,9 @@ class Pipeline:
     def table(self, k: int) -> Tensor:
         """The k nearest codes of every code, [V, k]; InputError where the family has no codebook table."""
         if self.target.codebook is None:
-            raise InputError(f"{self.name} has no codebook of latents; use a rule without neighbours: exact")
+            raise InputError(
+                f"{self.name} has no codebook of latents, so no code has neighbours; use the rule exact or cool"
+            )
         device = next(self.target.parameters()).device
         beside = self.folder if self.folder.is_dir() else self.folder.parent
         return neighbours(self.target.codebook.cpu(), k, cache_folder(beside)).to(device)

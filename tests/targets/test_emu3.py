@@ -10,7 +10,7 @@ import torch
 from families import write_emu3
 from parity import Peer, gaps
 
-from lanternpp.nn.sources import Source
+from lanternpp.models import read_target
 from lanternpp.targets.emu3 import Emu3Target
 
 
@@ -27,8 +27,9 @@ def peer(model: Any, target: Emu3Target) -> Peer:
 
 @pytest.mark.parametrize("hub", [False, True], ids=["saved", "hub"])
 def test_logits_and_pixels_are_those_of_transformers(tmp_path: Path, hub: bool) -> None:
-    model = write_emu3(tmp_path, hub)
-    target = Emu3Target.read(Source.open(tmp_path), torch.float32, size="24x16")
+    model = write_emu3(tmp_path, hub, size="24x16")
+    target = read_target(tmp_path, torch.float32)
+    assert isinstance(target, Emu3Target)
     found = gaps(target, peer(model, target), ["a photo of the red tulip", "red sea", None])
     codes = torch.randint(64, (2, target.length), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class Dialect:
     most: int  # codes of its largest images
     ends: bool  # the size before the first code, and a row end behind every row
     request: str
-    defaults: Mapping[str, Any]
+    defaults: Mapping[str, float]
 
 
 DIALECTS = {
@@ -102,7 +102,7 @@ class ChameleonTarget(TokenTarget):
             config.tokens,
         )
         self.config, self.text, self.dialect = config, text, DIALECTS[config.dialect]
-        self.defaults = self.dialect.defaults
+        self.defaults = {k: min(v, codes) for k, v in self.dialect.defaults.items()}
         self._vq = [vq]  # in a list: not among this module's weights
 
     @classmethod
@@ -111,20 +111,10 @@ class ChameleonTarget(TokenTarget):
         return any(kind.lower().startswith("chameleon") for kind in source.kinds)
 
     @classmethod
-    def read(
-        cls,
-        source: Source,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        size: str | None = None,
-    ) -> Self:
-        """The target; tokenizer.json and, unless the checkpoint has it, the VQ decoder lie beside it.
-
-        size: WIDTHxHEIGHT in pixels; default: the square the checkpoint was trained on.
-        """
+    def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
+        """The target; tokenizer.json and, unless the checkpoint has it, the VQ decoder lie beside it."""
         folder = source.path if source.path.is_dir() else source.path.parent
         config = read_config(source)
-        config = replace(config, size=size or config.size)
         vq = read_vq(source, folder, config.vq, dtype, device)
         with torch.device("meta"):
             target = cls(config, Text(folder), vq)
@@ -185,7 +175,7 @@ def read_config(source: Source) -> ChameleonConfig:
         tokens=llama.field(given, "vocab_size", where),
         positions=llama.field(given, "max_position_embeddings", where),
         base=llama.rope_base(given, where),
-        size=f"{side}x{side}",
+        size=given.get("size", f"{side}x{side}"),
     )
 
 

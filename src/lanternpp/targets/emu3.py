@@ -8,7 +8,7 @@ is not wanted (baaivision/Emu3, image_generation.py, whose words these are, with
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -28,7 +28,7 @@ UNWANTED = (
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, "
     "worst quality, low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
 )
-SIDE, MOST = 720, 8100  # pixels of a square image; codes of the largest
+SIZE, MOST = "720x720", 8100  # pixels; codes of the largest image
 LANGUAGE, VQ = r"(?:model\.text_model\.|text_model\.model\.)", r"(?:model\.)?vqmodel\."
 
 
@@ -41,7 +41,7 @@ class Emu3Config:
     tokens: int  # of the vocabulary that codes are part of
     positions: int
     base: float  # of the rotations
-    size: str = f"{SIDE}x{SIDE}"  # WIDTHxHEIGHT in pixels
+    size: str = SIZE  # WIDTHxHEIGHT in pixels
     wanted: str = WANTED  # follows every prompt
     unwanted: str = UNWANTED  # what guidance leads away from
 
@@ -68,7 +68,7 @@ class Emu3Target(TokenTarget):
             config.tokens,
         )
         self.config, self.text = config, text
-        self.defaults = {"cfg": 3.0, "top_k": 2048}
+        self.defaults = {"cfg": 3.0, "top_k": min(2048, codes)}
         self._vq = [vq]  # in a list: not among this module's weights
 
     @classmethod
@@ -77,16 +77,9 @@ class Emu3Target(TokenTarget):
         return "emu3" in source.kinds
 
     @classmethod
-    def read(
-        cls,
-        source: Source,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        size: str | None = None,
-    ) -> Self:
-        """The target; tokenizer.json lies beside the checkpoint. size: WIDTHxHEIGHT in pixels, default 720x720."""
+    def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
+        """The target; tokenizer.json lies beside the checkpoint."""
         config = read_config(source)
-        config = replace(config, size=size or config.size)
         folder = source.path if source.path.is_dir() else source.path.parent
         vq = read_emu3(source, VQ, config.vq, dtype, device)
         with torch.device("meta"):
@@ -141,4 +134,5 @@ def read_config(source: Source) -> Emu3Config:
         tokens=llama.field(language, "vocab_size", source.path),
         positions=llama.field(language, "max_position_embeddings", source.path),
         base=llama.rope_base(language, source.path, 1e6),
+        size=source.config.get("size", SIZE),
     )
