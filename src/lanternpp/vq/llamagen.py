@@ -12,45 +12,13 @@ from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import Store, save
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.shards import PICKLED, SAFE
-from lanternpp.nn.sources import SAME, Rename, Source
+from lanternpp.nn.sources import SAME, Source
+from lanternpp.vq.layouts import LLAMAGEN, rules
 from lanternpp.vq.vqgan import VQGAN, VQGANConfig
 
 MARKS = {"quantize.embedding.weight", "post_quant_conv.weight", "decoder.mid.1.proj_out.weight"}
 SKIP = (r"encoder\..*", r"quant_conv\..*", r"quantize\.codebook_used")
 KIND = "vqgan"
-
-
-def rules(config: VQGANConfig) -> list[Rename]:
-    """Upstream names, in the order of the network."""
-    top = config.channels * config.multiples[-1]
-    inside, ours = r"decoder\.conv_blocks\.(\d+)", r"stages.\1"
-    return [
-        Rename(r"quantize\.embedding\.weight", "codebook"),
-        Rename(r"post_quant_conv\.(.*)", r"expand.\1"),
-        Rename(r"decoder\.conv_in\.(.*)", r"entry.\1"),
-        Rename(r"decoder\.mid\.([02])\.((?:norm|conv).*)", r"middle.\1.\2"),
-        *attention(r"decoder\.mid\.1", "middle.1", top, 0),
-        Rename(inside + r"\.res\.(\d+)\.((?:norm|conv).*)", ours + r".blocks.\2.\3"),
-        Rename(inside + r"\.res\.(\d+)\.nin_shortcut\.(.*)", ours + r".blocks.\2.beside.\3"),
-        *attention(inside + r"\.attn\.(\d+)", ours + r".attention.\2", top, 2),
-        Rename(inside + r"\.upsample\.conv\.(.*)", ours + r".up.\2"),
-        Rename(r"decoder\.norm_out\.(.*)", r"exit.0.\1"),
-        Rename(r"decoder\.conv_out\.(.*)", r"exit.2.\1"),
-    ]
-
-
-def attention(upstream: str, ours: str, channels: int, groups: int) -> list[Rename]:
-    """Queries, keys and values of one attention into one convolution; `upstream` has so many groups."""
-    last, what = rf"\{groups + 1}", r"\.(weight|bias)"
-    qkv = [
-        Rename(rf"{upstream}\.{which}{what}", f"{ours}.qkv.{last}", part=(i * channels, (i + 1) * channels))
-        for i, which in enumerate("qkv")
-    ]
-    return [
-        *qkv,
-        Rename(rf"{upstream}\.norm{what}", f"{ours}.norm.{last}"),
-        Rename(rf"{upstream}\.proj_out{what}", f"{ours}.out.{last}"),
-    ]
 
 
 def shape_of(source: Source, grid: int) -> VQGANConfig:
@@ -120,5 +88,5 @@ def read_tokenizer(source: Source, grid: int, dtype: torch.dtype, device: torch.
         config = shape_of(source, grid)
     with torch.device("meta"):
         vq = VQGAN(config)
-    source.fill(vq, [SAME] if ours else rules(config), dtype, () if ours else SKIP, device)
+    source.fill(vq, [SAME] if ours else rules(config, LLAMAGEN), dtype, () if ours else SKIP, device)
     return vq.settle()

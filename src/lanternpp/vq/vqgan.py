@@ -17,7 +17,7 @@ GROUPS = 32  # of every normalisation
 class VQGANConfig:
     """The shape of a decoder; LlamaGen's VQ-16 (arXiv 2406.06525) is the default."""
 
-    grid: int  # codes of an image's side
+    grid: int = 0  # codes of an image's side; 0: any width and height, for `draw`
     codes: int = 16384  # V
     dim: int = 8  # C, of a code's latent
     channels: int = 128
@@ -131,6 +131,11 @@ class VQGAN(nn.Module):
         """Codes [B, length] -> images [B, 3, H, W] in [-1, 1], float32."""
         if codes.ndim != 2 or codes.shape[1] != self.length:
             raise InputError(f"codes are {tuple(codes.shape)}; it draws from [B, {self.length}].")
-        x = self.codebook[codes].transpose(1, 2).unflatten(2, (self.config.grid, self.config.grid))
-        x = x.to(self.expand.weight.dtype).contiguous(memory_format=torch.channels_last)
+        return self.draw(codes.unflatten(1, (self.config.grid, self.config.grid)))
+
+    @torch.no_grad()
+    def draw(self, codes: Tensor) -> Tensor:
+        """Codes [B, rows, columns] -> images [B, 3, H, W] in [-1, 1], float32."""
+        x = self.codebook[codes].to(self.expand.weight.dtype).permute(0, 3, 1, 2)
+        x = x.contiguous(memory_format=torch.channels_last)
         return self.exit(self.stages(self.middle(self.entry(self.expand(x))))).float().clamp(-1, 1)
