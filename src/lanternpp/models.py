@@ -55,7 +55,7 @@ def recognised(what: str, source: Source, table: Mapping[str, Any]) -> Any:
     raise InputError(f"{source.path} is no {what} known here{called}; known are {known}")
 
 
-def target_source(model: Path) -> tuple[Source, type[Target]]:
+def target_source(model: Path, given: Mapping[str, Any] | None = None) -> tuple[Source, type[Target]]:
     """The checkpoint of a model's target, and the family that reads it.
 
     A model is a folder of ours with `target` in it, a published checkpoint, or a folder that holds one
@@ -70,16 +70,21 @@ def target_source(model: Path) -> tuple[Source, type[Target]]:
     faults = []
     for place in places:
         try:
-            source = Source.open(place)
+            source = Source.open(place, given)
             return source, recognised("model family", source, FAMILIES)
         except InputError as error:
             faults.append(error)
     raise (faults[1:] or faults)[0]
 
 
-def read_target(model: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Target:
-    """The target of a model, ready to draw."""
-    source, family = target_source(model)
+def read_target(
+    model: Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    given: Mapping[str, Any] | None = None,
+) -> Target:
+    """The target of a model, ready to draw; `given` as a `Source` has it."""
+    source, family = target_source(model, given)
     return family.read(source, dtype, device)
 
 

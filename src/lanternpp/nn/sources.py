@@ -93,13 +93,16 @@ class Piece:
 class Source:
     """One checkpoint: a folder or a file."""
 
-    def __init__(self, path: Path, files: Sequence[Shard]):
+    def __init__(self, path: Path, files: Sequence[Shard], given: Mapping[str, Any] | None = None):
         self.path, self._files = path, files
+        self.given = dict(
+            given or {}
+        )  # what the user says of it that lies not beside it: tokenizer, text, size
 
     @classmethod
-    def open(cls, path: Path) -> Source:
+    def open(cls, path: Path, given: Mapping[str, Any] | None = None) -> Source:
         """A .safetensors, .pt, .pth or .bin file, a folder with one, or an index of shards and its folder."""
-        return cls(path, shards(path))
+        return cls(path, shards(path), given)
 
     @cached_property
     def config(self) -> dict[str, Any]:

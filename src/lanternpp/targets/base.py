@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from lanternpp.errors import InputError
+from lanternpp.nn.checkpoints import Store
 from lanternpp.nn.decoder import Decoder, Memory
 from lanternpp.nn.packed import pack
 from lanternpp.nn.sources import Source
@@ -37,6 +40,10 @@ class Target(nn.Module, ABC):
         Raises InputError where something is missing or does not fit.
         """
         raise NotImplementedError
+
+    def save(self, folder: Path, store: Store) -> list[str]:
+        """Write it into a model folder of ours, its tokenizer too; the parts written. InputError if it cannot be."""
+        raise InputError(f"a {type(self).__name__} cannot be converted; use its checkpoint as it is")
 
     @property
     @abstractmethod

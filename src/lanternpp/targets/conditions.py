@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,10 @@ class Condition(nn.Module, ABC):
     def open(self, text: Text) -> None:
         """Where features of texts come from, for those that need them."""
         return
+
+    def save(self, folder: Path) -> list[str]:
+        """Write what lies beside the target into a model folder; the parts written."""
+        return []
 
 
 class ClassCondition(Condition):
@@ -59,6 +64,10 @@ class TextCondition(Condition):
     def open(self, text: Text) -> None:
         """Features come from `text`, which is asked when the first prompt arrives."""
         self._text[:] = [text]
+
+    def save(self, folder: Path) -> list[str]:
+        """The encoder, or what stands in for it."""
+        return self._text[0].save(folder) if self._text else []
 
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
         """Texts -> their slots. A null row is padded as its text is: so were the models trained to be guided."""

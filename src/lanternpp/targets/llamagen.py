@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
+from lanternpp.nn import checkpoints
+from lanternpp.nn.checkpoints import Store
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.llama import llama_rules
@@ -22,7 +24,7 @@ from lanternpp.targets.base import Target
 from lanternpp.targets.conditions import ClassCondition, Condition, TextCondition
 from lanternpp.targets.text import text_of
 from lanternpp.types import Prompt
-from lanternpp.vq.llamagen import find_tokenizer, read_tokenizer
+from lanternpp.vq.llamagen import find_tokenizer, read_tokenizer, save_tokenizer
 from lanternpp.vq.vqgan import VQGAN
 
 KIND = "llamagen"
@@ -107,9 +109,9 @@ class LlamaGenTarget(Target):
         ours = source.config.get("kind") == KIND
         config = config_as(LlamaGenConfig, source.config, source.path) if ours else shape_of(source)
         beside = source.path if source.path.is_dir() and not ours else source.path.parent
-        vq = find_tokenizer(beside)
+        vq = find_tokenizer(beside, source.given.get("tokenizer"))
         target = cls.made(config)
-        target.condition.open(text_of(beside, source.config))
+        target.condition.open(text_of(beside, source.config, source.given.get("text")))
         source.fill(target, [SAME] if ours else rules(config), dtype, () if ours else SKIP, device)
         target._vq.append(read_tokenizer(vq, config.grid, dtype, device))
         if len(target.vq.codebook) != config.vocab:
@@ -118,6 +120,12 @@ class LlamaGenTarget(Target):
                 f"{len(target.vq.codebook)}; use the one it was trained with"
             )
         return target.to(device)
+
+    def save(self, folder: Path, store: Store) -> list[str]:
+        """Write target, tokenizer and, where it lies on this machine, the text encoder."""
+        checkpoints.save(folder / "target", {"kind": KIND, **asdict(self.config)}, self.state_dict(), store)
+        save_tokenizer(self.vq, folder / "tokenizer", store)
+        return ["target", "tokenizer", *self.condition.save(folder)]
 
     @classmethod
     def made(cls, config: LlamaGenConfig) -> Self:
@@ -210,7 +218,7 @@ def shape_of(source: Source) -> LlamaGenConfig:
         layers=layers,
         heads=heads,
         hidden=up[0],
-        grid=grid_of(source.path, config),
+        grid=grid_of(source.path, config, source.given.get("size")),
         kv_heads=keys // head_dim,
         vocab=vocab,
         classes=table[0] - 1 if table else None,
@@ -220,8 +228,14 @@ def shape_of(source: Source) -> LlamaGenConfig:
     )
 
 
-def grid_of(path: Path, config: Mapping[str, Any]) -> int:
-    """Codes of an image's side, which no tensor says: from the config, or from the pixels in the name."""
+def grid_of(path: Path, config: Mapping[str, Any], size: int | None = None) -> int:
+    """Codes of an image's side, which no tensor says: given, from the config, or from the pixels in the name."""
+    if size:
+        if size % DOWN:
+            raise InputError(
+                f"size {size} is not a multiple of {DOWN} pixels; LlamaGen draws 256, 384 or 512"
+            )
+        return size // DOWN
     if config.get("block_size"):
         return round(int(config["block_size"]) ** 0.5)
     if config.get("input_type") in GRIDS:

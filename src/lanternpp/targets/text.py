@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import shutil
 import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -36,6 +37,10 @@ class Text(ABC):
         """Let go of what is loaded; the next text loads it again."""
         return
 
+    def save(self, folder: Path) -> list[str]:
+        """Write it into a model folder where it lies on this machine; the parts written."""
+        return []
+
 
 class StoredText(Text):
     """Features from a safetensors file whose tensors [n, C] are named by their texts; others from elsewhere."""
@@ -53,6 +58,11 @@ class StoredText(Text):
     def release(self) -> None:
         """Let go of the encoder behind it."""
         self.otherwise.release()
+
+    def save(self, folder: Path) -> list[str]:
+        """The features, and the encoder behind them."""
+        shutil.copyfile(self.path, folder / FEATURES)
+        return [FEATURES, *self.otherwise.save(folder)]
 
 
 class T5Text(Text):
@@ -84,6 +94,16 @@ class T5Text(Text):
     def release(self) -> None:
         """Let go of encoder and tokenizer; remembered features stay."""
         self._encoder = self._tokenizer = None
+
+    def save(self, folder: Path) -> list[str]:
+        """The encoder alone, without the decoder that a T5 also has, and the tokenizer, as `text`."""
+        if not Path(self.where).is_dir():
+            return []
+        self._load(torch.empty(0, dtype=torch.bfloat16))
+        with quiet():
+            self._encoder.save_pretrained(folder / "text")
+            self._tokenizer.save_pretrained(folder / "text")
+        return ["text"]
 
     def _load(self, like: Tensor) -> None:
         if self._encoder is not None:
@@ -120,14 +140,16 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def text_of(folder: Path, config: Mapping[str, Any]) -> Text:
+def text_of(folder: Path, config: Mapping[str, Any], given: Path | None = None) -> Text:
     """Where a model's features of texts come from.
 
-    `embeddings.safetensors` in its folder, then a folder in it that holds a T5, then the hub id that its
-    config gives as `text`, then flan-t5-xl.
+    `embeddings.safetensors` in its folder, then the folder of a T5 that is given or lies in it, then the hub
+    id that its config gives as `text`, then flan-t5-xl. InputError where what is given is no T5.
     """
+    if given and not is_t5(given):
+        raise InputError(f"{given} is no folder of a T5; name the one of {ENCODER}")
     here = [path for path in sorted(folder.iterdir()) if path.is_dir() and is_t5(path)]
-    encoder = T5Text(here[0] if here else str(config.get("text", ENCODER)))
+    encoder = T5Text(given or (here[0] if here else str(config.get("text", ENCODER))))
     stored = folder / FEATURES
     return StoredText(stored, encoder) if stored.is_file() else encoder
 

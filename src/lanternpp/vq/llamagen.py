@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from lanternpp.errors import InputError
+from lanternpp.nn.checkpoints import Store, save
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.shards import PICKLED, SAFE
 from lanternpp.nn.sources import SAME, Source
@@ -42,20 +44,24 @@ def is_tokenizer(source: Source) -> bool:
     return source.config.get("kind") == KIND or source.metas.keys() >= MARKS
 
 
-def find_tokenizer(folder: Path) -> Source:
-    """The tokenizer in `folder`: its `tokenizer/`, or the file among others that is one.
+def find_tokenizer(folder: Path, given: Path | None = None) -> Source:
+    """The tokenizer that is given, or the one in `folder`: its `tokenizer/`, or the file that is one.
 
     Raises InputError that says what to put there.
     """
-    inside = folder / "tokenizer"
-    for path in [inside] if inside.is_dir() else checkpoints_in(folder):
+    sure = given or folder / "tokenizer"
+    for path in [sure] if given or sure.is_dir() else checkpoints_in(folder):
         try:
             source = Source.open(path)
             if is_tokenizer(source):
                 return source
         except InputError:
-            if path == inside:
+            if path == sure:
                 raise
+    if given:
+        raise InputError(
+            f"{given} is no image tokenizer of LlamaGen's; name vq_ds16_c2i.pt or vq_ds16_t2i.pt"
+        )
     raise InputError(
         f"{folder} holds no image tokenizer; put vq_ds16_c2i.pt or vq_ds16_t2i.pt, from the authors of "
         "LlamaGen, beside the target, or use lanternpp convert TARGET OUT --vq FILE"
@@ -66,6 +72,11 @@ def checkpoints_in(folder: Path) -> Iterable[Path]:
     """The files of tensors in a folder, those whose name speaks of a tokenizer first."""
     files = [path for path in folder.iterdir() if path.suffix in (SAFE, *PICKLED)]
     return sorted(files, key=lambda path: ("vq" not in path.name.lower(), path.name))
+
+
+def save_tokenizer(vq: VQGAN, folder: Path, store: Store) -> None:
+    """Write a decoder as a tokenizer folder of ours."""
+    save(folder, {"kind": KIND, **asdict(vq.config)}, vq.state_dict(), store, ["codebook"])
 
 
 def read_tokenizer(source: Source, grid: int, dtype: torch.dtype, device: torch.device | str) -> VQGAN:
