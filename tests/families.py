@@ -214,6 +214,7 @@ def write_janus(folder: Path, authors: bool = False) -> Any:
             "num_hidden_layers": 1,
             "num_attention_heads": 2,
             "image_size": 64,
+            "num_image_tokens": 16,
             "projection_dim": 32,
         },
         vq_config={

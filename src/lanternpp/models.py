@@ -106,7 +106,8 @@ class Model:
     """The networks of a model folder on a device, for inference.
 
     Plain, their weights are packed for passes over few rows; compiled, they go through torch.compile, which
-    arranges weights by itself. `drafter` names another folder than the model's own.
+    arranges weights by itself. `drafter` names another folder than the model's own; `size`, as "768x512", is
+    for families that draw more than one.
     """
 
     def __init__(
@@ -116,22 +117,27 @@ class Model:
         device: torch.device,
         dtype: torch.dtype,
         compiled: bool = False,
+        size: str | None = None,
     ):
         self.folder, self.device, self.dtype, self.compiled = folder, device, dtype, compiled
+        self.size = size
         self._drafter_folder = model_folder(drafter) if drafter else folder
         if compiled:
             check_compiler(device)
 
     def compile(self) -> Model:
         """The same model, compiled."""
-        other = Model(self.folder, None, self.device, self.dtype, compiled=True)
+        other = Model(self.folder, None, self.device, self.dtype, True, self.size)
         other._drafter_folder = self._drafter_folder
         return other
 
     @cached_property
     def target(self) -> Target:
         """The target; InputError names what is wrong with a file."""
-        target = read_target(self.folder, self.dtype, self.device)
+        source, family = target_source(self.folder, {"size": self.size} if self.size else None)
+        if self.size and not family.any_size:
+            raise InputError(f"{self.folder.name} draws pictures of one size; leave out --size {self.size}")
+        target = family.read(source, self.dtype, self.device)
         target.eval().requires_grad_(False)
         if self.compiled:
             target.compile(dynamic=False)

@@ -99,15 +99,21 @@ class Pipeline:
 
     @classmethod
     def from_pretrained(
-        cls, model: str = "nature-128", drafter: str | None = None, device: str = "auto", dtype: str = "auto"
+        cls,
+        model: str = "nature-128",
+        drafter: str | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        size: str | None = None,
     ) -> Pipeline:
         """A model by name or path; `drafter` a folder or a file (default: the model's own).
 
+        size: "768x512", width first, or "768", in pixels, for models that draw more than one size.
         Raises InputError where a name is unknown or a file is missing, truncated or of another model.
         """
         folder, on = model_folder(model), pick_device(device)
         name = model if model in MODELS else folder.resolve().stem if folder.is_file() else folder.name
-        return cls(Model(folder, drafter, on, pick_dtype(dtype, on)), name)
+        return cls(Model(folder, drafter, on, pick_dtype(dtype, on), size=size), name)
 
     def __call__(
         self,

@@ -41,7 +41,11 @@ def test_no_rule_is_so_relaxed_that_it_breaks_the_format(rule):
     target = Ruled()
     most = {Lantern: 0.9, LanternPlusPlus: 1000.0}[rule]  # nearly every neighbour lends
     relaxed = rule(neighbours(target.book, 10), most)
-    for proposer in (TreeProposer(eagle(target), StaticTree(EAGLE)), Jacobi(6), Jacobi(6, "maximal", "mixed")):
+    for proposer in (
+        TreeProposer(eagle(target), StaticTree(EAGLE)),
+        Jacobi(6),
+        Jacobi(6, "maximal", "mixed"),
+    ):
         engine = Engine(target, proposer, relaxed, Sampling(), Guidance(1.0), 2)
         for harvest in generate(engine, ["sea", "hill", "a", "moon"], [1, 2, 3, 4]):
             sevens = (harvest.codes == 7).view(4, 4)

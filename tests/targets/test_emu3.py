@@ -9,7 +9,9 @@ import pytest
 import torch
 from families import write_emu3
 from parity import Peer, gaps
+from tokenizers import Tokenizer
 
+from lanternpp.errors import InputError
 from lanternpp.models import read_target
 from lanternpp.targets.emu3 import Emu3Target
 
@@ -39,3 +41,33 @@ def test_logits_and_pixels_are_those_of_transformers(tmp_path: Path, hub: bool) 
     print(found)
     assert max(found[x] for x in ("prefill", "steps", "tree")) <= 1e-4
     assert found["pixels"] <= 1e-3
+
+
+def test_it_is_asked_for_a_size_in_codes_and_led_away_from_the_unwanted(tmp_path: Path) -> None:
+    write_emu3(tmp_path)
+    target = read_target(tmp_path, torch.float32)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+
+    def names(ids: list[int]) -> str:
+        return " ".join(str(tokenizer.id_to_token(i)) for i in ids)
+
+    size = "<|image start|> 4*4 <|image token|>"
+    other = "<|endoftext|>"  # what this tokenizer makes of words it does not know
+    assert names(target.conditional("red sea")) == f"<|extra_203|> red sea {' '.join([other] * 5)} {size}"
+    assert names(target.unconditional("red sea")).startswith(f"<|extra_203|> {other} {other}")
+    assert names(target.unconditional(None)).endswith(size)
+    assert "quality" in target.config.wanted and "lowres" in target.config.unwanted
+    assert target.unconditional("red sea") == target.unconditional(None)
+
+
+def test_images_of_other_shapes_have_rows_of_their_own(tmp_path: Path) -> None:
+    write_emu3(tmp_path)
+    target = read_target(tmp_path, torch.float32, given={"size": "24x16"})
+    assert (target.raster.rows, target.raster.columns, target.length) == (2, 3, 7)
+    index = torch.arange(7)[None]
+    allowed = target.constrain(torch.zeros(1, 7, target.vocab), index) > float("-inf")
+    assert allowed[0].sum(-1).tolist() == [64, 64, 64, 1, 64, 64, 64]
+    assert allowed[0, 3, 64] and not allowed[0, 2, 64]
+    assert target.pixels(torch.zeros(2, 7, dtype=torch.int64)).shape == (2, 3, 16, 24)
+    with pytest.raises(InputError, match=r"20x16.*multiples of 8"):
+        read_target(tmp_path, torch.float32, given={"size": "20x16"})

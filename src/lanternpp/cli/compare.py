@@ -37,6 +37,7 @@ def compare(
     as_json: opt.Json = False,
     model: opt.Model = opt.MODEL,
     drafter: opt.Drafter = None,
+    size: opt.Size = None,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     compile: opt.Compile = None,
@@ -64,7 +65,7 @@ def compare(
     from lanternpp import Pipeline
     from lanternpp.picture import save_png
 
-    pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype)
+    pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
 
     def draw(name: str, **overrides: Any) -> Result:
         return pipe(prompt, n=n, seed=seed, method=name, **overrides)

@@ -32,7 +32,8 @@ Encoder = Annotated[
     Path | None, typer.Option("--text", metavar="DIR", help="The text encoder of a published checkpoint.")
 ]
 Size = Annotated[
-    int | None, typer.Option("--size", metavar="PIXELS", help="The side of its pictures, where no file says.")
+    str | None,
+    typer.Option("--size", metavar="PIXELS|WxH", help="The size of its pictures, where no file says."),
 ]
 
 

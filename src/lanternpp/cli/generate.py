@@ -18,6 +18,7 @@ def generate(
     as_json: opt.Json = False,
     model: opt.Model = opt.MODEL,
     drafter: opt.Drafter = None,
+    size: opt.Size = None,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     compile: opt.Compile = None,
@@ -41,7 +42,7 @@ def generate(
     from lanternpp import Pipeline
     from lanternpp.picture import grid, save_png
 
-    pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype)
+    pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
     with progress_bar("drawing") as progress:
         result = pipe(
             prompt,

@@ -25,6 +25,7 @@ class Target(nn.Module, ABC):
     length: int  # codes of an image, in raster order
     width: int  # codes of one image row
     decoder: Decoder
+    any_size: ClassVar[bool] = False  # whether `read` heeds a size in pixels that the user gives
     about: ClassVar[str] = ""  # the checkpoints it reads, for the message about one that nobody reads
     defaults: Mapping[str, Any] = {}  # settings it draws best with, where a model folder says nothing
 

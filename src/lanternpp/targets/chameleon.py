@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -25,11 +25,14 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.nn import llama
+from lanternpp.nn.checkpoints import Store
+from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import DecoderConfig
-from lanternpp.nn.sources import Rename, Source
+from lanternpp.nn.sources import SAME, Rename, Source
 from lanternpp.targets.language import Raster, TokenTarget, language_rules
 from lanternpp.targets.tokens import Text, first_code
 from lanternpp.vq.layouts import TAMING, read_vqgan
+from lanternpp.vq.llamagen import read_tokenizer, save_tokenizer
 from lanternpp.vq.vqgan import VQGAN, VQGANConfig
 
 PATCH, STEP = 16, 2  # pixels of a code's side; codes of a step of the size
@@ -70,7 +73,7 @@ class ChameleonConfig:
     tokens: int  # of the vocabulary that codes are part of
     positions: int
     base: float  # of the rotations
-    size: str  # WIDTHxHEIGHT in pixels
+    size: str  # pixels: WIDTHxHEIGHT, or the side of a square
 
     def __post_init__(self) -> None:
         for name, kind in (("shape", DecoderConfig), ("vq", VQGANConfig)):
@@ -83,10 +86,17 @@ class ChameleonConfig:
         dialect = DIALECTS[self.dialect]
         return Raster.of(self.size, PATCH, dialect.ends, dialect.most, STEP)
 
+    @property
+    def pixels(self) -> str:
+        """The size as WIDTHxHEIGHT."""
+        return f"{self.raster.columns * PATCH}x{self.raster.rows * PATCH}"
+
 
 class ChameleonTarget(TokenTarget):
     """A Chameleon that draws."""
 
+    kind = "chameleon"
+    any_size = True
     about = "Anole-7B and Lumina-mGPT-7B in transformers' layout"
 
     def __init__(self, config: ChameleonConfig, text: Text, vq: VQGAN):
@@ -113,13 +123,22 @@ class ChameleonTarget(TokenTarget):
     @classmethod
     def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
         """The target; tokenizer.json and, unless the checkpoint has it, the VQ decoder lie beside it."""
-        folder = source.path if source.path.is_dir() else source.path.parent
-        config = read_config(source)
-        vq = read_vq(source, folder, config.vq, dtype, device)
+        ours = cls.is_ours(source)
+        config = config_as(ChameleonConfig, source.config, source.path) if ours else read_config(source)
+        size = str(source.given.get("size") or config.size)
+        if size != config.size and not DIALECTS[config.dialect].ends:
+            raise InputError(f"size {size} cannot be drawn; this model draws {config.pixels} pixels alone")
+        config = replace(config, size=size)
+        vq = read_vq(source, cls.beside(source), config.vq, dtype, device, ours)
         with torch.device("meta"):
-            target = cls(config, Text(folder), vq)
-        source.fill(target, rules(source, target), dtype, [VQ + ".*", r".*\.inv_freq"], device)
+            target = cls(config, cls.text_of(source), vq)
+        mapped, skip = ([SAME], ()) if ours else (rules(source, target), (VQ + ".*", r".*\.inv_freq"))
+        source.fill(target, mapped, dtype, skip, device)
         return target.to(device)
+
+    def save_vq(self, folder: Path, store: Store) -> None:
+        """Write the VQ decoder into a tokenizer folder."""
+        save_tokenizer(self._vq[0], folder, store)
 
     @property
     def codebook(self) -> Tensor:
@@ -128,7 +147,7 @@ class ChameleonTarget(TokenTarget):
 
     def conditional(self, text: str) -> list[int]:
         """<s> request <reserved08706>, and what the image begins with."""
-        request = self.dialect.request.format(size=self.config.size, prompt=text)
+        request = self.dialect.request.format(size=self.config.pixels, prompt=text)
         return [self.text.id(BEGIN), *self.text.ids(request), self.text.id(END_OF_TURN), *self._begin()]
 
     def unconditional(self, text: str | None) -> list[int]:
@@ -175,7 +194,7 @@ def read_config(source: Source) -> ChameleonConfig:
         tokens=llama.field(given, "vocab_size", where),
         positions=llama.field(given, "max_position_embeddings", where),
         base=llama.rope_base(given, where),
-        size=given.get("size", f"{side}x{side}"),
+        size=str(given.get("size", side)),
     )
 
 
@@ -208,15 +227,24 @@ def rules(source: Source, target: ChameleonTarget) -> list[Rename]:
 
 
 def read_vq(
-    source: Source, folder: Path, config: VQGANConfig, dtype: torch.dtype, device: torch.device | str
+    source: Source,
+    folder: Path,
+    config: VQGANConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    ours: bool,
 ) -> VQGAN:
-    """The VQ decoder, from the checkpoint or from a file beside it."""
-    if "model.vqmodel.decoder.conv_in.weight" in source.shapes():
+    """The VQ decoder: given, from the checkpoint, or from a file beside it."""
+    if ours:
+        return read_tokenizer(Source.open(folder / "tokenizer"), 0, dtype, device)
+    given = source.given.get("tokenizer")
+    if given is None and "model.vqmodel.decoder.conv_in.weight" in source.shapes():
         return read_vqgan(source, config, TAMING, VQ, dtype, device)
-    for name in VQ_FILES:
-        if (folder / name).is_file():
-            return read_vqgan(Source.open(folder / name), config, TAMING, "", dtype, device)
-    raise InputError(
-        f"{folder} has no VQ decoder: put the vqgan.ckpt of Chameleon's tokenizer folder "
-        f"(facebookresearch/chameleon) there as {VQ_FILES[1]}"
-    )
+    files = [Path(given)] if given else [folder / name for name in VQ_FILES]
+    file = next((path for path in files if path.exists()), None)
+    if file is None:
+        raise InputError(
+            f"{folder} has no VQ decoder: put the vqgan.ckpt of Chameleon's tokenizer folder there, "
+            "or use lanternpp convert MODEL OUT --vq FILE"
+        )
+    return read_vqgan(Source.open(file), config, TAMING, "", dtype, device)

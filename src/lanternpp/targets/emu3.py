@@ -8,18 +8,21 @@ is not wanted (baaivision/Emu3, image_generation.py, whose words these are, with
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from lanternpp.nn import llama
+from lanternpp.nn.checkpoints import Store
+from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import DecoderConfig
-from lanternpp.nn.sources import Rename, Source
+from lanternpp.nn.sources import SAME, Rename, Source
 from lanternpp.targets.language import Raster, TokenTarget, language_rules
 from lanternpp.targets.tokens import Text, first_code
-from lanternpp.vq.emu3 import Emu3Decoder, read_emu3
+from lanternpp.vq.emu3 import Emu3Decoder, read_emu3, save_emu3
 
 BEGIN, ROW_END = "<|extra_203|>", "<|extra_200|>"
 IMAGE, CODES = "<|image start|>", "<|image token|>"
@@ -28,7 +31,7 @@ UNWANTED = (
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, "
     "worst quality, low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
 )
-SIZE, MOST = "720x720", 8100  # pixels; codes of the largest image
+SIZE, MOST = "720", 8100  # pixels of a square; codes of the largest image
 LANGUAGE, VQ = r"(?:model\.text_model\.|text_model\.model\.)", r"(?:model\.)?vqmodel\."
 
 
@@ -41,7 +44,7 @@ class Emu3Config:
     tokens: int  # of the vocabulary that codes are part of
     positions: int
     base: float  # of the rotations
-    size: str = SIZE  # WIDTHxHEIGHT in pixels
+    size: str = SIZE  # pixels: WIDTHxHEIGHT, or the side of a square
     wanted: str = WANTED  # follows every prompt
     unwanted: str = UNWANTED  # what guidance leads away from
 
@@ -53,6 +56,8 @@ class Emu3Config:
 class Emu3Target(TokenTarget):
     """An Emu3 that draws."""
 
+    kind = "emu3"
+    any_size = True
     about = "Emu3-Gen in transformers' layout"
 
     def __init__(self, config: Emu3Config, text: Text, vq: Emu3Decoder):
@@ -79,17 +84,20 @@ class Emu3Target(TokenTarget):
     @classmethod
     def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
         """The target; tokenizer.json lies beside the checkpoint."""
-        config = read_config(source)
-        folder = source.path if source.path.is_dir() else source.path.parent
-        vq = read_emu3(source, VQ, config.vq, dtype, device)
+        ours = cls.is_ours(source)
+        config = config_as(Emu3Config, source.config, source.path) if ours else read_config(source)
+        config = replace(config, size=str(source.given.get("size") or config.size))
+        place = Source.open(cls.beside(source) / "tokenizer") if ours else source
+        vq = read_emu3(place, None if ours else VQ, config.vq, dtype, device)
         with torch.device("meta"):
-            target = cls(config, Text(folder), vq)
-        rules = [
-            Rename(r"(?:text_model\.)?lm_head\.weight", "output.weight", rows=target.code_tokens),
-            *language_rules(LANGUAGE, config.shape),
-        ]
-        source.fill(target, rules, dtype, [VQ + ".*", r".*\.inv_freq"], device)
+            target = cls(config, cls.text_of(source), vq)
+        mapped, skip = ([SAME], ()) if ours else (rules(target), (VQ + ".*", r".*\.inv_freq"))
+        source.fill(target, mapped, dtype, skip, device)
         return target.to(device)
+
+    def save_vq(self, folder: Path, store: Store) -> None:
+        """Write the VQ decoder into a tokenizer folder."""
+        save_emu3(self._vq[0], folder, store)
 
     @property
     def codebook(self) -> Tensor:
@@ -136,3 +144,11 @@ def read_config(source: Source) -> Emu3Config:
         base=llama.rope_base(language, source.path, 1e6),
         size=source.config.get("size", SIZE),
     )
+
+
+def rules(target: Emu3Target) -> list[Rename]:
+    """transformers' names, as its class writes them and as the hub's files have them, as ours."""
+    return [
+        Rename(r"(?:text_model\.)?lm_head\.weight", "output.weight", rows=target.code_tokens),
+        *language_rules(LANGUAGE, target.config.shape),
+    ]

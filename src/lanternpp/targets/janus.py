@@ -10,6 +10,7 @@ generation_inference.py, which draws with guidance 5).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -17,11 +18,14 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn import llama
+from lanternpp.nn.checkpoints import Store
+from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import DecoderConfig
-from lanternpp.nn.sources import Rename, Source
+from lanternpp.nn.sources import SAME, Rename, Source
 from lanternpp.targets.language import LanguageTarget, Raster, language_rules
 from lanternpp.targets.tokens import Text
 from lanternpp.vq.layouts import LLAMAGEN, TRANSFORMERS, Names, read_vqgan
+from lanternpp.vq.llamagen import read_tokenizer, save_tokenizer
 from lanternpp.vq.vqgan import VQGAN, VQGANConfig
 
 BEGIN, PAD, DRAW = "<｜begin▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>"  # noqa: RUF001
@@ -87,6 +91,7 @@ class JanusConfig:
 class JanusTarget(LanguageTarget):
     """A Janus, drawing."""
 
+    kind = "janus"
     about = "Janus and Janus-Pro, in transformers' layout or their authors'"
 
     def __init__(self, config: JanusConfig, text: Text, vq: VQGAN):
@@ -112,17 +117,30 @@ class JanusTarget(LanguageTarget):
     @classmethod
     def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
         """The target; tokenizer.json lies beside the checkpoint."""
-        layout = layout_of(source)
-        if layout is None:
-            raise InputError(f"{source.path} has no table of image codes: it is no Janus that draws")
-        config = read_config(source, layout)
-        vq = read_vqgan(source, config.vq, layout.vq_names, layout.vq, dtype, device)
-        folder = source.path if source.path.is_dir() else source.path.parent
+        if cls.is_ours(source):
+            config = config_as(JanusConfig, source.config, source.path)
+            vq = read_tokenizer(Source.open(cls.beside(source) / "tokenizer"), config.grid, dtype, device)
+            mapped, skip = [SAME], []
+        else:
+            layout = layout_of(source)
+            if layout is None:
+                raise InputError(f"{source.path} has no table of image codes: it is no Janus that draws")
+            config = read_config(source, layout)
+            vq = read_vqgan(source, config.vq, layout.vq_names, layout.vq, dtype, device)
+            mapped, skip = rules(layout, config), [layout.others, r".*\.inv_freq"]
+        side = config.grid * config.vq.down
+        if source.given.get("size") not in (None, side, str(side)):
+            raise InputError(
+                f"size {source.given['size']} cannot be drawn; this model draws {side}x{side} pixels"
+            )
         with torch.device("meta"):
-            target = cls(config, Text(folder), vq)
-        skip = [layout.others, r".*\.inv_freq"]
-        source.fill(target, rules(layout, config), dtype, skip, device)
+            target = cls(config, cls.text_of(source), vq)
+        source.fill(target, mapped, dtype, skip, device)
         return target.to(device)
+
+    def save_vq(self, folder: Path, store: Store) -> None:
+        """Write the VQ decoder into a tokenizer folder."""
+        save_tokenizer(self._vq[0], folder, store)
 
     @property
     def codebook(self) -> Tensor:

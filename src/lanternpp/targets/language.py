@@ -5,20 +5,23 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
+from lanternpp.nn import checkpoints
+from lanternpp.nn.checkpoints import Store
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.llama import llama_rules
 from lanternpp.nn.packed import pack
 from lanternpp.nn.rope import line_table
-from lanternpp.nn.sources import Rename
+from lanternpp.nn.sources import Rename, Source
 from lanternpp.targets.base import Target
-from lanternpp.targets.tokens import check_length, left_padded
+from lanternpp.targets.tokens import Text, check_length, left_padded
 from lanternpp.types import Prompt
 
 SLOTS = 512  # the longest prompt, unless the model's own positions end before
@@ -44,11 +47,11 @@ class Raster:
 
     @classmethod
     def of(cls, size: str, patch: int, ends: bool, most: int, step: int = 1) -> Raster:
-        """A size such as "768x512" in pixels (width first), of codes `patch` pixels wide.
+        """A size such as "768x512" in pixels (width first) or "768", of codes `patch` pixels wide.
 
         Raises InputError unless both sides are multiples of `step` codes and the image has at most `most`.
         """
-        found = re.fullmatch(r"(\d+)x(\d+)", size)
+        found = re.fullmatch(r"(\d+)x(\d+)", size if "x" in size else f"{size}x{size}")
         side = patch * step
         width, height = map(int, found.groups()) if found else (0, 0)
         if not (width and height) or width % side or height % side:
@@ -75,6 +78,10 @@ class LanguageTarget(Target):
     every row but the last and nowhere else.
     """
 
+    kind: ClassVar[str]  # in a config of ours
+    text: Text
+    config: Any  # a dataclass
+
     def __init__(self, shape: DecoderConfig, turns: Tensor, codes: int, raster: Raster, tokens: int):
         super().__init__()
         self.raster = raster
@@ -82,6 +89,33 @@ class LanguageTarget(Target):
         self.width, self.length = raster.width, raster.length
         self.decoder = Decoder(shape, turns)
         self.token_table = nn.Parameter(torch.empty(tokens, shape.dim))
+
+    @classmethod
+    def is_ours(cls, source: Source) -> bool:
+        """Whether a checkpoint is one that `save` wrote."""
+        return source.config.get("kind") == cls.kind
+
+    @classmethod
+    def beside(cls, source: Source) -> Path:
+        """The folder of what else a checkpoint needs: its own, or that of the model folder `save` wrote."""
+        return source.path if source.path.is_dir() and not cls.is_ours(source) else source.path.parent
+
+    @classmethod
+    def text_of(cls, source: Source) -> Text:
+        """The tokenizer of a checkpoint."""
+        return Text(cls.beside(source) / ("text" if cls.is_ours(source) else ""))
+
+    def save(self, folder: Path, store: Store) -> list[str]:
+        """Write target, VQ decoder and the tokenizer of texts into a model folder."""
+        config = {"kind": self.kind, **asdict(self.config)}
+        checkpoints.save(folder / "target", config, self.state_dict(), store)
+        self.save_vq(folder / "tokenizer", store)
+        self.text.save(folder / "text")
+        return ["target", "tokenizer", "text"]
+
+    @abstractmethod
+    def save_vq(self, folder: Path, store: Store) -> None:
+        """Write the VQ decoder into a tokenizer folder."""
 
     @staticmethod
     def slots_within(positions: int, raster: Raster) -> int:

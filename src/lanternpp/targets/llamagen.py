@@ -228,14 +228,14 @@ def shape_of(source: Source) -> LlamaGenConfig:
     )
 
 
-def grid_of(path: Path, config: Mapping[str, Any], size: int | None = None) -> int:
+def grid_of(path: Path, config: Mapping[str, Any], size: str | None = None) -> int:
     """Codes of an image's side, which no tensor says: given, from the config, or from the pixels in the name."""
     if size:
-        if size % DOWN:
+        if not str(size).isdecimal() or int(size) % DOWN:
             raise InputError(
                 f"size {size} is not a multiple of {DOWN} pixels; LlamaGen draws 256, 384 or 512"
             )
-        return size // DOWN
+        return int(size) // DOWN
     if config.get("block_size"):
         return round(int(config["block_size"]) ** 0.5)
     if config.get("input_type") in GRIDS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.errors import InputError
+from lanternpp.nn.checkpoints import replacing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -36,6 +38,12 @@ class Text:
         except Exception as error:  # the library raises no narrower one
             reason = str(error).splitlines()[0]
             raise InputError(f"{self.path} is no tokenizer ({reason}): fetch it again.") from None
+
+    def save(self, folder: Path) -> None:
+        """Copy it into another folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(folder / TOKENIZER) as temporary:
+            shutil.copyfile(self.path, temporary)
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a text, none added before or after it."""

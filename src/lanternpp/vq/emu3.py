@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.nn.sources import Rename, Source
+from lanternpp.nn.checkpoints import Store, save
+from lanternpp.nn.sources import SAME, Rename, Source
 
 if TYPE_CHECKING:
     from transformers.models.emu3.modeling_emu3 import Emu3VQVAE
@@ -58,16 +60,31 @@ class Emu3Decoder(nn.Module):
 
 
 def read_emu3(
-    source: Source, prefix: str, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device | str
+    source: Source,
+    prefix: str | None,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> Emu3Decoder:
-    """The decoder below `prefix` (a regular expression) in a checkpoint, its codebook in float32."""
+    """The decoder below `prefix` (a regular expression) in a checkpoint, its codebook in float32.
+
+    prefix None: a tokenizer folder that `save_emu3` wrote.
+    """
     with torch.device("meta"):
         vq = Emu3Decoder(config)
-    rules = [
-        Rename(prefix + r"quantize\.embedding\.weight", "codebook"),
-        Rename(prefix + r"post_quant_conv\.(.*)", r"after.\1"),
-        Rename(prefix + r"decoder\.(.*)", r"decoder.\1"),
-    ]
-    source.fill(vq, rules, dtype, [f"(?!{prefix}).*", f"{prefix}(?!{DRAWING}).*"], device)
+    if prefix is None:
+        source.fill(vq, [SAME], dtype, device=device)
+    else:
+        rules = [
+            Rename(prefix + r"quantize\.embedding\.weight", "codebook"),
+            Rename(prefix + r"post_quant_conv\.(.*)", r"after.\1"),
+            Rename(prefix + r"decoder\.(.*)", r"decoder.\1"),
+        ]
+        source.fill(vq, rules, dtype, [f"(?!{prefix}).*", f"{prefix}(?!{DRAWING}).*"], device)
     vq.decoder.to(dtype)  # its moving averages too
     return vq.eval().requires_grad_(False)
+
+
+def save_emu3(vq: Emu3Decoder, folder: Path, store: Store) -> None:
+    """Write a decoder as a tokenizer folder of ours."""
+    save(folder, {"kind": "emu3-vq"}, vq.state_dict(), store, ["codebook"])
