@@ -18,6 +18,10 @@ from lanternpp.nn.sources import Source
 from lanternpp.types import Nodes, Prompt
 
 
+class PromptWarning(UserWarning):
+    """A part of the prompt that the model cannot follow."""
+
+
 class Target(nn.Module, ABC):
     """The AR model whose images we want. Offsets into a text vocabulary stay in the family's file."""
 

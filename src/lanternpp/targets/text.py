@@ -7,23 +7,27 @@ import json
 import re
 import shutil
 import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_plus
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import CONFIG, read_safetensors
+from lanternpp.nn.checkpoints import CONFIG, read_safetensors, replacing
+from lanternpp.targets.base import PromptWarning
 
 ENCODER = "google/flan-t5-xl"
 FEATURES = "embeddings.safetensors"
 KEPT = 64  # texts whose features are remembered
+RUNS_IN = {torch.float16: torch.bfloat16, torch.float64: torch.float32}  # T5 overflows in float16
 
 
 class Text(ABC):
@@ -32,6 +36,14 @@ class Text(ABC):
     @abstractmethod
     def features(self, text: str, like: Tensor) -> Tensor:
         """[n, C], one row per token, on the device and in the dtype of `like`; InputError where there are none."""
+
+    def store(self, path: Path, texts: Sequence[str]) -> None:
+        """Write the features of some texts as the file that `StoredText` reads, in bfloat16."""
+        rows = {
+            text: self.features(text, torch.empty(0, dtype=torch.bfloat16)).contiguous() for text in texts
+        }
+        with replacing(path) as temporary:
+            save_file(rows, temporary)
 
     def release(self) -> None:
         """Let go of what is loaded; the next text loads it again."""
@@ -81,15 +93,24 @@ class T5Text(Text):
         """The last hidden states of the cleaned text, at most `tokens` of them."""
         if text not in self._known:
             self._load(like)
-            ids = self._tokenizer(
-                clean(text), max_length=self.tokens, truncation=True, return_tensors="pt"
-            ).input_ids
-            with torch.inference_mode():
-                states = self._encoder(input_ids=ids.to(like.device)).last_hidden_state[0]
-            self._known[text] = states.clone()
+            self._known[text] = self._encoded(text, like)
             if len(self._known) > KEPT:
                 self._known.popitem(last=False)
         return self._known[text].to(like)
+
+    def _encoded(self, text: str, like: Tensor) -> Tensor:
+        plain = clean(text)
+        count = len(self._tokenizer(plain, verbose=False).input_ids)
+        if count > self.tokens:
+            warnings.warn(
+                f"the prompt has {count} tokens; this model reads the first {self.tokens}",
+                PromptWarning,
+                stacklevel=2,
+            )
+        ids = self._tokenizer(plain, max_length=self.tokens, truncation=True, return_tensors="pt").input_ids
+        with torch.inference_mode():
+            states = self._encoder(input_ids=ids.to(like.device)).last_hidden_state[0]
+        return states.clone()
 
     def release(self) -> None:
         """Let go of encoder and tokenizer; remembered features stay."""
@@ -113,7 +134,9 @@ class T5Text(Text):
         try:
             with quiet():
                 self._tokenizer = AutoTokenizer.from_pretrained(self.where)
-                encoder = T5EncoderModel.from_pretrained(self.where, dtype=like.dtype)
+                encoder = T5EncoderModel.from_pretrained(
+                    self.where, dtype=RUNS_IN.get(like.dtype, like.dtype)
+                )
         except (OSError, ValueError, ImportError, KeyError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise InputError(
@@ -167,7 +190,9 @@ def clean(text: str) -> str:
     text = html.unescape(html.unescape(unquote_plus(text))).lower()
     for pattern, plain in CLEANING:
         text = pattern.sub(plain, text)
-    return text.strip()
+    if len(re.findall(r"[-_]", text)) > 3:
+        text = re.sub(r"[-_]", " ", text)
+    return re.sub(r"^([\"'])(.+)\1$", r"\2", text.strip()).strip()
 
 
 CLEANING = [
@@ -177,6 +202,8 @@ CLEANING = [
         (r"https?:\S+|www\.\S+", ""),  # addresses
         (r"<[^<>]+>", ""),  # markup
         (r"@\w+", ""),  # names of accounts
+        (r"\S+\.(?:png|jpe?g|bmp|webp|eps|pdf|apk|mp4)\b", ""),  # names of files
+        (r"\b\d+\.?\d*[x\u00d7]\d+\.?\d*\b", ""),  # sizes
         (r"[\u2010-\u2015\u2212]", "-"),
         (r"[`\u00b4\u00ab\u00bb\u201c\u201d\u00a8]", '"'),
         (r"[\u2018\u2019]", "'"),

@@ -18,16 +18,12 @@ from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.packed import PackedLinear, packable
 from lanternpp.nn.rope import grid_table
 from lanternpp.nn.sources import Source
-from lanternpp.targets.base import Target
+from lanternpp.targets.base import PromptWarning, Target
 from lanternpp.types import Prompt
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ
 
 SILENT = frozenset(["a", "an", "the", "of", "photo", "photograph", "picture", "image", "and", "with"])
-
-
-class PromptWarning(UserWarning):
-    """A part of the prompt that the model cannot follow."""
 
 
 @dataclass(frozen=True)
