@@ -49,22 +49,26 @@ class Text:
         """The tokens of a text, none added before or after it."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def find(self, token: str) -> int | None:
+        """The id of one token by its name; None where there is none."""
+        return self._tokenizer.token_to_id(token)
+
     def id(self, token: str) -> int:
-        """The id of one token by its name."""
-        found = self._tokenizer.token_to_id(token)
+        """The same, of a token that must be there."""
+        found = self.find(token)
         if found is None:
             raise InputError(f"{self.path} has no token {token!r}: it is another model's tokenizer.")
         return found
 
 
 def first_code(text: Text, name: str, last: str, codes: int, what: str) -> int:
-    """The id of code 0, whose token is `name`; code V - 1 must lie V - 1 further on, at the token `last`."""
-    try:
-        first, end = text.id(name), text.id(last)
-    except InputError:
-        raise InputError(
-            f"{text.path} has no tokens for {codes} image codes ({name} to {last}): {what}"
-        ) from None
+    """The id of code 0, whose token is `name`; code V - 1 must lie V - 1 further on, at the token `last`.
+
+    Raises InputError; `what` says what a model without them is.
+    """
+    first, end = text.find(name), text.find(last)
+    if first is None or end is None:
+        raise InputError(f"{text.path} has no tokens for {codes} image codes ({name} to {last}): {what}")
     if end - first != codes - 1:
         raise InputError(
             f"{text.path}: {name} to {last} are {end - first + 1} ids where {codes} are expected"

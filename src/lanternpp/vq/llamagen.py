@@ -76,7 +76,8 @@ def checkpoints_in(folder: Path) -> Iterable[Path]:
 
 def save_tokenizer(vq: VQGAN, folder: Path, store: Store) -> None:
     """Write a decoder as a tokenizer folder of ours."""
-    save(folder, {"kind": KIND, **asdict(vq.config)}, vq.state_dict(), store, ["codebook"])
+    config = asdict(vq.config) | {"unit": False}  # its codebook is normalised, and would round anew
+    save(folder, {"kind": KIND, **config}, vq.state_dict(), store, ["codebook"])
 
 
 def read_tokenizer(source: Source, grid: int, dtype: torch.dtype, device: torch.device | str) -> VQGAN:
