@@ -12,7 +12,12 @@ from PIL import Image
 
 from lanternpp.methods import METHODS
 
-FEW = ("--neighbours", 8, "--json")
+
+def options(method: str, model: Path, drafter: Path) -> list[object]:
+    """A method, as many neighbours as the tiny codebooks have, and something to draft with."""
+    few = ["--neighbours", 8] if METHODS[method].neighbours else []
+    own = {"nothing": [], "tree": ["--drafter", drafter], "independent": ["--drafter", model], "jacobi": []}
+    return ["--method", method, "--json", *few, *own[METHODS[method].proposer]]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,7 @@ def drawn(outcome: object, n: int) -> dict[str, object]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_texts_are_drawn_by_every_method(method: str, run, models: Path) -> None:
-    args = ["--model", models / "t2i", "--drafter", models / "t2i-drafter", "--method", method, *FEW]
+    args = ["--model", models / "t2i", *options(method, models / "t2i", models / "t2i-drafter")]
     three = drawn(run("generate", "a red tulip", *args, "-n", 3), 3)
     assert three["settings"]["cfg"] == 7.5 and three["settings"]["batch_size"] == 3
     sides = drawn(run("compare", "a red tulip", *args, "--cfg", 1, "--runs", 1), 1)
@@ -48,7 +53,7 @@ def test_texts_are_drawn_by_every_method(method: str, run, models: Path) -> None
 @pytest.mark.parametrize("method", METHODS)
 def test_classes_are_drawn_by_every_method(method: str, run, models: Path) -> None:
     file = models / "c2i" / "t2i_XL_tiny.pt"
-    args = ["--drafter", models / "c2i-drafter", "--method", method, *FEW]
+    args = options(method, models / "c2i", models / "c2i-drafter")
     one = drawn(run("generate", "7", "--model", file, *args), 1)
     assert one["model"] == "t2i_XL_tiny" and one["settings"]["cfg"] == 4.0
     drawn(run("generate", "7", "--model", models / "c2i", *args, "-n", 3, "--cfg", 1), 3)

@@ -18,6 +18,7 @@ from lanternpp.nn.sources import Source
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.targets.base import Target
 from lanternpp.trees import build_tree
+from lanternpp.types import Admission
 
 GOLDEN = load_file(Path(__file__).parent.parent / "golden" / "llamagen.safetensors")
 
@@ -50,7 +51,7 @@ def test_it_sees_code_0_where_the_prompt_is(target: Target, tmp_path: Path) -> N
     proposer.open(target, Sampling(), Guidance(), 1)
     prompt = target.prompt(["a red tulip"], 1)
     features, root = checkpoints.numbers("features", (1, 6, 64)), torch.tensor([9])
-    proposer.begin(0, torch.tensor([0]), prompt, features, root)
+    proposer.begin(Admission(0, torch.tensor([0]), "a red tulip", prompt, features, root))
     start = int(prompt.start)
     ahead = target.embed(torch.tensor([[0, 0, 0, 0, 0, 9]]))
     assert 0 < start < 5
