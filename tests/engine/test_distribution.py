@@ -101,8 +101,10 @@ RULES = {
     "exact": (Exact(), no_relax),
     "lantern 0.22": (Lantern(TABLE, 0.22), additive(NEAR, 0.22)),
     "lantern 0.5": (Lantern(TABLE, 0.5), additive(NEAR, 0.5)),
+    "lantern 0.5 optimal": (Lantern(TABLE, 0.5, "optimal"), additive(NEAR, 0.5)),
     "lantern++ 1.7": (LanternPlusPlus(TABLE, 1.7), multiplicative(NEAR, 1.7)),
     "lantern++ 4": (LanternPlusPlus(TABLE, 4.0), multiplicative(NEAR, 4.0)),
+    "lantern++ 4 optimal": (LanternPlusPlus(TABLE, 4.0, "optimal"), multiplicative(NEAR, 4.0)),
 }
 
 
@@ -136,7 +138,7 @@ def round_codes(rule, p, q, children, draws=DRAWS, dtype=torch.float64):
 @pytest.mark.parametrize("rule", RULES)
 def test_a_round_follows_its_enumerated_law(rule, q, children):
     ours, written_again = RULES[rule]
-    law = torch.tensor(round_law(P, QS[q], children, written_again), dtype=torch.float64)
+    law = torch.tensor(round_law(P, QS[q], children, written_again, ours.optimal), dtype=torch.float64)
     assert law.sum().item() == pytest.approx(1)
     draws = DRAWS if ours.lossless else DRAWS // 4
     if ours.lossless:
@@ -158,7 +160,7 @@ def test_point_mass_drafts_follow_their_enumerated_law(rule, children):
     logits = torch.tensor(P).double().log().expand(DRAWS, len(children) + 1, -1)
     draft = Draft(star(DRAWS, len(children)), codes, None)
     made = verify(draft, logits, Sampling(), ours, noise(DRAWS)).ahead[:, :1]
-    law = torch.tensor(point_round_law(P, children, written_again), dtype=torch.float64)
+    law = torch.tensor(point_round_law(P, children, written_again, ours.optimal), dtype=torch.float64)
     if ours.lossless:
         assert law.tolist() == pytest.approx(P)
     assert chi_square(tally(made, 4), law) > UNLIKELY
