@@ -14,6 +14,7 @@ import torch
 from lanternpp.drafters import DRAFTERS
 from lanternpp.drafters.base import Drafter
 from lanternpp.errors import InputError
+from lanternpp.hub import fetch, hub_id
 from lanternpp.nn.checkpoints import load_config
 from lanternpp.nn.packed import pack
 from lanternpp.registry import find, unknown
@@ -28,11 +29,19 @@ DEFAULTS = "defaults.json"
 
 
 def model_folder(model: str) -> Path:
-    """The folder of a model: a name of `MODELS` or a path. Raises InputError naming both."""
-    folder = ASSETS / model if model in MODELS else Path(model)
-    if not folder.is_dir():
-        raise InputError(unknown("model", model, MODELS) + "; or give the path of a model folder")
-    return folder
+    """Where a model lies: a name of `MODELS`, a path, or an id of the hub, which is fetched.
+
+    Raises InputError naming what can be named.
+    """
+    path = ASSETS / model if model in MODELS else Path(model)
+    if path.is_dir():
+        return path
+    wanted = hub_id(model)
+    if wanted is None:
+        raise InputError(
+            unknown("model", model, MODELS) + "; or give the path of a model folder, or a hub id"
+        )
+    return fetch(wanted)
 
 
 def read_defaults(folder: Path) -> dict[str, Any]:

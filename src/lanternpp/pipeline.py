@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,24 +70,24 @@ class Pipeline:
     def from_pretrained(
         cls, model: str = "nature-128", drafter: str | None = None, device: str = "auto", dtype: str = "auto"
     ) -> Pipeline:
-        """A model by name or folder; `drafter` a folder (default: the model's own).
+        """A model by name, folder or hub id; `drafter` likewise (default: the model's own).
 
         Raises InputError where a name is unknown or a file is missing, truncated or of another model.
         """
         folder, on = model_folder(model), pick_device(device)
-        name = model if model in MODELS else folder.name
+        name = folder.name if Path(model).exists() and model not in MODELS else model
         return cls(Model(folder, drafter, on, pick_dtype(dtype, on)), name)
 
     def __call__(
         self,
         prompt: str | list[str],
         n: int = 1,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         method: str = "lantern++",
         progress: Callable[[int, int], None] | None = None,
         **overrides: Any,
     ) -> Result:
-        """Draw n pictures per prompt; picture i of a prompt has seed + i.
+        """Draw n pictures per prompt; picture i of a prompt has seed + i. Several seeds: one for each prompt.
 
         overrides: any field of `Settings` besides method; what is left out or None is the method's or the
         model's default. measure=True reports `tv_spent`, which takes time. Raises InputError.
@@ -149,17 +150,23 @@ class Pipeline:
             drawn.append(Image.fromarray(pixels.round().byte().permute(1, 2, 0).cpu().numpy()))
         return drawn
 
-    def _orders(self, prompts: list[str], n: int, seed: int) -> tuple[list[str | None], list[int]]:
+    def _orders(
+        self, prompts: list[str], n: int, seed: int | Sequence[int]
+    ) -> tuple[list[str | None], list[int]]:
         """One condition and one seed per picture, checked before any work."""
         if n < 1:
             raise InputError(f"n {n} is below 1; ask for at least one picture")
-        if not 0 <= seed < 2**63 - n:
-            raise InputError(f"seed {seed} is out of range; use 0 to 2**63 - 1")
+        seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
+        if len(seeds) != len(prompts):
+            raise InputError(f"{len(seeds)} seeds do not go with {len(prompts)} prompts; give one for each")
+        for first in seeds:
+            if not 0 <= first < 2**63 - n:
+                raise InputError(f"seed {first} is out of range; use 0 to 2**63 - 1")
         if not prompts or any(not p.strip() for p in prompts):
             raise InputError('the prompt is empty; say what to draw, such as "a photo of a red tulip"')
-        for prompt in prompts:
+        for prompt in dict.fromkeys(prompts):
             self.target.prompt([prompt], 1)
-        return [p for p in prompts for _ in range(n)], [seed + i for _ in prompts for i in range(n)]
+        return [p for p in prompts for _ in range(n)], [first + i for first in seeds for i in range(n)]
 
     def _stats(self, settings: Settings, harvests: list[Harvest], seconds: float) -> Stats:
         accepted = [count for h in harvests for count in h.accepted]

@@ -58,11 +58,13 @@ Count = Annotated[int, typer.Option("-n", "--n", help="Pictures.", callback=with
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE.png", help="Where to write.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
-Model = Annotated[str, typer.Option(metavar="NAME|DIR", help="The target.", rich_help_panel=PANEL_MODEL)]
+Model = Annotated[
+    str, typer.Option(metavar="NAME|DIR|HUB_ID", help="The target.", rich_help_panel=PANEL_MODEL)
+]
 Drafter = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME|DIR", help="Another drafter than the model's own.", rich_help_panel=PANEL_MODEL
+        metavar="NAME|DIR|HUB_ID", help="Another drafter than the model's own.", rich_help_panel=PANEL_MODEL
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=PANEL_MODEL)]
