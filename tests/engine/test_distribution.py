@@ -15,6 +15,8 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import verify
+from lanternpp.proposers.independent import Independent
+from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.nothing import Nothing
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.chain import chain_tree
@@ -67,12 +69,19 @@ def test_the_whole_loop_follows_the_law_that_is_left_after_temperature_and_top_k
     assert chi_square(tally(made, 3), warped.law()) > UNLIKELY
 
 
-def test_the_toy_admission_is_the_engines_own():
+ADMITTED = {
+    "tree": lambda target: TreeProposer(NoisyMarkovDrafter(target), StaticTree(BUSHY)),
+    "independent": lambda target: Independent(MarkovTarget(FAR), StaticTree(BUSHY)),
+    "jacobi": lambda target: Jacobi(2, "maximal", "mixed"),
+}
+
+
+@pytest.mark.parametrize("proposer", ADMITTED)
+def test_the_toy_admission_is_the_engines_own(proposer):
     target, seeds = MarkovTarget(CHAIN), [5, 6, 7, 8]
 
     def engine():
-        proposer = TreeProposer(NoisyMarkovDrafter(target), StaticTree(BUSHY))
-        return Engine(target, proposer, Exact(), Sampling(), Guidance(), 4)
+        return Engine(target, ADMITTED[proposer](target), Exact(), Sampling(), Guidance(), 4)
 
     ours, theirs = engine(), engine()
     admit_all(ours, torch.tensor(seeds))
