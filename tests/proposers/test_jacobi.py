@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from laws import chi_square
-from toys import MarkovTarget, ToyTarget, admit_all, counts, neighbours
+from toys import MarkovTarget, ToyTarget, counts, neighbours
 
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern_pp import LanternPlusPlus
@@ -39,19 +39,6 @@ def test_a_window_wider_than_the_image_and_warped_laws(coupling):
     engine = engine_of(CHAIN, 4, coupling, "mixed", sampling)
     warped = MarkovTarget(sampling.probs(CHAIN.double().log()))
     assert chi_square(counts(engine, 3, 200_000), warped.law(3)) > 1e-3
-
-
-def test_the_toy_start_is_the_engines_own():
-    seeds = [5, 6, 7, 8]
-    ours, theirs = (engine_of(CHAIN, 2, "maximal", "mixed", Sampling(), 4) for _ in range(2))
-    admit_all(ours, torch.tensor(seeds))
-    for slot, seed in enumerate(seeds):
-        theirs.admit(slot, "sea", seed)
-    for _ in range(3):
-        ours.step()
-        theirs.step()
-    assert torch.equal(ours.codes[:, :4], theirs.codes[:, :4])
-    assert torch.equal(ours.accepted, theirs.accepted)
 
 
 def drawn(target, proposer, sampling, cfg, batch, rule=None, count=4):
@@ -157,20 +144,6 @@ def test_a_fresh_guess_is_drawn_from_what_was_asked_for():
             proposer.observe = observe
             proposer.observe(looks[0])
             seen |= {count + i: p for i, p in enumerate(Sampling().probs(looks[0].logits)[0])}
-
-
-def test_a_finished_sample_stands_still():
-    target = ToyTarget()
-    engine = Engine(target, Jacobi(4, "maximal", "above"), Exact(), Sampling(), Guidance(3.0), 2)
-    engine.admit(0, "sea", 1)
-    while 0 not in engine.done():
-        engine.step()
-    before = engine.harvest(0)
-    engine.admit(1, "hill", 2)
-    while 1 not in engine.done():
-        engine.step()
-    after = engine.harvest(0)
-    assert torch.equal(after.codes, before.codes) and after.accepted == before.accepted
 
 
 def test_options_are_checked_and_default_to_sjd():

@@ -44,7 +44,8 @@ Reference = Annotated[
 Features = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help="What sees the pictures: judge (the model's own, the default) or inception."
+        metavar="NAME",
+        help="What sees the pictures: judge (the model's own, the default), inception, or module:Class.",
     ),
 ]
 Clip = Annotated[
@@ -112,8 +113,10 @@ def evaluate(
     images = None if source in METHODS else gallery(Path(source), clip)
     quality = judge(folder, reference, features, clip, device)
     if images is not None:
+        from lanternpp.pipeline import versions
+
         figures = measure(quality, images, images.prompts)
-        row: dict[str, Any] = {"folder": source, "images": len(images)}
+        row: dict[str, Any] = {"folder": source, "images": len(images), "versions": versions()}
     else:
         from lanternpp import Pipeline
         from lanternpp.evaluation.draw import orders

@@ -159,7 +159,9 @@ class JudgeTask(Task):
         """The validation pictures it gets most wrong, beside what it takes them for."""
         lesson = self.lessons["val"]
         scores, _ = self.look(self.average, lesson)
-        worst = F.cross_entropy(scores, lesson.labels, reduction="none").argsort(descending=True)[:SHOWN]
+        worst = (
+            F.cross_entropy(scores, lesson.labels, reduction="none").argsort(descending=True)[:SHOWN].cpu()
+        )
         images = to_bytes(lesson.pictures.centre(worst))
         sure = scores.softmax(-1).amax(-1)
         panels = []
