@@ -46,6 +46,8 @@ def multiplicative(near: Sequence[Sequence[int]], lam: float) -> Relax:
 
 def _move(p: Law, x: int, near: Sequence[int], budget: float) -> Law:
     bent, lent = list(p), 0.0
+    if 1.0 in p:  # forced by the format
+        return bent
     for y in near:
         if lent + p[y] > budget:
             break

@@ -27,7 +27,7 @@ MOST_LINES = 300
 
 BASES = {"accept.base", "trees.base", "drafters.base", "targets.base"}
 LIBRARY = {"errors", "types", "registry", "devices", "methods", "nn", "vq", "accept", "trees", "targets"}
-LIBRARY |= {"drafters", "proposers", "engine", "models", "pipeline", "picture"}
+LIBRARY |= {"drafters", "proposers", "engine", "hub", "models", "settings", "pipeline", "picture"}
 
 # What each room may import: rooms or single modules. A room may always import itself, and `errors`.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -46,12 +46,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "proposers": {
         *BASES,
         *("engine.cache", "engine.guidance", "engine.noise", "engine.sampling"),
-        *("trees.chain", "types"),
+        *("nn.decoder", "trees.chain", "types"),
     },
-    "models": {"registry", "devices", "targets", "drafters", "nn"},
+    "settings": {"registry", "methods", "accept", "trees", "proposers", "drafters.base", "targets.base"},
+    "hub": set(),
+    "models": {"registry", "hub", "devices", "targets", "drafters", "nn"},
     "picture": {"nn.checkpoints"},
     "pipeline": LIBRARY - {"pipeline", "picture"},
-    "training": LIBRARY,
+    "training": {*LIBRARY, "evaluation.judge", "evaluation.pictures"},
     "evaluation": LIBRARY,
     "serve": LIBRARY,
     "cli": LIBRARY | {"training", "evaluation", "serve", ""},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from laws import tally
 from torch import Tensor
 
 from lanternpp.drafters.base import Drafter
@@ -13,7 +14,8 @@ from lanternpp.engine.cache import RowCache
 from lanternpp.engine.decode import Engine
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
 from lanternpp.nn.rope import grid_table
-from lanternpp.proposers.tree import TreeProposer
+from lanternpp.proposers.drafted import Drafted
+from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.targets.base import Target
 from lanternpp.types import Nodes, Prompt
 
@@ -22,12 +24,18 @@ class ToyTarget(Target):
     """A tiny random decoder over a random codebook; a condition is a word whose length decides the prompt."""
 
     def __init__(
-        self, vocab: int = 12, grid: int = 4, seed: int = 0, sharp: float = 3.0, lively: float = 4.0
+        self,
+        vocab: int = 12,
+        grid: int = 4,
+        seed: int = 0,
+        sharp: float = 3.0,
+        lively: float = 4.0,
+        layers: int = 2,
     ):
         super().__init__()
         torch.manual_seed(seed)
         self.vocab, self.width, self.length = vocab, grid, grid * grid
-        shape = DecoderConfig(dim=16, layers=2, heads=2, hidden=24)
+        shape = DecoderConfig(dim=16, layers=layers, heads=2, hidden=24)
         self.decoder = Decoder(shape, grid_table(self.slots, grid, shape.head_dim))
         self.table = torch.nn.Parameter(torch.randn(vocab, 16))
         self.out = torch.nn.Parameter(torch.randn(vocab, 16) * sharp / 4)
@@ -77,10 +85,10 @@ class MarkovTarget(ToyTarget):
         self.logp = self.chain.log().clamp(min=-1e30)  # of 0 too: 0 x inf is NaN
         self.table = torch.nn.Parameter(torch.eye(len(table), 4, dtype=torch.float64), requires_grad=False)
 
-    def law(self) -> Tensor:
-        """The probability of every image, [V ** length], first code slowest."""
+    def law(self, codes: int | None = None) -> Tensor:
+        """The probability of every image, or start of `codes` codes, [V ** codes], first code slowest."""
         law = self.chain[0]
-        for _ in range(self.length - 1):
+        for _ in range((codes or self.length) - 1):
             law = (law.view(-1, self.vocab, 1) * self.chain).flatten()
         return law
 
@@ -157,10 +165,27 @@ def admit_all(engine: Engine, seeds: Tensor) -> None:
     engine.passes.fill_(1)
     engine.cache.used.fill_(target.slots)
     proposer.root.copy_(root)
-    if isinstance(proposer, TreeProposer):
+    proposer.count.fill_(1)
+    if isinstance(proposer, Drafted):
         proposer.cache.used.fill_(target.slots)
         first = engine.guidance.rows(target.embed(root[:, None]))
-        proposer.features[:, :1] = proposer.drafter(first, first, None, None)
+        proposer.features[:, :1] = proposer.look(root[:, None], first, None, None)
+    if isinstance(proposer, Jacobi):
+        proposer.seen.zero_()
+        proposer.held.zero_()
+        proposer.p.fill_(1 / target.vocab)
+
+
+def counts(engine: Engine, codes: int, draws: int) -> Tensor:
+    """How often every start of `codes` codes occurs in `draws` images of a Markov engine, [V ** codes]."""
+    found = torch.zeros(engine.target.vocab**codes)
+    for first in range(0, draws, engine.batch):
+        admit_all(engine, torch.arange(first, first + engine.batch))
+        while (engine.count < codes).any():
+            engine.step()
+        found += tally(engine.codes[:, :codes], engine.target.vocab)
+    assert found.sum() == draws
+    return found
 
 
 def neighbours(book: Tensor, k: int) -> Tensor:
@@ -175,3 +200,23 @@ def eagle(target: Target, seed: int = 1) -> EagleDrafter:
     shape = target.decoder.config
     config = EagleConfig(dim=shape.dim, heads=shape.heads, hidden=shape.hidden)
     return EagleDrafter(config, target.decoder.turns).double().eval().requires_grad_(False)
+
+
+class SmallerTarget(ToyTarget):
+    """Another target of the same codes, that takes a prompt of another length."""
+
+    slots = 2
+
+    def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
+        prompt = super().prompt(conditions, branches)
+        return Prompt(prompt.embeds[:, :2], prompt.start)
+
+
+def smaller(target: ToyTarget, seed: int = 3, near: float = 0.7) -> SmallerTarget:
+    """A smaller target that shares the tables, so that it agrees now and then."""
+    made = SmallerTarget(target.vocab, target.width, seed, layers=1).to(target.table.dtype)
+    made.book = target.book
+    for name in ("table", "out"):
+        ours, theirs = getattr(made, name), getattr(target, name)
+        ours.copy_(ours.lerp(theirs, near))
+    return made

@@ -28,17 +28,19 @@ class Method:
 
 METHODS: dict[str, Method] = {
     "ar": Method("nothing", "exact", about="plain autoregressive decoding, one code per pass"),
-    "eagle": Method(
-        "tree", "exact", "eagle-25", about="EAGLE-1 on a static tree, lossless (arXiv 2401.15077)"
-    ),
+    "eagle": Method("tree", "exact", "eagle-25", about="EAGLE-1 on a static tree (arXiv 2401.15077)"),
     "eagle2": Method(
         "tree",
         "exact",
         "eagle2",
-        about="EAGLE-2: a tree that follows the drafter, lossless (arXiv 2406.16858)",
+        about="EAGLE-2: a tree that follows the drafter (arXiv 2406.16858)",
     ),
-    "ddd": Method(
-        "tree", "exact", "ddd", about="EAGLE-2 of a depth decided on the way, lossless (arXiv 2409.00142)"
+    "ddd": Method("tree", "exact", "ddd", about="EAGLE-2 of a depth decided on the way (arXiv 2409.00142)"),
+    "independent": Method(
+        "independent",
+        "exact",
+        "chain-4",
+        about="speculative sampling: a smaller target drafts (arXiv 2211.17192, 2302.01318)",
     ),
     "lantern": Method(
         "tree",
@@ -78,7 +80,7 @@ METHODS: dict[str, Method] = {
         window=16,
         coupling="none",
         fresh="uniform",
-        about="speculative Jacobi decoding: no drafter, lossless (arXiv 2410.01699)",
+        about="speculative Jacobi decoding: no drafter (arXiv 2410.01699)",
     ),
     "jacobi-coupled": Method(
         "jacobi",
@@ -86,7 +88,7 @@ METHODS: dict[str, Method] = {
         window=16,
         coupling="maximal",
         fresh="uniform",
-        about="Jacobi decoding whose guesses rarely change, lossless (arXiv 2510.24211)",
+        about="Jacobi decoding whose guesses rarely change (arXiv 2510.24211)",
     ),
     "lantern-jacobi": Method(
         "jacobi",

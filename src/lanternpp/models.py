@@ -15,6 +15,7 @@ import torch
 from lanternpp.drafters import DRAFTERS
 from lanternpp.drafters.base import Drafter
 from lanternpp.errors import InputError
+from lanternpp.hub import fetch, hub_id
 from lanternpp.nn.checkpoints import load_config
 from lanternpp.nn.packed import pack
 from lanternpp.nn.shards import PICKLED, SAFE
@@ -31,11 +32,17 @@ DEFAULTS = "defaults.json"
 
 
 def model_folder(model: str) -> Path:
-    """Where a model lies: a name of `MODELS`, or a path of a folder or a checkpoint. InputError names both."""
+    """Where a model lies: a name of `MODELS`, a path, or an id of the hub, which is fetched.
+
+    Raises InputError naming what can be named.
+    """
     path = ASSETS / model if model in MODELS else Path(model)
-    if not path.exists():
-        raise InputError(unknown("model", model, MODELS) + "; or give the path of a model folder")
-    return path
+    if path.exists():
+        return path
+    wanted = hub_id(model)
+    if wanted is None:
+        raise InputError(unknown("model", model, MODELS) + "; or give a path, or a hub id")
+    return fetch(wanted)
 
 
 def recognised(what: str, source: Source, table: Mapping[str, Any]) -> Any:
@@ -106,8 +113,8 @@ class Model:
     """The networks of a model folder on a device, for inference.
 
     Plain, their weights are packed for passes over few rows; compiled, they go through torch.compile, which
-    arranges weights by itself. `drafter` names another folder than the model's own; `size`, as "768x512", is
-    for families that draw more than one.
+    arranges weights by itself. `drafter` names another folder for whatever drafts than the model's own;
+    `size`, as "768x512", is for families that draw more than one.
     """
 
     def __init__(
@@ -121,22 +128,37 @@ class Model:
     ):
         self.folder, self.device, self.dtype, self.compiled = folder, device, dtype, compiled
         self.size = size
-        self._drafter_folder = model_folder(drafter) if drafter else folder
+        self._other = model_folder(drafter) if drafter else None
         if compiled:
             check_compiler(device)
 
     def compile(self) -> Model:
         """The same model, compiled."""
         other = Model(self.folder, None, self.device, self.dtype, True, self.size)
-        other._drafter_folder = self._drafter_folder
+        other._other = self._other
         return other
 
     @cached_property
     def target(self) -> Target:
         """The target; InputError names what is wrong with a file."""
-        source, family = target_source(self.folder, {"size": self.size} if self.size else None)
-        if self.size and not family.any_size:
-            raise InputError(f"{self.folder.name} draws pictures of one size; leave out --size {self.size}")
+        return self._read(self.folder, self.size)
+
+    @cached_property
+    def smaller(self) -> Target:
+        """A smaller target to draft with: the other folder, or the model's own `independent`. InputError."""
+        source = self._other or self.folder / "independent"
+        if not source.exists():
+            raise InputError(
+                f"{source} holds no smaller target to draft with; name a model folder of the same codes with "
+                "--drafter: `lanternpp train target` makes one beside a copy of the tokenizer"
+            )
+        return self._read(source, self.size)
+
+    def _read(self, folder: Path, size: str | None) -> Target:
+        """The target of a model, prepared for inference."""
+        source, family = target_source(folder, {"size": size} if size else None)
+        if size and not family.any_size:
+            raise InputError(f"{folder.name} draws pictures of one size; leave out --size {size}")
         target = family.read(source, self.dtype, self.device)
         target.eval().requires_grad_(False)
         if self.compiled:
@@ -148,10 +170,11 @@ class Model:
     @cached_property
     def drafter(self) -> Drafter:
         """The drafter; InputError names what is wrong with a file, or that it is another target's."""
-        inside = self._drafter_folder / "drafter"
-        if not inside.is_dir() and self._drafter_folder == self.folder:
+        folder = self._other or self.folder
+        inside = folder / "drafter"
+        if not inside.is_dir() and folder == self.folder:
             raise InputError(f"{self.folder} comes without a drafter; name one with --drafter, or train one")
-        source = Source.open(inside if inside.is_dir() else self._drafter_folder)
+        source = Source.open(inside if inside.is_dir() else folder)
         drafter = recognised("drafter", source, DRAFTERS).read(source, self.target, self.dtype)
         drafter.eval().requires_grad_(False).to(self.device)
         if self.compiled:

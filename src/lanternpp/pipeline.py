@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,45 +14,14 @@ from PIL import Image
 from torch import Tensor
 
 import lanternpp
-from lanternpp.accept import RULES
-from lanternpp.accept.base import Dials
 from lanternpp.devices import pick_device, pick_dtype
 from lanternpp.engine.decode import Engine, Harvest, generate
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
-from lanternpp.methods import method as named_method
 from lanternpp.models import MODELS, Model, model_folder, read_defaults
-from lanternpp.proposers import PROPOSERS
-from lanternpp.proposers.base import Parts
-from lanternpp.registry import find, unknown
-from lanternpp.trees import build_tree
+from lanternpp.settings import Settings, build_proposer, build_rule, resolve
 from lanternpp.vq.neighbours import cache_folder, neighbours
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything that decides a picture, besides its prompt and its seed."""
-
-    method: str
-    proposer: str
-    accept: str
-    tree: str | None
-    neighbours: int | None
-    delta: float | None
-    lam: float | None
-    cfg: float
-    temperature: float
-    top_k: int
-    top_p: float
-    batch_size: int
-    compile: bool
-    nu: float | None = None
-    residual: str | None = None
-    window: int | None = None
-    coupling: str | None = None
-    fresh: str | None = None
-    measure: bool = False  # tv_spent
 
 
 @dataclass(frozen=True)
@@ -106,32 +76,34 @@ class Pipeline:
         dtype: str = "auto",
         size: str | None = None,
     ) -> Pipeline:
-        """A model by name or path; `drafter` a folder or a file (default: the model's own).
+        """A model by name, path or hub id; `drafter` likewise (default: the model's own).
 
         size: "768x512", width first, or "768", in pixels, for models that draw more than one size.
         Raises InputError where a name is unknown or a file is missing, truncated or of another model.
         """
         folder, on = model_folder(model), pick_device(device)
-        name = model if model in MODELS else folder.resolve().stem if folder.is_file() else folder.name
+        named = model in MODELS or not Path(model).exists()
+        name = model if named else folder.resolve().stem if folder.is_file() else folder.name
         return cls(Model(folder, drafter, on, pick_dtype(dtype, on), size=size), name)
 
     def __call__(
         self,
         prompt: str | list[str],
         n: int = 1,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         method: str = "lantern++",
         progress: Callable[[int, int], None] | None = None,
         **overrides: Any,
     ) -> Result:
-        """Draw n pictures per prompt; picture i of a prompt has seed + i.
+        """Draw n pictures per prompt; picture i of a prompt has seed + i. Several seeds: one for each prompt.
 
         overrides: any field of `Settings` besides method; what is left out or None is the method's or the
         model's default. measure=True reports `tv_spent`, which takes time. Raises InputError.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         conditions, seeds = self._orders(prompts, n, seed)
-        settings = self.settings(method, **{"batch_size": min(len(seeds), 8), **_given(overrides)})
+        given = {k: v for k, v in overrides.items() if v is not None}
+        settings = self.settings(method, **{"batch_size": min(len(seeds), 8), **given})
         engine = self.engine(settings)
         began = time.perf_counter()
         harvests = generate(engine, conditions, seeds, progress)
@@ -140,18 +112,11 @@ class Pipeline:
         return Result(images, codes.cpu(), self._stats(settings, harvests, time.perf_counter() - began))
 
     def settings(self, method: str = "lantern++", **overrides: Any) -> Settings:
-        """A method's settings on this model: overrides, then the model's defaults, then the method's row."""
-        row = named_method(method)
-        model = {k: v for k, v in self.defaults.items() if k != "methods"}
-        base = {"cfg": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "batch_size": 1, "compile": False}
-        merged = base | {k: v for k, v in asdict(row).items() if k != "about"} | model
-        merged |= self.defaults.get("methods", {}).get(method, {}) | _given(overrides)
-        extra = [k for k in merged if k not in Settings.__dataclass_fields__]
-        if extra:
-            raise InputError(unknown("option", extra[0], Settings.__dataclass_fields__))
-        settings = Settings(method=method, **merged)
-        if settings.batch_size < 1:
-            raise InputError(f"batch size {settings.batch_size} is below 1; use 1 or more")
+        """A method's settings on this model: overrides, then the model's defaults, then the method's row.
+
+        Raises InputError, also where an override is a dial that no part of the method reads.
+        """
+        settings = resolve(method, self.defaults, overrides)
         if settings.top_k > self.target.vocab:
             raise InputError(f"top-k {settings.top_k} exceeds the {self.target.vocab} codes of {self.name}")
         return settings
@@ -159,24 +124,11 @@ class Pipeline:
     def engine(self, settings: Settings) -> Engine:
         """The engine for these settings, made once and kept."""
         if settings not in self._engines:
-            rule = find("acceptance rule", settings.accept, RULES)
-            proposer = find("proposer", settings.proposer, PROPOSERS)
-            dials = Dials(
-                self.table, settings.neighbours, settings.delta, settings.lam, settings.nu, settings.residual
-            )
-            tree = settings.tree or "eagle-25"
             model = self._model(settings.compile)
-            parts = Parts(
-                drafter=lambda: model.drafter,
-                tree=lambda: build_tree(tree),
-                window=settings.window,
-                coupling=settings.coupling,
-                fresh=settings.fresh,
-            )
             self._engines[settings] = Engine(
                 model.target,
-                proposer.build(parts),
-                rule.build(dials),
+                build_proposer(settings, lambda: model.drafter, lambda: model.smaller),
+                build_rule(settings, self.table),
                 Sampling(settings.temperature, settings.top_k, settings.top_p),
                 Guidance(settings.cfg),
                 settings.batch_size,
@@ -209,17 +161,23 @@ class Pipeline:
             drawn.append(Image.fromarray(pixels.round().byte().permute(1, 2, 0).cpu().numpy()))
         return drawn
 
-    def _orders(self, prompts: list[str], n: int, seed: int) -> tuple[list[str | None], list[int]]:
+    def _orders(
+        self, prompts: list[str], n: int, seed: int | Sequence[int]
+    ) -> tuple[list[str | None], list[int]]:
         """One condition and one seed per picture, checked before any work."""
         if n < 1:
             raise InputError(f"n {n} is below 1; ask for at least one picture")
-        if not 0 <= seed < 2**63 - n:
-            raise InputError(f"seed {seed} is out of range; use 0 to 2**63 - 1")
+        seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
+        if len(seeds) != len(prompts):
+            raise InputError(f"{len(seeds)} seeds do not go with {len(prompts)} prompts; give one for each")
+        for first in seeds:
+            if not 0 <= first < 2**63 - n:
+                raise InputError(f"seed {first} is out of range; use 0 to 2**63 - 1")
         if not prompts or any(not p.strip() for p in prompts):
             raise InputError('the prompt is empty; say what to draw, such as "a photo of a red tulip"')
-        for prompt in prompts:
+        for prompt in dict.fromkeys(prompts):
             self.target.prompt([prompt], 1)
-        return [p for p in prompts for _ in range(n)], [seed + i for _ in prompts for i in range(n)]
+        return [p for p in prompts for _ in range(n)], [first + i for first in seeds for i in range(n)]
 
     def _stats(self, settings: Settings, harvests: list[Harvest], seconds: float) -> Stats:
         accepted = [count for h in harvests for count in h.accepted]
@@ -251,8 +209,3 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def _given(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Those that are not None."""
-    return {k: v for k, v in overrides.items() if v is not None}

@@ -72,6 +72,18 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Admission:
+    """A sample that enters a running batch, after its prompt's prefill."""
+
+    slot: int  # of the batch, 0..B-1
+    rows: Tensor  # [r] int64 its rows, the conditional one first
+    condition: str | None
+    prompt: Prompt  # of these rows
+    features: Tensor  # [r, T, D] of the prompt's slots
+    root: Tensor  # [1] int64 the first code
+
+
+@dataclass(frozen=True, slots=True)
 class Frontier:
     """The nodes a tree builder asks the drafter to look beyond."""
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from laws import additive, multiplicative
 
+from lanternpp.accept import RULES as NAMED
+from lanternpp.accept.base import RESIDUALS, Dials
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
@@ -88,11 +90,16 @@ def test_a_code_the_target_rules_out_stays_out_under_lantern_pp():
     assert Lantern(TABLE, 0.5).relax(p, torch.tensor([3]))[0, 3] > 0
 
 
-@pytest.mark.parametrize("rule", [Lantern(TABLE, 0.9), LanternPlusPlus(TABLE, 50.0)], ids=["delta", "lambda"])
-def test_a_code_the_format_forces_is_never_relaxed(rule):
-    forced = torch.eye(VOCAB).double()
-    for x in range(VOCAB):
-        assert torch.equal(rule.relax(forced, torch.full((VOCAB,), x)), forced)
+@pytest.mark.parametrize("delta", [0.9, 1.0])  # 1 is a budget of everything, for the LANTERN of that paper
+@pytest.mark.parametrize("name", NAMED)
+def test_a_code_the_format_forces_is_never_relaxed(name, delta):
+    for residual in RESIDUALS:
+        dials = Dials(lambda k: TABLE[:, :k], 12, delta, lam=1e9, nu=0.1, residual=residual)
+        rule, forced = NAMED[name].build(dials), torch.eye(VOCAB).double()
+        for x in range(VOCAB):
+            for at in (rule.at(0), rule.at(3)):
+                assert torch.equal(at.relax(forced, torch.full((VOCAB,), x)), forced)
+        assert rule.spent(forced, laws(VOCAB, 0.1)).max() < 1e-12
 
 
 @pytest.mark.parametrize("rule", [Exact(), Lantern(TABLE, 0.0), LanternPlusPlus(TABLE, 1.0)], ids=str)

@@ -1,21 +1,19 @@
-"""The command line, run in this process, and a tiny model folder with random weights for it."""
+"""The command line, run in this process, with a tiny model for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from models import SMALLER, write_model, write_smaller
 
 from lanternpp.cli import main
-from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
-from lanternpp.nn import checkpoints
-from lanternpp.targets.words import WordsConfig, WordsTarget
+from lanternpp.targets.words import WordsConfig
+from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ, VQConfig
-
-VOCAB, LENGTH, SIDE = 32, 16, 16
 
 
 @dataclass(frozen=True)
@@ -54,40 +52,25 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return command
 
 
-def write_model(folder: Path) -> Path:
-    """A model of 32 codes on a grid of 4 x 4, 16 px, that knows a red tulip."""
-    torch.manual_seed(0)
-    vq_shape = VQConfig(SIDE, VOCAB, 4, channels=(16, 16), encoder_blocks=(1, 1), decoder_blocks=(1, 1))
-    vq = VQ(vq_shape)
-    checkpoints.save(folder / "tokenizer", {"kind": "vq", **asdict(vq_shape)}, vq.weights())
-    words = WordsConfig(
-        words=("red", "tulip"),
-        subjects=("tulip",),
-        dim=32,
-        layers=2,
-        heads=2,
-        hidden=48,
-        grid=4,
-        vocab=VOCAB,
-        code_dim=4,
-        slots=4,
-    )
-    target = WordsTarget(words, vq)
-    checkpoints.save(folder / "target", {"kind": "words", **asdict(words)}, target.folded()[1])
-    eagle = EagleConfig(dim=32, heads=2, hidden=48)
-    drafter = EagleDrafter(eagle, target.decoder.turns)
-    checkpoints.save(folder / "drafter", {"kind": "eagle", **asdict(eagle)}, drafter.state_dict())
-    (folder / "defaults.json").write_text(
-        '{"cfg": 2.0, "methods": {"lantern": {"neighbours": 8}, "lantern++": {"neighbours": 8},'
-        ' "lantern-static": {"neighbours": 8}, "lantern-jacobi": {"neighbours": 8}}}'
-    )
-    return folder
-
-
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model's folder."""
     return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def smaller(tmp_path: Path) -> Callable[..., Path]:
+    """Writes another target, of this shape: over the tokenizer in a folder, or over one of its own."""
+
+    def write(tokenizer: Path | None = None, **shape: object) -> Path:
+        words = WordsConfig(**{**SMALLER, **shape})
+        if tokenizer is None:
+            vq = VQ(VQConfig(4 * words.grid, words.vocab, 4, (16, 16), (1, 1), (1, 1)))
+        else:
+            vq = read_vq(tokenizer, torch.float32)
+        return write_smaller(tmp_path / "other", words, vq)
+
+    return write
 
 
 @pytest.fixture

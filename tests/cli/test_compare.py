@@ -30,14 +30,25 @@ class FakePipeline:
         passes = {"ar": 256}.get(method, 64) * n
         shared = {"cfg": 2.5, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "batch_size": n, "compile": True}
         stats = Stats(
-            method, "fake", n, 256 * n, passes, 256 * n / passes, seconds, seconds / n, [], shared, {}
+            method,
+            "fake",
+            n,
+            256 * n,
+            passes,
+            256 * n / passes,
+            seconds,
+            seconds / n,
+            [],
+            shared,
+            {},
+            tv_spent=1.25 if options.get("measure") else None,
         )
         return Result([Image.new("RGB", (8, 8), "teal")] * n, None, stats)
 
 
 @pytest.fixture
 def fake(monkeypatch) -> FakePipeline:
-    pipe = FakePipeline({"ar": [99.0, 8.0, 80.0, 9.0], "lantern++": [99.0, 4.0, 2.0, 40.0]})
+    pipe = FakePipeline({"ar": [99.0, 8.0, 80.0, 9.0], "lantern++": [99.0, 4.0, 2.0, 40.0, 77.0]})
     monkeypatch.setattr(Pipeline, "from_pretrained", lambda **_: pipe)
     return pipe
 
@@ -55,7 +66,21 @@ def test_plain_ar_gets_the_methods_sampling_and_none_of_its_dials(fake, run) -> 
     assert ar["cfg"] == 2.5 and ar["compile"] is True and ar["batch_size"] == 1
     assert {"lam", "tree", "accept", "delta", "neighbours"}.isdisjoint(ar)
     other = next(call for call in fake.calls if call["method"] == "lantern++")
-    assert other["lam"] == 3 and other["tree"] == "chain-3" and other["cfg"] is None
+    assert other["lam"] == 3 and other["tree"] == "chain-3" and "cfg" not in other
+
+
+def test_measuring_is_a_run_of_its_own(fake, run) -> None:
+    outcome = run("compare", PROMPT, "--measure", "--json")
+    assert [call.get("measure") for call in fake.calls] == [None] * 8 + [True]
+    ar, method = json.loads(outcome.out)["methods"]
+    assert (method["tv_spent"], method["seconds"], ar["tv_spent"]) == (1.25, 4.0, None)
+    assert fake.calls[-1]["method"] == "lantern++"
+
+
+def test_what_is_measured_is_in_the_table(fake, run, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    out = run("compare", PROMPT, "--measure").out
+    assert "TV spent / picture" in out and "1.25" in out
 
 
 def test_json_has_medians_and_the_speed_up(fake, run, elsewhere: Path) -> None:

@@ -39,6 +39,51 @@ def test_every_method_draws(method: str, cfg: int, run, model, elsewhere: Path) 
         assert image.size == (16, 16)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--residual", "optimal", "--lambda", 3], {"residual": "optimal", "lam": 3.0, "delta": None}),
+        (["--method", "cool", "--delta", 2, "--nu", 0.2], {"delta": 2.0, "nu": 0.2, "neighbours": None}),
+        (["--accept", "exact"], {"accept": "exact", "neighbours": None, "lam": None}),
+        (
+            ["--method", "jacobi", "--window", 5, "--coupling", "gumbel", "--fresh", "above"],
+            {"window": 5, "coupling": "gumbel", "fresh": "above", "tree": None},
+        ),
+        (["--method", "jacobi", "--proposer", "tree"], {"proposer": "tree", "window": None}),
+        (["--method", "independent", "--tree", "eagle-25"], {"tree": "eagle-25", "window": None}),
+    ],
+)
+def test_every_part_can_be_overridden(options, said, run, model) -> None:
+    outcome = run("generate", PROMPT, "--model", model, *options, "--json")
+    assert (outcome.code, outcome.err) == (0, "")
+    settings = json.loads(outcome.out)["settings"]
+    assert {key: settings[key] for key in said} == said
+
+
+def test_what_was_spent_is_told_where_it_was_measured(run, model) -> None:
+    args = ["generate", PROMPT, "--model", model, "-n", 2, "--lambda", 20]
+    quiet, loud = run(*args), run(*args, "--measure")
+    assert "total variation" not in quiet.out
+    spent = float(loud.out.split("spent ")[1].split()[0])
+    figures = json.loads(run(*args, "--measure", "--json").out)
+    assert spent == pytest.approx(figures["tv_spent"], abs=0.005) and spent > 0
+    assert figures["settings"]["measure"] is True
+
+
+def test_a_target_that_drafts_for_itself_is_always_right(run, model) -> None:
+    args = ["--method", "independent", "--drafter", model, "--tree", "chain-4", "--dtype", "float64"]
+    figures = json.loads(run("generate", PROMPT, "--model", model, *args, "--json").out)
+    assert figures["accepted_per_pass"] == [1, 5, 5, 5]
+
+
+def test_a_drafter_that_cannot_follow_the_prompt_guesses_without_it(run, model, smaller) -> None:
+    other = smaller(model / "tokenizer", words=("pine",), subjects=("pine",), slots=2)
+    args = ["--method", "independent", "--drafter", other, "--json"]
+    outcome = run("generate", PROMPT, "--model", model, *args)
+    assert outcome.code == 0 and json.loads(outcome.out)["codes"] == 16
+    assert outcome.err.count("\n") == 1 and "warning: the drafter guesses without the prompt" in outcome.err
+
+
 def test_the_same_twice_is_the_same_file(run, model, elsewhere: Path) -> None:
     for name in ("one.png", "two.png"):
         assert run("generate", PROMPT, "--model", model, "-n", 3, "--seed", 5, "-o", name).code == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,26 @@ BEFORE_ANY_MODEL = [
     ([PROMPT, "--batch-size", "0"], "--batch-size 0"),
     ([PROMPT, "--seed", "-1"], "--seed -1"),
     ([PROMPT, "--neighbours", "0"], "--neighbours 0"),
-    ([PROMPT, "--delta", "1.5"], "--delta 1.5"),
+    ([PROMPT, "--method", "lantern", "--delta", "1.5"], "delta 1.5 is outside [0, 1]"),
+    ([PROMPT, "--method", "cool", "--delta", "0"], "delta 0.0 is not a positive number"),
+    ([PROMPT, "--nu", "-1"], "--nu -1.0"),
+    ([PROMPT, "--residual", "best"], "residual 'best' is unknown; known: paper, optimal"),
+    ([PROMPT, "--method", "jacobi", "--window", "0"], "--window 0"),
+    ([PROMPT, "--method", "jacobi", "--window", "257"], "window 257 is outside 1 to 256"),
+    ([PROMPT, "--method", "jacobi", "--coupling", "minimal"], "coupling 'minimal' is unknown"),
+    ([PROMPT, "--method", "jacobi", "--fresh", "old"], "fresh 'old' is unknown"),
+    ([PROMPT, "--proposer", "jakobi"], "did you mean 'jacobi'?"),
+    ([PROMPT, "--accept", "lantern"], "needs neighbours and delta"),
+    (
+        [PROMPT, "--delta", "0.5"],
+        "delta 0.5 would change nothing: method 'lantern++' has the proposer 'tree'",
+    ),
+    ([PROMPT, "--method", "lantern", "--lambda", "2"], "lambda 2.0 would change nothing"),
+    ([PROMPT, "--accept", "exact", "--neighbours", "5"], "and they take tree"),
+    ([PROMPT, "--method", "jacobi", "--tree", "chain-3"], "and they take window, coupling, fresh"),
+    ([PROMPT, "--method", "eagle", "--window", "8"], "window 8 would change nothing"),
+    ([PROMPT, "--method", "ar", "--residual", "paper"], "and they have no dials"),
+    ([PROMPT, "--method", "jacobi", "--drafter", "x"], "--drafter x would change nothing"),
     ([PROMPT, "--delta", "-0.1"], "--delta -0.1"),
     ([PROMPT, "--lambda", "0.9"], "--lambda 0.9"),
     ([PROMPT, "--method", "lanten++"], "did you mean 'lantern++'?"),
@@ -83,7 +103,6 @@ def test_refused_before_weights_are_read(args, names, run, model, elsewhere) -> 
     [
         (["--neighbours", 32], "32 neighbours"),
         (["--top-k", 33], "top-k 33"),
-        (["--method", "eagle", "--accept", "lantern++"], "neighbours"),
         (["--drafter", "./none"], "'./none'"),
     ],
     ids=lambda v: " ".join(map(str, v))[-24:],
@@ -132,6 +151,25 @@ def test_another_targets_drafter_is_refused(run, broken, model, elsewhere) -> No
     config = broken / "drafter" / "config.json"
     config.write_text(config.read_text().replace('"dim": 32', '"dim": 64'))
     assert_refused(run("generate", PROMPT, "--model", model, "--drafter", broken), "64 wide", elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        ({"vocab": 24}, "16 of 24 codes and the target 16 of 32"),
+        ({"grid": 3}, "9 of 32 codes and the target 16 of 32"),
+        ({}, "the drafter's codebook is another than the target's"),
+    ],
+)
+def test_a_drafter_of_other_codes_is_refused(shape, names, run, model, smaller, elsewhere) -> None:
+    args = ["--model", model, "--method", "independent", "--drafter", smaller(**shape)]
+    assert_refused(run("generate", PROMPT, *args), names, elsewhere)
+
+
+def test_without_a_smaller_target_one_sentence_says_how_to_give_one(run, broken, elsewhere) -> None:
+    shutil.rmtree(broken / "independent")
+    outcome = run("generate", PROMPT, "--model", broken, "--method", "independent")
+    assert_refused(outcome, "name a model folder of the same codes with --drafter", elsewhere)
 
 
 @pytest.mark.parametrize("verb", [["generate"], ["compare", "--runs", 1]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 
 import lanternpp
 from lanternpp import Pipeline
+from lanternpp.methods import METHODS
 
 COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()"]
 
@@ -67,3 +69,11 @@ def test_an_unknown_word_is_one_warning_that_lists_the_known(run, model) -> None
 def test_models_lists_what_can_be_named(run) -> None:
     outcome = run("models")
     assert outcome.code == 0 and "nature-128" in outcome.out and outcome.err == ""
+    assert all(f" {name} " in outcome.out for name in METHODS)
+
+
+def test_models_says_which_methods_are_lossless(run) -> None:
+    rows = {row["name"]: row for row in json.loads(run("models", "--json").out)["methods"]}
+    lossless = {name for name, row in rows.items() if row["lossless"]}
+    assert lossless == {"ar", "eagle", "eagle2", "ddd", "independent", "jacobi", "jacobi-coupled"}
+    assert rows["lantern++"]["proposer"] == "tree" and rows["lantern++"]["tree"] == "lantern-57"

@@ -225,6 +225,23 @@ def test_the_verdict_lists_the_kept_nodes_and_the_code_after_each():
     assert verdict.bonus.tolist() == [2]
 
 
+def test_a_child_that_cannot_be_tried_does_not_hide_the_next_one():
+    """Alone, nothing is tried at the first rank; beside a sample that goes down at once, at the second."""
+    codes = torch.tensor([[0, 1, 2], [0, 1, 2]])
+    q = torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.0, 0.5, 0.5, 0.0]], dtype=torch.float64)
+    p = torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
+
+    def judge(rows):
+        draft = Draft(star(len(rows), 2), codes[rows], q[rows, None].expand(-1, 3, -1))
+        n = Noise(torch.tensor(rows), torch.ones(len(rows), dtype=torch.int64))
+        return verify(draft, p[rows, None].expand(-1, 3, -1).log(), Sampling(), Exact(), n)
+
+    together = judge([0, 1])
+    assert together.path.tolist() == [[0, 2], [0, 1]]
+    for i in range(2):
+        assert torch.equal(judge([i]).path[0], together.path[i])
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0)], ids=["T=1", "greedy"])
 @pytest.mark.parametrize("rule", RULES)
 def test_leaving_a_loop_early_decides_the_same(rule, sampling):

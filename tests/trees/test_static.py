@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lanternpp.errors import InputError
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.shapes import EAGLE, SHAPES, by_levels, chain
 from lanternpp.trees.static import StaticTree
@@ -123,6 +124,22 @@ def test_one_tree_serves_any_precision():
             lambda q, count, level: q.topk(count).indices,
         )
         assert draft.probs.dtype == dtype and torch.equal(draft.probs[:, 0], q)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        (((0,), (1, 0)), r"path \[1, 0\] has no parent; add \[1\]"),
+        (((0,), (0,)), r"path \[0\] stands twice"),
+        (((0,), (-1,)), "is not a path"),
+        (((0,), ()), "is not a path"),
+        ((), "non-empty list of paths"),
+        (chain(33), "the limits are"),
+    ],
+)
+def test_a_shape_that_is_no_tree_is_refused(shape, names):
+    with pytest.raises(InputError, match=names):
+        StaticTree(shape)
 
 
 def test_the_order_of_a_shapes_paths_does_not_matter():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Dials:
 class Acceptance(ABC):
     """A rule over distributions of V codes. `exact` returns p itself; relaxed rules move mass onto the code."""
 
+    dials: ClassVar[frozenset[str] | None] = None  # the fields of `Dials` that it reads; None: any
     lossless: bool = False
     optimal: bool = False  # what is drawn after a refusal: the best correction, or the papers' own
 
@@ -40,7 +41,10 @@ class Acceptance(ABC):
 
     @abstractmethod
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
-        """p [..., V] and a candidate [...] -> the distribution it is judged by, [..., V]; sums to 1."""
+        """p [..., V] and a candidate [...] -> the distribution it is judged by, [..., V]; sums to 1.
+
+        A p of one certain code comes back as it is: the format forces that code.
+        """
 
     def at(self, level: int) -> Acceptance:
         """The rule for the children of nodes at `level` of a draft, the root's being 0."""

@@ -19,6 +19,8 @@ class Cool(Acceptance):
     delta 1 and nu 0 are exact; so is, in law, every level whose w is at most 1, at the price of refusals.
     """
 
+    dials = frozenset({"delta", "nu", "residual"})
+
     def __init__(self, delta: float, nu: float = 0.0, residual: str | None = None):
         if not 0 < delta < math.inf:
             raise InputError(f"delta {delta} is not a positive number; 1 is exact")

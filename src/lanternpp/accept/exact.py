@@ -12,6 +12,7 @@ from lanternpp.accept.base import Acceptance, Dials
 class Exact(Acceptance):
     """The output follows the target's distribution."""
 
+    dials = frozenset()
     lossless = True
 
     @classmethod

@@ -14,6 +14,8 @@ from lanternpp.errors import InputError
 class Lantern(NeighbourAcceptance):
     """Neighbours lend at most delta: the total variation between p and relax(p, x) stays within it."""
 
+    dials = frozenset({"neighbours", "delta", "residual"})
+
     def __init__(self, table: Tensor, delta: float, residual: str | None = None):
         super().__init__(table, residual)
         if not 0 <= delta <= 1:

@@ -14,6 +14,8 @@ from lanternpp.errors import InputError
 class LanternPlusPlus(NeighbourAcceptance):
     """Neighbours lend at most (lambda - 1) p(x): a code the target finds unlikely stays unlikely."""
 
+    dials = frozenset({"neighbours", "lam", "residual"})
+
     def __init__(self, table: Tensor, lam: float, residual: str | None = None):
         super().__init__(table, residual)
         if not lam >= 1:

@@ -24,13 +24,16 @@ class NeighbourAcceptance(Acceptance):
         """The most mass that neighbours may lend, given p of the candidate [...]."""
 
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
-        """The longest prefix A of the neighbours with p(A) <= budget lends all its mass to the code."""
+        """The longest prefix A of the neighbours with p(A) <= budget lends all its mass to the code.
+
+        A code that is certain never lends: the format forces it (row ends, the end of the image).
+        """
         near = self.table[code].long()  # [..., k]
         mass = p.gather(-1, near)
         at = code[..., None]
         p_code = p.gather(-1, at)
         total = mass.cumsum(-1)
-        inside = total <= self.budget(p_code)
+        inside = (total <= self.budget(p_code)) & (mass < 1)
         lent = mass * inside
         relaxed = p.scatter(-1, near, mass - lent)
         return relaxed.scatter(-1, at, p_code + lent.sum(-1, keepdim=True))
@@ -56,5 +59,5 @@ class NeighbourAcceptance(Acceptance):
         """What each neighbour lends to each of `codes` [m], [B, m, k], and who they are, [m, k]."""
         near = self.table[codes].long()
         mass = p[:, near]
-        inside = mass.cumsum(-1) <= self.budget(p[:, codes, None])
+        inside = (mass.cumsum(-1) <= self.budget(p[:, codes, None])) & (mass < 1)
         return mass * inside, near

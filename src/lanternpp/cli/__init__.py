@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from lanternpp import __version__
-from lanternpp.cli import compare, convert, generate, models, train
+from lanternpp.cli import bench, compare, convert, eval, generate, models, train
 from lanternpp.cli.terminal import one_line_warnings, say
 from lanternpp.errors import InputError
 
@@ -34,6 +34,8 @@ class Verbs(TyperGroup):
 app = typer.Typer(cls=Verbs, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(generate.generate)
 app.command()(compare.compare)
+app.command()(bench.bench)
+app.command("eval")(eval.evaluate)
 app.add_typer(train.app, name="train")
 app.command()(models.models)
 app.command()(convert.convert)

@@ -13,11 +13,12 @@ import typer
 
 from lanternpp.cli import options as opt
 from lanternpp.cli.output import notes, png_path
+from lanternpp.cli.overrides import check, takes_overrides
 from lanternpp.cli.terminal import Progress, progress_bar
 from lanternpp.methods import METHODS
 
 if TYPE_CHECKING:
-    from lanternpp.pipeline import Result
+    from lanternpp.pipeline import Result, Stats
 
 OUTPUT = Path("out/compare.png")
 SHARED = ("cfg", "temperature", "top_k", "top_p", "batch_size", "compile")
@@ -29,6 +30,7 @@ Runs = Annotated[
 ]
 
 
+@takes_overrides
 def compare(
     prompt: opt.Prompt,
     n: opt.Count = 1,
@@ -40,41 +42,31 @@ def compare(
     size: opt.Size = None,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
-    compile: opt.Compile = None,
-    batch_size: opt.BatchSize = None,
     method: opt.Method = opt.METHOD,
-    tree: opt.Tree = None,
-    accept: opt.Accept = None,
-    neighbours: opt.Neighbours = None,
-    delta: opt.Delta = None,
-    lam: opt.Lambda = None,
-    cfg: opt.Cfg = None,
-    temperature: opt.Temperature = None,
-    top_k: opt.TopK = None,
-    top_p: opt.TopP = None,
     seed: opt.Seed = 0,
+    *,
+    overrides: dict[str, Any],
 ) -> None:
     """Draw PROMPT twice, by plain AR and by a method: one PNG with the times under each.
 
     The runs of the two sides take turns, each side after one untimed warm-up. Pictures are drawn one at a
-    time, as in the papers, unless --batch-size says otherwise.
+    time, as in the papers, unless --batch-size says otherwise. --measure draws them once more, untimed.
     """
     path = png_path(output or OUTPUT)
-    opt.known_parts(tree, accept)
+    check(model, drafter, method, overrides)
 
     from lanternpp import Pipeline
     from lanternpp.picture import save_png
 
     pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
 
-    def draw(name: str, **overrides: Any) -> Result:
-        return pipe(prompt, n=n, seed=seed, method=name, **overrides)
+    def draw(name: str, **options: Any) -> Result:
+        return pipe(prompt, n=n, seed=seed, method=name, **options)
 
-    own = {"tree": tree, "accept": accept, "neighbours": neighbours, "delta": delta, "lam": lam}
-    shared = {"cfg": cfg, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    shared |= {"batch_size": batch_size or 1, "compile": compile}
+    options = {"batch_size": 1, **overrides}
+    measure = options.pop("measure", False)
     with progress_bar("comparing") as progress:
-        base, side = race(draw, method, own, shared, runs, progress)
+        base, side = race(draw, method, options, runs, measure, progress)
     speedup = base.seconds / side.seconds
     save_png(render(prompt, base, side, speedup), path, notes(prompt, seed, side.last.stats))
     if as_json:
@@ -90,6 +82,7 @@ class Side:
     """One side's timed runs; they differ in seconds only, since seeds and settings are the same."""
 
     results: list[Result] = field(default_factory=list)
+    measured: Stats | None = None  # of a run that was not timed
 
     @property
     def last(self) -> Result:
@@ -108,10 +101,11 @@ class Side:
         return max(seconds) / min(seconds)
 
     def row(self) -> dict[str, Any]:
-        """The last run's figures, with the medians in place of its seconds."""
-        return self.last.stats.to_json() | {
+        """A run's figures, with the medians in place of its seconds."""
+        stats = self.measured or self.last.stats
+        return stats.to_json() | {
             "seconds": self.seconds,
-            "seconds_per_image": self.seconds / self.last.stats.images,
+            "seconds_per_image": self.seconds / stats.images,
             "seconds_per_run": [result.stats.seconds for result in self.results],
         }
 
@@ -125,21 +119,22 @@ class Side:
 def race(
     draw: Callable[..., Result],
     method: str,
-    own: dict[str, Any],
-    shared: dict[str, Any],
+    options: dict[str, Any],
     runs: int,
+    measure: bool,
     progress: Progress | None,
 ) -> tuple[Side, Side]:
     """Plain AR's runs and the method's, one of each in turn.
 
     The method's warm-up resolves the shared settings, and plain AR gets the same. Progress is told
-    between runs only, so that the timed ones do nothing else.
+    between runs only, so that the timed ones do nothing else. What the method spends is measured in a run
+    of its own, since that takes time: it draws the same pictures.
     """
     baseline = next(name for name, row in METHODS.items() if row.proposer == "nothing")
     tell = progress or (lambda done, total: None)
-    total = 2 * (runs + 1)
+    total = 2 * (runs + 1) + measure
     tell(0, total)
-    settings = draw(method, **own, **shared).stats.settings
+    settings = draw(method, **options).stats.settings
     same = {key: settings[key] for key in SHARED}
     tell(1, total)
     draw(baseline, **same)
@@ -148,8 +143,11 @@ def race(
     for run in range(runs):
         base.results.append(draw(baseline, **same))
         tell(3 + 2 * run, total)
-        side.results.append(draw(method, **own, **shared))
+        side.results.append(draw(method, **options))
         tell(4 + 2 * run, total)
+    if measure:
+        side.measured = draw(method, **options, measure=True).stats
+        tell(total, total)
     return base, side
 
 
@@ -178,8 +176,14 @@ def show(prompt: str, base: Side, side: Side, speedup: float) -> None:
     caption = f"medians of {runs} runs; slowest / fastest: {spread:.2f}" if runs > 1 else "one run"
     table = Table(title=Text(prompt), caption=caption, title_justify="left")
     table.add_column("method")
-    for heading in ("seconds / picture", "passes / picture", "codes / pass", "speed-up"):
+    headings = ["seconds / picture", "passes / picture", "codes / pass", "speed-up"]
+    rows = [[*base.figures(), "1.00x"], [*side.figures(), f"{speedup:.2f}x"]]
+    if side.measured is not None:
+        headings.append("TV spent / picture")
+        rows[0].append("0.00")
+        rows[1].append(f"{side.measured.tv_spent:.2f}")
+    for heading in headings:
         table.add_column(heading, justify="right")
-    table.add_row(base.last.stats.method, *base.figures(), "1.00x")
-    table.add_row(side.last.stats.method, *side.figures(), f"{speedup:.2f}x", style="bold")
+    table.add_row(base.last.stats.method, *rows[0])
+    table.add_row(side.last.stats.method, *rows[1], style="bold")
     Console().print(table)

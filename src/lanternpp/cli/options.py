@@ -44,18 +44,6 @@ def known_method(value: str) -> str:
     return value
 
 
-def known_parts(tree: str | None, accept: str | None) -> None:
-    """Refuse an unknown tree or acceptance rule before a model is read."""
-    from lanternpp.accept import RULES
-    from lanternpp.registry import find
-    from lanternpp.trees import build_tree
-
-    if accept is not None:
-        find("acceptance rule", accept, RULES)
-    if tree is not None:
-        build_tree(tree)
-
-
 def method_names() -> list[str]:
     """For the help text."""
     from lanternpp.methods import METHODS
@@ -70,11 +58,13 @@ Count = Annotated[int, typer.Option("-n", "--n", help="Pictures.", callback=with
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE.png", help="Where to write.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
-Model = Annotated[str, typer.Option(metavar="NAME|DIR", help="The target.", rich_help_panel=PANEL_MODEL)]
+Model = Annotated[
+    str, typer.Option(metavar="NAME|DIR|HUB_ID", help="The target.", rich_help_panel=PANEL_MODEL)
+]
 Drafter = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME|DIR", help="Another drafter than the model's own.", rich_help_panel=PANEL_MODEL
+        metavar="NAME|DIR|HUB_ID", help="Another drafter than the model's own.", rich_help_panel=PANEL_MODEL
     ),
 ]
 Size = Annotated[
@@ -115,6 +105,14 @@ Method = Annotated[
         rich_help_panel=PANEL_METHOD,
     ),
 ]
+Proposer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Who guesses ahead, if not the method's: nothing, tree, independent or jacobi.",
+        rich_help_panel=PANEL_METHOD,
+    ),
+]
 Tree = Annotated[
     str | None,
     typer.Option(
@@ -140,8 +138,9 @@ Delta = Annotated[
     float | None,
     typer.Option(
         metavar="D",
-        help="LANTERN: the most probability neighbours may lend, 0 (exact) to 1.",
-        callback=within(0, 1, "0 (exact) to 1"),
+        help="LANTERN: the most probability neighbours may lend, 0 (exact) to 1. "
+        "COOL-SD: the weight at the first level; 1 is exact.",
+        callback=within(0, remedy="0 or more"),
         rich_help_panel=PANEL_METHOD,
     ),
 ]
@@ -152,6 +151,56 @@ Lambda = Annotated[
         metavar="L",
         help="LANTERN++: a code may grow to L times its probability; 1 is exact.",
         callback=within(1, remedy="1 (exact) or more"),
+        rich_help_panel=PANEL_METHOD,
+    ),
+]
+Nu = Annotated[
+    float | None,
+    typer.Option(
+        metavar="NU",
+        help="COOL-SD: how fast the weight falls with the level; 0 keeps it.",
+        callback=within(0, remedy="0 (the same at every level) or more"),
+        rich_help_panel=PANEL_METHOD,
+    ),
+]
+Residual = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="What a relaxed rule draws from after a refusal: paper or optimal.",
+        rich_help_panel=PANEL_METHOD,
+    ),
+]
+Window = Annotated[
+    int | None,
+    typer.Option(
+        metavar="W",
+        help="Jacobi: guesses looked at in every pass.",
+        callback=within(1, remedy="1 to 256"),
+        rich_help_panel=PANEL_METHOD,
+    ),
+]
+Coupling = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Jacobi: how a guess follows its last one: none, maximal or gumbel.",
+        rich_help_panel=PANEL_METHOD,
+    ),
+]
+Fresh = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Jacobi: what a first guess is drawn from: uniform, last, above or mixed.",
+        rich_help_panel=PANEL_METHOD,
+    ),
+]
+Measure = Annotated[
+    bool | None,
+    typer.Option(
+        "--measure/--no-measure",
+        help="Measure the total variation that a relaxed rule spends; takes time of its own.",
         rich_help_panel=PANEL_METHOD,
     ),
 ]

@@ -1,4 +1,4 @@
-"""`lanternpp train`: the tokenizer, the target and the drafter of a model, in that order."""
+"""`lanternpp train`: the tokenizer, the target, the drafter and the judge of a model, in that order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plan(
     checks: int,
     store: Literal["float32", "bfloat16", "int8"],
 ) -> Plan:
-    """The options all three trainings share."""
+    """The options all trainings share."""
     from lanternpp.training.hardware import pick
     from lanternpp.training.run import Plan
 
@@ -63,7 +63,7 @@ def leave(finished: bool) -> None:
 
 @app.callback()
 def main() -> None:
-    """Train a model's tokenizer, target and drafter, in that order; each run resumes where it stopped."""
+    """Train a model's tokenizer, target, drafter and judge; each run resumes where it stopped."""
 
 
 @app.command()
@@ -172,3 +172,32 @@ def drafter(
     )
     where = plan(model / "drafter", steps, minutes, device, compiled, resume, checks, store)
     leave(train(data, model, layers, settings, where, crops, limit))
+
+
+@app.command()
+def judge(
+    data: Data,
+    model: Model,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 64,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
+    redrawn: Annotated[
+        int, typer.Option(help="Training pictures that it also sees as the tokenizer draws them.")
+    ] = 4096,
+    decay: Decay = 0.998,
+    warmup: Warmup = 100,
+    seed: Seed = 0,
+    device: Device = "auto",
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
+    resume: Resume = True,
+    checks: Checks = 12,
+    store: Store = "int8",
+    limit: Limit = None,
+) -> None:
+    """Train a judge of drawn pictures: their labels, and features to compare them by. Needs a tokenizer."""
+    from lanternpp.training.judge import JudgeSettings, train
+
+    settings = JudgeSettings(batch_size, lr, seed, redrawn, decay=decay, warmup=warmup)
+    where = plan(model / "judge", steps, minutes, device, compiled, resume, checks, store)
+    leave(train(data, model, {}, settings, where, limit))

@@ -19,7 +19,7 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import verify
 from lanternpp.proposers.base import Proposer
 from lanternpp.targets.base import Target
-from lanternpp.types import Look, Tree, Verdict
+from lanternpp.types import Admission, Draft, Look, Tree, Verdict
 
 
 @dataclass(frozen=True)
@@ -84,20 +84,30 @@ class Engine:
         root = self.sampling.draw(self.sampling.probs(logits[:, 0]), noise)
         self.codes[slot, 0] = root[0]
         self.count[slot] = self.passes[slot] = self.accepted[slot, 0] = 1
-        self.proposer.begin(slot, rows, prompt, features, root)
+        self.proposer.begin(Admission(slot, rows, condition, prompt, features, root))
 
     @torch.inference_mode()
     def step(self) -> None:
         """Draft, look at the whole draft in one pass of the target, keep a path."""
-        rows, target = self.guidance.rows, self.target
+        rows = self.guidance.rows
         draft = self.proposer.propose(self.noise)
-        nodes = self.cache.nodes(rows(draft.tree.depth), rows(draft.tree.mask))
-        features = target(rows(target.embed(draft.codes)), nodes, self.cache)
-        logits = target.constrain(self.guidance.merge(target.head(features)), self._index(draft.tree))
-        verdict = self._fit(verify(draft, logits, self.sampling, self.rule, self.noise, self.measure))
+        features, logits = self.look(draft)
+        verdict = self.judge(draft, logits)
         self.cache.commit(rows(verdict.path), rows(verdict.kept))
         self._append(verdict)
         self.proposer.observe(Look(draft, features, logits, verdict))
+
+    def look(self, draft: Draft) -> tuple[Tensor, Tensor]:
+        """One pass of the target over a draft: features [R, N, D], guided and constrained logits [B, N, V]."""
+        rows, target = self.guidance.rows, self.target
+        nodes = self.cache.nodes(rows(draft.tree.depth), rows(draft.tree.mask))
+        features = target(rows(target.embed(draft.codes)), nodes, self.cache)
+        return features, target.constrain(self.guidance.merge(target.head(features)), self._index(draft.tree))
+
+    def judge(self, draft: Draft, logits: Tensor) -> Verdict:
+        """What is kept of a draft: no more than the image has room for, nothing for a finished sample."""
+        verdict = verify(draft, logits, self.sampling, self.rule, self.noise, self.measure)
+        return replace(verdict, kept=torch.minimum(verdict.kept, self.target.length - self.count))
 
     def done(self) -> list[int]:
         """Slots with nothing left to decide, the idle ones among them. The one host read of the loop."""
@@ -112,11 +122,6 @@ class Engine:
     def _index(self, tree: Tree) -> Tensor:
         """Which code of the image the logits at each node decide, [B, N]."""
         return (self.count[:, None] + tree.depth).clamp(max=self.target.length - 1)
-
-    def _fit(self, verdict: Verdict) -> Verdict:
-        """Keep no more than the image has room for, and nothing for a finished sample."""
-        kept = torch.minimum(verdict.kept, self.target.length - self.count)
-        return replace(verdict, kept=kept)
 
     def _append(self, verdict: Verdict) -> None:
         """Write what was decided behind what was; a finished sample's overflow falls into the margin."""

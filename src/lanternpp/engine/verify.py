@@ -29,7 +29,8 @@ def verify(
 ) -> Verdict:
     """A draft of N nodes and the target's logits [B, N, V] at them -> the path that is kept and its bonus.
 
-    measure: also the total variation that each node of the path cost. Trip counts are constants of the tree; on a CPU a loop is left once nothing more can change.
+    measure: also the total variation that each node of the path cost. Trip counts are constants of the tree; on
+    a CPU a loop is left once no sample is undecided, and a child that no sample tries is passed over.
     """
     tree, widths = draft.tree, draft.tree.widths
     batch = torch.arange(len(logits), device=logits.device)
@@ -45,13 +46,16 @@ def verify(
         q = None if draft.probs is None else draft.probs[batch, node]
         down, below = torch.zeros_like(alive), node
         for rank in range(width):
+            undecided = alive & ~down
+            if hasty and not undecided.any():
+                break
             child = tree.children[batch, node, rank]
             code = draft.codes[batch, child.clamp(min=0)]
             drawn = q if q is not None else torch.zeros_like(left).scatter_(1, code[:, None], 1)
             chance = drawn.gather(1, code[:, None])[:, 0]
-            tried = alive & ~down & (child >= 0) & (chance > 0)
+            tried = undecided & (child >= 0) & (chance > 0)
             if hasty and not tried.any():
-                break
+                continue
             permitted = logits[batch, node, code] > float("-inf")  # what the format forbids is never relaxed
             relaxed = here.relax(left, code).where(permitted[:, None], left)
             good = tried & sampling.accepts(relaxed, chance, code, u[:, level, rank])
@@ -60,7 +64,7 @@ def verify(
             refused = tried & ~good
             down, below = down | good, torch.where(good, child, below)
             if hasty and not refused.any():
-                break
+                continue
             left = left.where(~refused[:, None], sampling.residual(here, left, relaxed, drawn, code))
             if q is not None:
                 q = q.where(~refused[:, None], without(q, code))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from lanternpp.proposers.independent import Independent
 from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.nothing import Nothing
 from lanternpp.proposers.tree import TreeProposer
 
-PROPOSERS = {"nothing": Nothing, "tree": TreeProposer, "jacobi": Jacobi}
+PROPOSERS = {"nothing": Nothing, "tree": TreeProposer, "independent": Independent, "jacobi": Jacobi}

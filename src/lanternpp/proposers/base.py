@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.targets.base import Target
 from lanternpp.trees.base import TreeBuilder
-from lanternpp.types import Draft, Look, Prompt
+from lanternpp.types import Admission, Draft, Look
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Parts:
     """What a proposer may be built from; each takes what it needs."""
 
     drafter: Callable[[], Drafter]
+    smaller: Callable[[], Target]  # another target of the same codes
     tree: Callable[[], TreeBuilder]
     window: int | None = None
     coupling: str | None = None
@@ -33,9 +34,11 @@ class Parts:
 class Proposer(ABC):
     """Offers drafts of `size` nodes, the root included, and `depth` levels below it."""
 
+    dials: ClassVar[frozenset[str] | None] = None  # the fields of a method that it reads; None: any
     size: int
     depth: int
     root: Tensor  # [B] the code each draft starts from
+    count: Tensor  # [B] decided codes, the root among them
 
     @classmethod
     @abstractmethod
@@ -45,13 +48,12 @@ class Proposer(ABC):
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Make room for a batch; called once, before anything else."""
         self.root = torch.zeros(batch, dtype=torch.int64, device=next(target.parameters()).device)
+        self.count = torch.ones_like(self.root)
 
-    def begin(self, slot: int, rows: Tensor, prompt: Prompt, features: Tensor, root: Tensor) -> None:
-        """A sample enters at `slot` of the batch, at `rows` [r]; the other samples stand still.
-
-        prompt of r rows, features [r, T, D] of its slots, root [1] the first code.
-        """
-        self.root[slot] = root[0]
+    def begin(self, new: Admission) -> None:
+        """A sample enters; the others stand still."""
+        self.root[new.slot] = new.root[0]
+        self.count[new.slot] = 1
 
     @abstractmethod
     def propose(self, noise: Noise) -> Draft:
@@ -60,3 +62,4 @@ class Proposer(ABC):
     def observe(self, look: Look) -> None:
         """Learn what was decided."""
         self.root.copy_(look.verdict.bonus)
+        self.count += look.verdict.kept

@@ -21,7 +21,7 @@ from lanternpp.errors import InputError
 from lanternpp.proposers.base import Parts, Proposer
 from lanternpp.targets.base import Target
 from lanternpp.trees.chain import chain_tree
-from lanternpp.types import Draft, Look, Prompt
+from lanternpp.types import Admission, Draft, Look
 
 GUESS, KEEP, PLACE = 8, 9, 10  # purposes of noise: a guess drawn, a guess kept, a guess of a place
 MOST = 256
@@ -39,6 +39,8 @@ class Jacobi(Proposer):
     window; "above", the p of the code one image row above, where known (else as "last"); "mixed", above at
     even places and last at odd ones. Before the first pass all of them are uniform.
     """
+
+    dials = frozenset({"window", "coupling", "fresh"})
 
     def __init__(self, window: int = 16, coupling: str = "none", fresh: str = "uniform"):
         if not 1 <= window <= MOST:
@@ -67,7 +69,6 @@ class Jacobi(Proposer):
         self.codes = torch.zeros(batch, window, dtype=torch.int64, device=like.device)
         self.q = torch.zeros(batch, self.size, vocab, dtype=dtype, device=like.device)  # of a node's child
         self.p = torch.full_like(self.q[:, :window], 1 / vocab)  # the newest; past its end: the last
-        self.count = torch.ones_like(self.root)  # decided codes: the place of the first guess
         self.seen = torch.zeros_like(self.root)  # guesses whose place has a p
         self.held = torch.zeros_like(self.root)  # guesses that were guessed before
         self.rows = self.width + self.size if self.fresh in ("above", "mixed") else 0
@@ -75,12 +76,11 @@ class Jacobi(Proposer):
             batch, self.rows, vocab, dtype=dtype, device=like.device
         )  # p by place, a ring
 
-    def begin(self, slot: int, rows: Tensor, prompt: Prompt, features: Tensor, root: Tensor) -> None:
+    def begin(self, new: Admission) -> None:
         """A sample enters: nothing is known of any place yet."""
-        super().begin(slot, rows, prompt, features, root)
-        self.count[slot] = 1
-        self.seen[slot] = self.held[slot] = 0
-        self.p[slot] = 1 / self.p.shape[-1]
+        super().begin(new)
+        self.seen[new.slot] = self.held[new.slot] = 0
+        self.p[new.slot] = 1 / self.p.shape[-1]
 
     def propose(self, noise: Noise) -> Draft:
         """Bring every guess in line with the newest p of its place."""
@@ -92,7 +92,6 @@ class Jacobi(Proposer):
 
     def observe(self, look: Look) -> None:
         """Slide the window behind what was decided."""
-        super().observe(look)
         probs, kept, window = self.sampling.probs(look.logits), look.verdict.kept, self.window
         if self.rows:
             place = (self.count[:, None] + torch.arange(self.size, device=kept.device)) % self.rows
@@ -102,9 +101,9 @@ class Jacobi(Proposer):
         self.codes.copy_(self.codes.gather(1, old))
         self.q[:, :window] = self.q.gather(1, _each(old, self.q))
         self.p.copy_(probs.gather(1, _each(source.clamp(max=window), probs)))
-        self.count += kept
         self.seen.copy_(self.size - kept)
         self.held.copy_(window - kept)
+        super().observe(look)
 
     def _fresh(self) -> Tensor:
         """What guesses at places without a p are drawn from, [B, W, V]."""

@@ -16,6 +16,7 @@ from lanternpp.types import Draft
 class Nothing(Proposer):
     """Proposes the root alone."""
 
+    dials = frozenset()
     size = 1
     depth = 0
 

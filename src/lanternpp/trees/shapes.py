@@ -55,13 +55,13 @@ MAX_NODES, MAX_DEPTH = 512, 32
 
 
 def check(paths: object, source: str) -> Shape:
-    """Paths from outside as a shape; InputError unless they form one tree of sane size."""
-    if not isinstance(paths, list) or not paths:
+    """Paths from outside, lists or tuples, as a shape; InputError unless they form one tree of sane size."""
+    if not isinstance(paths, list | tuple) or not paths:
         raise InputError(f"{source} must hold a non-empty list of paths such as [[0], [0, 0], [1]]")
     shape = []
     for path in paths:
-        fine = isinstance(path, list) and path and all(type(r) is int and 0 <= r < MAX_NODES for r in path)
-        if not fine:
+        ranks = path if isinstance(path, list | tuple) else ()
+        if not ranks or not all(type(r) is int and 0 <= r < MAX_NODES for r in ranks):
             raise InputError(f"{source}: {path!r} is not a path; use a non-empty list of ranks from 0")
         shape.append(tuple(path))
     known = set(shape)

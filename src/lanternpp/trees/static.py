@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.trees.base import Children, Extend, TreeBuilder
-from lanternpp.trees.shapes import Shape
+from lanternpp.trees.shapes import Shape, check
 from lanternpp.types import Draft, Frontier, Tree
 
 
@@ -27,11 +27,11 @@ class _Level:
 
 
 class StaticTree(TreeBuilder):
-    """The shape is data: a list of paths with every path's prefix in it."""
+    """The shape is data: a list of paths with every path's prefix in it. InputError where one is missing."""
 
     def __init__(self, shape: Shape):
-        paths: list[tuple[int, ...]] = [(), *sorted(set(shape), key=lambda p: (len(p), p))]
-        self.shape = shape
+        self.shape = check(shape, "a tree's shape")
+        paths: list[tuple[int, ...]] = [(), *sorted(self.shape, key=lambda p: (len(p), p))]
         self.paths = paths
         self.size = self.scratch = len(paths)
         self.depth = len(paths[-1])

@@ -1,0 +1,191 @@
+"""`lanternpp bench`: methods side by side over prompts and seeds, in seconds, codes per pass and quality."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lanternpp.cli import options as opt
+from lanternpp.cli.terminal import progress_bar
+from lanternpp.errors import InputError
+
+if TYPE_CHECKING:
+    from lanternpp.evaluation.quality import Quality
+    from lanternpp.evaluation.speed import Race
+
+OUTPUT = Path("out/bench")
+METHODS = "ar, eagle, eagle2, lantern, lantern++, jacobi-coupled, lantern-jacobi"
+PANEL_QUALITY = "Quality"
+
+Prompts = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="One prompt per line; default: the model's own list.")
+]
+Methods = Annotated[
+    str,
+    typer.Option(
+        metavar="A,B,...",
+        help='Methods parted by commas, each with overrides behind it: "eagle, lantern++ k=10 lambda=5". '
+        "Plain AR is always among them.",
+    ),
+]
+Folder = Annotated[
+    Path, typer.Option("-o", "--output", metavar="DIR", help="Where figures, plots and pictures go.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run that the folder holds.")]
+Measure = Annotated[
+    bool,
+    typer.Option("--measure/--no-measure", help="tv_spent of one picture per prompt, drawn again untimed."),
+]
+Plots = Annotated[bool, typer.Option("--plots/--no-plots", help="PNG plots; they need matplotlib.")]
+JudgeIt = Annotated[
+    bool, typer.Option("--quality/--no-quality", help="Quality figures.", rich_help_panel=PANEL_QUALITY)
+]
+Reference = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Pictures to compare with; default: the model's own figures of them.",
+        rich_help_panel=PANEL_QUALITY,
+    ),
+]  # fmt: skip
+Features = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="What sees the pictures: judge or inception.", rich_help_panel=PANEL_QUALITY
+    ),
+]
+Clip = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR|HUB_ID", help="A CLIP model, for the CLIP score.", rich_help_panel=PANEL_QUALITY
+    ),
+]
+
+
+def bench(
+    prompts: Prompts = None,
+    methods: Methods = METHODS,
+    n: opt.Count = 4,
+    output: Folder = OUTPUT,
+    resume: Resume = False,
+    as_json: opt.Json = False,
+    measure: Measure = True,
+    plots: Plots = True,
+    quality: JudgeIt = True,
+    reference: Reference = None,
+    features: Features = None,
+    clip: Clip = None,
+    model: opt.Model = opt.MODEL,
+    drafter: opt.Drafter = None,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    compile: opt.Compile = None,
+    batch_size: opt.BatchSize = None,
+    cfg: opt.Cfg = None,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
+    seed: opt.Seed = 0,
+) -> None:
+    """Compare methods on one model: -n pictures per prompt and method, the methods taking turns.
+
+    Writes table.md, bench.json, plots and every picture to the folder. Interrupt it when you like: --resume
+    goes on. One picture at a time unless --batch-size says otherwise.
+    """
+    from lanternpp.evaluation.speed import entries
+
+    field = entries(methods)
+    if plots:
+        from lanternpp.evaluation import plots as drawing
+
+        drawing.check()
+
+    from lanternpp import Pipeline
+    from lanternpp.evaluation.prompts import read_prompts
+    from lanternpp.evaluation.speed import Race
+    from lanternpp.models import model_folder
+
+    asked = read_prompts(prompts, model_folder(model))
+    pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype)
+    shared = {"cfg": cfg, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    shared |= {"batch_size": batch_size or 1, "compile": compile}
+    race = Race(pipe, field, asked, n, seed, shared, measure)
+    judge = judge_of(pipe, n * len(asked), reference, features, clip) if quality else None
+    table = run(race, judge, output, resume, plots)
+    if as_json:
+        typer.echo(json.dumps(table))
+        return
+    show(table)
+    typer.echo(str(output / "table.md"))
+
+
+def judge_of(
+    pipe: Any, count: int, reference: Path | None, features: str | None, clip: str | None
+) -> Quality | None:
+    """What will judge `count` pictures of each method, made before any is drawn.
+
+    None where nobody asked for it and the model brings nothing to judge by, or the pictures are too few.
+    """
+    from lanternpp.evaluation.quality import LEAST, Quality
+
+    if not (reference or features or clip):
+        if count < LEAST or not (pipe.folder / "judge").is_dir():
+            return None
+    elif count < LEAST:
+        raise InputError(
+            f"{count} pictures of each method are too few to measure; at least {LEAST} are needed: "
+            "raise -n, or give more prompts"
+        )
+    device = next(pipe.target.parameters()).device
+    return Quality.for_model(pipe.folder, reference, features, clip, device)
+
+
+def run(race: Race, judge: Quality | None, folder: Path, resume: bool, plots: bool) -> dict[str, Any]:
+    """Race, judge, and write everything down; returns the JSON object."""
+    from PIL import Image
+
+    from lanternpp.evaluation import report
+    from lanternpp.evaluation.speed import RUN
+    from lanternpp.nn import checkpoints
+
+    with progress_bar("racing") as progress:
+        turns = race.run(folder, resume, progress)
+    quality: dict[str, dict[str, float]] = {}
+    if judge:
+        with progress_bar("judging") as progress:
+            for i, entry in enumerate(race.field):
+                if progress:
+                    progress(i, len(race.field))
+                own = [turn for turn in turns if turn.label == entry.label]
+                images = [Image.open(folder / name).convert("RGB") for turn in own for name in turn.files]
+                asked = [race.prompts[turn.prompt] for turn in own for _ in turn.files]
+                quality[entry.label] = judge.measure(images, asked)
+    told = json.loads((folder / RUN).read_text(encoding="utf-8"))
+    table = report.rows(turns, told, quality)
+    whole = {k: v for k, v in told.items() if k != "methods"} | {"folder": str(folder), "methods": table}
+    checkpoints.write_text(folder / "bench.json", json.dumps(whole, indent=1) + "\n")
+    checkpoints.write_text(folder / "table.md", report.markdown(table, told))
+    if plots:
+        from lanternpp.evaluation import plots as drawing
+
+        drawing.draw(table, report.by_row(turns, race.pipe.target.width), folder)
+    return whole
+
+
+def show(whole: dict[str, Any]) -> None:
+    """The figures as a table on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from lanternpp.evaluation import report
+
+    rows = whole["methods"]
+    shown = [column for column in report.columns(rows) if column not in report.WIDE]
+    table = Table(caption="quartiles, and where the time goes: table.md")
+    for column in shown:
+        table.add_column(report.HEADINGS[column], justify="left" if column == "method" else "right")
+    for row in rows:
+        table.add_row(*(report.cell(row, column, brief=True).strip("`") for column in shown))
+    Console().print(table)

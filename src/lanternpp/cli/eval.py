@@ -1,0 +1,247 @@
+"""`lanternpp eval`: what pictures are worth, be they in a folder or a method's, drawn for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lanternpp.cli import options as opt
+from lanternpp.cli.output import notes, png_path
+from lanternpp.cli.overrides import check, takes_overrides
+from lanternpp.cli.terminal import progress_bar
+from lanternpp.errors import InputError
+from lanternpp.methods import METHODS
+from lanternpp.registry import unknown
+
+if TYPE_CHECKING:
+    from lanternpp.evaluation.draw import Order
+    from lanternpp.evaluation.pictures import Gallery
+    from lanternpp.evaluation.quality import Quality
+    from lanternpp.pipeline import Stats
+
+DRAWN = 100  # pictures, unless -n says otherwise
+PANEL_DRAWING = "Drawing (METHOD only)"
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="IMAGES|METHOD",
+        help="A folder of pictures, or a method whose pictures are drawn first; ./NAME is always a folder.",
+    ),
+]
+Reference = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Pictures to compare with, an imagefolder's val/ where it has one; default: the model's own "
+        "features of its validation photos.",
+    ),
+]
+Features = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="What sees the pictures: judge (the model's own, the default) or inception."
+    ),
+]
+Clip = Annotated[
+    str | None, typer.Option(metavar="DIR|HUB_ID", help="Also the CLIP score, by this CLIP model.")
+]
+Count = Annotated[
+    int | None,
+    typer.Option(
+        "-n",
+        "--n",
+        help=f"Pictures in all; default: {DRAWN}.",
+        callback=opt.within(4, 1_000_000, "4 or more"),
+        rich_help_panel=PANEL_DRAWING,
+    ),
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="One prompt per line, taken in turn; default: the captions of the reference.",
+        rich_help_panel=PANEL_DRAWING,
+    ),
+]
+Keep = Annotated[
+    Path | None,
+    typer.Option(
+        "-o", "--output", metavar="DIR", help="Keep the pictures there.", rich_help_panel=PANEL_DRAWING
+    ),
+]
+
+
+@takes_overrides
+def evaluate(
+    source: Source,
+    reference: Reference = None,
+    features: Features = None,
+    clip: Clip = None,
+    as_json: opt.Json = False,
+    model: opt.Model = opt.MODEL,
+    drafter: opt.Drafter = None,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    n: Count = None,
+    prompts: Prompts = None,
+    output: Keep = None,
+    seed: opt.Seed = 0,
+    *,
+    overrides: dict[str, Any],
+) -> None:
+    """Measure pictures against a reference: Fréchet distance, precision, recall, prompt accuracy, CLIP score.
+
+    Prompts of pictures in a folder are read from its metadata.jsonl, or from the files that generate wrote.
+    """
+    if source in METHODS:
+        check(model, drafter, source, overrides)
+        empty(output)
+    else:
+        drawing = {"drafter": drafter, "n": n, "prompts": prompts, "output": output} | overrides
+        images_folder(source, drawing)
+
+    from lanternpp.models import model_folder
+
+    folder = model_folder(model)
+    asked = read_asked(prompts)
+    images = None if source in METHODS else gallery(Path(source), clip)
+    quality = judge(folder, reference, features, clip, device)
+    if images is not None:
+        figures = measure(quality, images, images.prompts)
+        row: dict[str, Any] = {"folder": source, "images": len(images)}
+    else:
+        from lanternpp import Pipeline
+        from lanternpp.evaluation.draw import orders
+        from lanternpp.evaluation.prompts import read_prompts
+
+        wanted = orders(asked or quality.prompts or read_prompts(None, folder), n or DRAWN, seed)
+        pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype)
+        pictures, stats = drawn(pipe, wanted, source, output, overrides)
+        figures = measure(quality, pictures, [order.prompt for order in wanted])
+        row = stats.to_json() | {"folder": None if output is None else str(output)}
+    against = quality.against
+    row |= {"features": quality.features} | figures
+    row |= {"reference": against and against.name, "reference_images": against and len(against.features)}
+    if as_json:
+        typer.echo(json.dumps(row))
+        return
+    show(source, row, figures)
+
+
+def read_asked(path: Path | None) -> list[str]:
+    """The prompts of a file; none where there is no file."""
+    from lanternpp.evaluation.prompts import read_prompts
+
+    return [] if path is None else read_prompts(path, path.parent)
+
+
+def images_folder(source: str, drawing: Mapping[str, Any]) -> None:
+    """Refuse what is neither a method nor a folder, and options of drawing where nothing is drawn."""
+    if not Path(source).is_dir():
+        raise InputError(unknown("method", source, METHODS) + "; or give a folder of pictures")
+    given = [name for name, value in drawing.items() if value is not None]
+    if given:
+        option = "-n" if given[0] == "n" else "--" + given[0].replace("lam", "lambda").replace("_", "-")
+        raise InputError(f"{option} is for drawing, and {source} is a folder of pictures; leave it out")
+
+
+def gallery(folder: Path, clip: str | None) -> Gallery:
+    """The pictures of a folder; where CLIP is asked for, some must have a prompt."""
+    from lanternpp.evaluation.pictures import Gallery
+    from lanternpp.evaluation.quality import LEAST
+
+    pictures = Gallery.read(folder, LEAST, one_size=True)
+    if clip and not any(pictures.prompts):
+        raise InputError(f"no picture in {folder} has a prompt; --clip compares pictures with their prompts")
+    return pictures
+
+
+def empty(folder: Path | None) -> None:
+    """Refuse a folder that cannot be written or holds something: other pictures would be measured with ours."""
+    if folder is None:
+        return
+    if folder.is_dir() and any(folder.iterdir()):
+        raise InputError(f"output {str(folder)!r} is not empty; name a new folder")
+    png_path(folder / "0.png")
+
+
+def judge(
+    folder: Path, reference: Path | None, features: str | None, clip: str | None, device: str
+) -> Quality:
+    """What will measure the pictures, made before any is drawn."""
+    from lanternpp.evaluation.quality import Quality
+
+    with progress_bar("reading the reference") as progress:
+        return Quality.for_model(folder, reference, features, clip, device, progress)
+
+
+def measure(quality: Quality, images: Any, prompts: list[str | None] | list[str]) -> dict[str, float]:
+    """The figures of some pictures."""
+    with progress_bar("measuring") as progress:
+        return quality.measure(images, prompts, progress)
+
+
+def drawn(
+    pipe: Any, wanted: list[Order], method: str, folder: Path | None, overrides: dict[str, Any]
+) -> tuple[list[Any], Stats]:
+    """The pictures of some orders, kept in `folder` as they are drawn, and what drawing them took."""
+    from lanternpp.evaluation.draw import draw, together
+    from lanternpp.picture import save_png
+
+    images: list[Any] = []
+    parts: list[Stats] = []
+    with progress_bar("drawing") as progress:
+        for part, result in draw(pipe, wanted, method, progress, **overrides):
+            for order, image in zip(part, result.images, strict=True):
+                if folder is not None:
+                    told = notes(order.prompt, order.seed, result.stats) | {"images": "1"}
+                    save_png(image, folder / f"{len(images):05d}.png", told)
+                images.append(image)
+            parts.append(result.stats)
+    return images, together(parts)
+
+
+FIGURES = {
+    "frechet": ("Fréchet distance", "0 is the same; depends on the number of pictures"),
+    "precision": ("precision", "share of the pictures that look like the reference"),
+    "recall": ("recall", "share of the reference that looks like some picture"),
+    "prompt_accuracy": ("prompt accuracy", "share of the pictures that show what their prompt names"),
+    "clip": ("CLIP score", "agreement with the prompt, at most 100"),
+}
+
+
+def show(source: str, row: dict[str, Any], figures: dict[str, float]) -> None:
+    """The figures as a table on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    title = f"{source}: {row['images']} pictures"
+    if row["reference"]:
+        title += f" beside {row['reference']} ({row['reference_images']}), seen by {row['features']}"
+    table = Table(title=Text(title), title_justify="left")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    table.add_column("what it is")
+    for name, (label, about) in FIGURES.items():
+        if name in figures:
+            table.add_row(label, told(name, figures), about)
+    if "codes_per_pass" in row:
+        table.add_row("codes per pass", f"{row['codes_per_pass']:.2f}", "of the method that drew them")
+        table.add_row(
+            "seconds per picture", f"{row['seconds_per_image']:.2f}", "a batch at a time; see bench"
+        )
+    Console().print(table)
+
+
+def told(name: str, figures: dict[str, float]) -> str:
+    """A figure as text: shares in per cent, the Fréchet distance with its standard error."""
+    value = figures[name]
+    if name == "frechet":
+        return f"{value:.3g} ± {figures['frechet_spread']:.1g}"
+    return f"{value:.1f}" if name == "clip" else f"{100 * value:.1f} %"

@@ -1,0 +1,91 @@
+"""CLIP score (arXiv 2104.08718): how well pictures agree with their prompts, by a CLIP of the caller's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from lanternpp.errors import InputError
+
+USUAL = "openai/clip-vit-base-patch32"
+
+
+class Clip:
+    """A CLIP model and its processor, from a folder or a hub id."""
+
+    def __init__(self, model: Any, processor: Any, device: torch.device):
+        self.model, self.processor, self.device = model, processor, device
+
+    @classmethod
+    def open(cls, name: str, device: torch.device) -> Clip:
+        """Read or fetch them. Raises InputError where `name` is no CLIP or cannot be had."""
+        from transformers import AutoConfig, CLIPModel, CLIPProcessor
+
+        try:
+            with quiet():
+                kind = AutoConfig.from_pretrained(name).model_type
+                if kind != "clip":
+                    raise InputError(
+                        f"--clip {name} holds a model of type {kind}; give a CLIP, such as {USUAL}"
+                    )
+                model = CLIPModel.from_pretrained(name, dtype=torch.float32)
+                processor = CLIPProcessor.from_pretrained(name)
+        except InputError:
+            raise
+        except (OSError, ValueError, ImportError, TypeError) as error:
+            reason = " ".join(str(error).split())
+            raise InputError(
+                f"--clip {name} cannot be had ({reason[:160]}); "
+                f"give the folder of a CLIP model with its processor, or a hub id such as {USUAL}"
+            ) from None
+        return cls(model.eval().requires_grad_(False).to(device), processor, device)
+
+    @torch.inference_mode()
+    def score(
+        self,
+        images: Sequence[Image.Image],
+        prompts: Sequence[str | None],
+        progress: Callable[[int, int], None] | None = None,
+        batch: int = 32,
+    ) -> float | None:
+        """100 x the mean cosine between a picture and its prompt, below 0 counted as 0 (equation 1, w = 100).
+
+        Pictures without a prompt are left out; None where no picture has one.
+        """
+        known = [i for i, prompt in enumerate(prompts) if prompt]
+        total = 0.0
+        for start in range(0, len(known), batch):
+            part = known[start : start + batch]
+            inputs = self.processor(
+                text=[prompts[i] for i in part],
+                images=[images[i].convert("RGB") for i in part],
+                return_tensors="pt",
+                padding=True,
+                truncation=True,
+            ).to(self.device)
+            seen = self.model(**inputs)
+            total += F.cosine_similarity(seen.image_embeds, seen.text_embeds).clamp_min(0).sum().item()
+            if progress:
+                progress(start + len(part), len(known))
+        return 100 * total / len(known) if known else None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' remarks on how it loads; errors are raised, and downloads show, all the same."""
+    from transformers.utils import logging
+
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()

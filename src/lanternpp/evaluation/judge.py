@@ -1,0 +1,149 @@
+"""A model's own judge: a small classifier of its data's labels, whose features stand in for Inception's.
+
+A residual network with pre-activation blocks (arXiv 1603.05027). Beside the label it names the words of the
+caption, so that its features know colours, skies and backgrounds, which a label alone would let it forget.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialise
+from torch import Tensor, nn
+
+from lanternpp.errors import InputError
+from lanternpp.nn import checkpoints
+from lanternpp.nn.configs import config_as
+
+JUDGE = "judge"  # the part of a model folder
+REFERENCE = "reference.safetensors"
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """Shape of a judge. Every stage halves the sides of the one before; the stem does so too."""
+
+    labels: tuple[str, ...]
+    words: tuple[str, ...] = ()  # of the captions
+    size: int = 128  # pixels of a picture's side
+    stem: int = 24  # channels
+    channels: tuple[int, ...] = (48, 96, 128)  # of the stages; the last is the number of features
+    blocks: tuple[int, ...] = (1, 2, 2)
+
+    def __post_init__(self) -> None:
+        for name in ("labels", "words", "channels", "blocks"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON gives lists
+        if len(self.channels) != len(self.blocks):
+            raise InputError("a judge's channels and blocks need one entry per stage each.")
+        if len(self.labels) < 2:
+            raise InputError(f"a judge tells labels apart and there are {len(self.labels)}; give 2 or more.")
+
+
+def norm(channels: int) -> nn.Module:
+    """Group normalisation, 16 channels a group."""
+    return nn.GroupNorm(max(channels // 16, 1), channels)
+
+
+class Block(nn.Module):
+    """Residual: norm, SiLU, 3x3, norm, SiLU, 3x3."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int):
+        super().__init__()
+        self.norm1, self.norm2 = norm(inputs), norm(outputs)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        changes = inputs != outputs or stride > 1
+        self.skip = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if changes else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, inputs, H, W] -> [B, outputs, H / stride, W / stride]."""
+        h = F.silu(self.norm1(x))
+        over = x if self.skip is None else self.skip(h)
+        return over + self.conv2(F.silu(self.norm2(self.conv1(h))))
+
+
+class Judge(nn.Module):
+    """Pictures -> features, and from them the scores of labels and words."""
+
+    def __init__(self, config: JudgeConfig):
+        super().__init__()
+        self.config = config
+        self.stem = nn.Conv2d(3, config.stem, 5, 2, 2, bias=False)
+        layers: list[nn.Module] = []
+        inputs = config.stem
+        for channels, blocks in zip(config.channels, config.blocks, strict=True):
+            layers += [
+                Block(channels if i else inputs, channels, 1 if i else 2) for i in range(max(blocks, 1))
+            ]
+            inputs = channels
+        self.stages = nn.Sequential(*layers, norm(inputs), nn.SiLU())
+        self.labels = nn.Linear(inputs, len(config.labels))
+        self.words = nn.Linear(inputs, len(config.words)) if config.words else None
+
+    def features(self, images: Tensor) -> Tensor:
+        """Images [B, 3, H, W] in [-1, 1] -> features [B, F], the mean over all places of the last stage."""
+        x = images.contiguous(memory_format=torch.channels_last)
+        return self.stages(self.stem(x)).float().mean((2, 3))
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Images [B, 3, H, W] in [-1, 1] -> logits of the labels [B, L] and of the words [B, W]."""
+        features = self.features(images)
+        words = features[:, :0] if self.words is None else self.words(features)
+        return self.labels(features), words
+
+
+def has_judge(folder: Path) -> bool:
+    """Whether a model folder holds a judge."""
+    return (folder / JUDGE / checkpoints.CONFIG).is_file()
+
+
+def read_judge(folder: Path, device: torch.device | str = "cpu") -> Judge:
+    """The judge of a model folder, in float32. Raises InputError naming what is wrong with a file."""
+    source = folder / JUDGE
+    judge = Judge(config_as(JudgeConfig, checkpoints.load_config(source), source))
+    checkpoints.load_into(judge, source)
+    judge.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return judge.eval().requires_grad_(False).to(device)
+
+
+def fingerprint(judge: nn.Module) -> str:
+    """A hash of a judge's weights: features of one judge mean nothing beside those of another."""
+    parts = [f"{name} {checkpoints.checksum(tensor)}" for name, tensor in sorted(judge.state_dict().items())]
+    return checkpoints.digest(parts)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Features of reference pictures [M, F], and their captions where they have some."""
+
+    features: Tensor
+    texts: tuple[str, ...] = ()
+
+
+def write_reference(folder: Path, judge: nn.Module, features: Tensor, texts: Sequence[str]) -> None:
+    """`folder`/judge/reference.safetensors: features in 16 bits, captions, and which judge they are of."""
+    note = {"judge": fingerprint(judge), "texts": json.dumps(list(texts))}
+    with checkpoints.replacing(folder / JUDGE / REFERENCE) as temporary:
+        temporary.write_bytes(serialise({"features": features.half().cpu().contiguous()}, metadata=note))
+
+
+def read_reference(folder: Path, judge: nn.Module) -> Reference:
+    """The reference that lies beside a judge. Raises InputError where it is missing or another judge's."""
+    path = folder / JUDGE / REFERENCE
+    if not path.is_file():
+        raise InputError(f"{path} is missing; give --reference DIR, a folder of pictures to compare with")
+    try:
+        with safe_open(path, framework="pt") as file:
+            note, features = file.metadata() or {}, file.get_tensor("features").float()
+        texts = tuple(json.loads(note.get("texts", "[]")))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read ({error}); give --reference DIR") from None
+    if note.get("judge") != fingerprint(judge):
+        raise InputError(f"{path} was made by other weights than {path.parent}'s; give --reference DIR")
+    return Reference(features, texts)

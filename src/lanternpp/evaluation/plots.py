@@ -1,0 +1,114 @@
+"""A race as pictures: what speed costs, how many codes a pass decides, and where in the image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lanternpp.errors import InputError
+from lanternpp.evaluation.report import HEADINGS
+from lanternpp.nn.checkpoints import replacing
+
+COSTS = ("frechet", "clip", "tv_spent")  # the first one measured stands on the plot of speed against quality
+
+
+def check() -> None:
+    """InputError where the library that draws is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise InputError("plots need matplotlib; install lanternpp[eval], or pass --no-plots") from None
+
+
+def draw(table: Sequence[Mapping[str, Any]], rows: Mapping[str, Sequence[float]], folder: Path) -> list[Path]:
+    """speed.png, rows.png and passes.png in `folder`; those that the figures allow."""
+    made = []
+    cost = next((c for c in COSTS if sum(row.get(c) is not None for row in table) > 1), None)
+    if cost:
+        made.append(save(speed(table, cost), folder / "speed.png"))
+    made.append(save(along(rows), folder / "rows.png"))
+    made.append(save(passes(table), folder / "passes.png"))
+    return made
+
+
+def figure(width: float = 7.5, height: float = 4.6) -> tuple[Any, Any]:
+    """An empty figure and its axes, drawn without a display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(made)
+    axes = made.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    return made, axes
+
+
+def save(made: Any, path: Path) -> Path:
+    """The figure as a PNG, written whole."""
+    with replacing(path) as temporary:
+        made.savefig(temporary, format="png")
+    return path
+
+
+def speed(table: Sequence[Mapping[str, Any]], cost: str) -> Any:
+    """Speed-up against what it costs, a point per method."""
+    made, axes = figure()
+    for i, row in enumerate(table):
+        if row.get(cost) is None:
+            continue
+        spread = row.get(f"{cost}_spread")
+        axes.errorbar(
+            row["speedup"], row[cost], yerr=spread, fmt="o", color=f"C{i % 10}", alpha=0.9, capsize=2
+        )
+        axes.annotate(
+            row["method"], (row["speedup"], row[cost]), (6, 4), textcoords="offset points", fontsize=8
+        )
+    axes.axvline(1, color="grey", linewidth=0.8)
+    axes.margins(x=0.15)
+    axes.set_xlabel("speed-up over plain AR")
+    better = "higher is better" if cost == "clip" else "lower is better"
+    axes.set_ylabel(f"{HEADINGS[cost]} ({better})")
+    return made
+
+
+def along(rows: Mapping[str, Sequence[float]]) -> Any:
+    """Codes per pass along the rows of the image, a line per method."""
+    made, axes = figure()
+    for i, (label, means) in enumerate(rows.items()):
+        axes.plot(
+            range(1, len(means) + 1),
+            means,
+            label=label,
+            color=f"C{i % 10}",
+            linestyle="-" if i < 10 else "--",
+        )
+    axes.set_xlabel("row of codes where the pass began")
+    axes.set_ylabel("codes per pass")
+    axes.set_ylim(bottom=0)
+    legend(made, axes)
+    return made
+
+
+def passes(table: Sequence[Mapping[str, Any]]) -> Any:
+    """How often a pass decided so many codes, a line per method."""
+    made, axes = figure()
+    for i, row in enumerate(table):
+        counts = row["histogram"]
+        most, total = max(map(int, counts)), sum(counts.values())
+        share = [100 * counts.get(k, 0) / total for k in range(1, most + 1)]
+        axes.plot(
+            range(1, most + 1), share, marker=".", label=row["method"], color=f"C{i % 10}",
+            linestyle="-" if i < 10 else "--",
+        )  # fmt: skip
+    axes.set_xlabel("codes decided by one pass")
+    axes.set_ylabel("share of passes, %")
+    axes.set_ylim(bottom=0)
+    legend(made, axes)
+    return made
+
+
+def legend(made: Any, axes: Any) -> None:
+    """The names of the lines, beside the axes."""
+    made.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)

@@ -1,0 +1,29 @@
+"""Prompts to measure with: a file of the user's, or those that a model folder brings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lanternpp.errors import InputError
+
+PROMPTS = "prompts.txt"
+
+
+def read_prompts(path: Path | None, model: Path) -> list[str]:
+    """One prompt per line, empty lines and lines that begin with # left out.
+
+    path None: the model folder's own. Raises InputError where there is none.
+    """
+    own = model / PROMPTS
+    if path is None and not own.is_file():
+        raise InputError(f"{model} brings no {PROMPTS}; give --prompts FILE with one prompt per line")
+    source = path or own
+    try:
+        lines = source.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InputError(f"prompts {source} cannot be read: {reason}") from None
+    prompts = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not prompts:
+        raise InputError(f"prompts {source} holds none; write one prompt per line")
+    return prompts

@@ -1,0 +1,172 @@
+"""What pictures are worth: their distance from a reference, and their agreement with their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lanternpp.devices import pick_device
+from lanternpp.errors import InputError
+from lanternpp.evaluation import frechet
+from lanternpp.evaluation.clip import Clip
+from lanternpp.evaluation.features import EXTRACTORS, Extractor, JudgeFeatures, extract
+from lanternpp.evaluation.judge import has_judge, read_reference
+from lanternpp.evaluation.labels import label_of
+from lanternpp.evaluation.pictures import Gallery, reference_folder
+from lanternpp.evaluation.precision_recall import NEAREST, precision_recall
+from lanternpp.registry import find
+
+LEAST = NEAREST + 1  # pictures: each needs as many others as neighbours are counted
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Against:
+    """A reference: its name, the features of its pictures [N, F], and their captions where they have some."""
+
+    name: str
+    features: Tensor
+    prompts: tuple[str, ...]
+
+
+class Quality:
+    """The figures that can be given of pictures, with everything they need already read.
+
+    frechet          Fréchet distance to the reference (lower is nearer); depends on how many pictures there are
+    frechet_spread   its standard error over the pictures, by a jackknife
+    precision        share of the pictures that look like the reference
+    recall           share of the reference that looks like some picture
+    prompt_accuracy  share of the pictures that the judge takes for what their prompt names
+    clip             CLIP score, up to 100
+    """
+
+    def __init__(
+        self,
+        features: str | None,
+        extractor: Extractor | None,
+        against: Against | None,
+        judge: JudgeFeatures | None,
+        clip: Clip | None,
+    ):
+        self.features, self.extractor, self.against = features, extractor, against
+        self.judge, self.clip = judge, clip
+        self.columns: tuple[str, ...] = (
+            *(("frechet", "precision", "recall") if against else ()),
+            *(("prompt_accuracy",) if judge else ()),
+            *(("clip",) if clip else ()),
+        )
+
+    @classmethod
+    def for_model(
+        cls,
+        folder: Path,
+        reference: Path | None = None,
+        features: str | None = None,
+        clip: str | None = None,
+        device: torch.device | str = "auto",
+        progress: Progress | None = None,
+    ) -> Quality:
+        """What can be said of a model's pictures.
+
+        reference: a folder of pictures; left out, the features that lie beside the model's judge. features:
+        a name of `EXTRACTORS` or "package.module:Class"; left out, the judge. clip: a CLIP model's folder
+        or hub id. A model without a judge can still be measured by other features, or by CLIP alone.
+        Raises InputError, before anything is drawn, where something is missing or wrong.
+        """
+        if reference is not None and not reference.is_dir():
+            raise InputError(f"reference {reference} is no folder; name one that holds pictures")
+        on = pick_device(device) if isinstance(device, str) else device
+        judge = JudgeFeatures(folder, on) if has_judge(folder) else None
+        scorer = Clip.open(clip, on) if clip else None
+        if judge is None and features is None and reference is None and scorer is not None:
+            return cls(None, None, None, None, scorer)
+        name = features or "judge"
+        kind = find("features", name, EXTRACTORS)
+        extractor = judge if judge and kind is JudgeFeatures else kind.open(folder, on)
+        against = refer(folder, reference, name, extractor, judge, progress)
+        return cls(name, extractor, against, judge, scorer)
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The captions of the reference: prompts whose pictures can fairly be compared with it."""
+        return self.against.prompts if self.against else ()
+
+    def measure(
+        self,
+        images: Sequence[Image.Image],
+        prompts: Sequence[str | None] | None = None,
+        progress: Progress | None = None,
+    ) -> dict[str, float]:
+        """The figures of pictures and, where they are known, their prompts; see the class for their names.
+
+        A figure of prompts is left out where no prompt serves it. Raises InputError below four pictures.
+        """
+        if len(images) < LEAST:
+            raise InputError(f"{len(images)} pictures are too few to measure; at least {LEAST} are needed")
+        said = list(prompts) if prompts is not None else [None] * len(images)
+        if len(said) != len(images):
+            raise InputError(f"{len(said)} prompts do not go with {len(images)} pictures; give one for each")
+        figures: dict[str, float] = {}
+        features: Tensor | None = None
+        if self.extractor and self.against:
+            features = extract(self.extractor, images, progress)
+            figures |= compare(features, self.against.features)
+        if self.judge:
+            figures |= self._accuracy(images, said, features, progress)
+        score = self.clip.score(images, said, progress) if self.clip else None
+        return figures | ({} if score is None else {"clip": score})
+
+    def _accuracy(
+        self,
+        images: Sequence[Image.Image],
+        prompts: Sequence[str | None],
+        features: Tensor | None,
+        progress: Progress | None,
+    ) -> dict[str, float]:
+        """Share of the pictures judged to be what their prompt names; nothing where no prompt names a label."""
+        assert self.judge
+        labels = self.judge.judge.config.labels
+        wanted = [label_of(prompt, labels) if prompt else None for prompt in prompts]
+        known = [i for i, label in enumerate(wanted) if label is not None]
+        if not known:
+            return {}
+        if features is None or self.extractor is not self.judge:
+            features = extract(self.judge, images, progress)
+        right = self.judge.labels(features[known]) == torch.tensor([wanted[i] for i in known])
+        return {"prompt_accuracy": right.double().mean().item()}
+
+
+def compare(features: Tensor, reference: Tensor) -> dict[str, float]:
+    """The figures of features [M, F] against others [N, F]."""
+    against = frechet.gaussian(reference)
+    precision, recall = precision_recall(features, reference)
+    return {
+        "frechet": frechet.distance(frechet.gaussian(features), against),
+        "frechet_spread": frechet.spread(features, against),
+        "precision": precision,
+        "recall": recall,
+    }
+
+
+def refer(
+    folder: Path,
+    reference: Path | None,
+    name: str,
+    extractor: Extractor,
+    judge: JudgeFeatures | None,
+    progress: Progress | None,
+) -> Against:
+    """The reference to compare with: a folder's pictures, or the one that came with the model."""
+    if reference is not None:
+        gallery = Gallery.read(reference_folder(reference), LEAST)
+        texts = tuple(prompt for prompt in gallery.prompts if prompt)
+        return Against(str(gallery.folder), extract(extractor, gallery, progress), texts)
+    if judge is None or extractor is not judge:
+        raise InputError(f"features {name} need --reference DIR, a folder of pictures to compare with")
+    own = read_reference(folder, judge.judge)
+    return Against(f"{folder.name}'s own", own.features, own.texts)

@@ -1,0 +1,143 @@
+"""A race as figures: one row per method, a Markdown table, one JSON object."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median, quantiles
+from typing import Any
+
+from lanternpp.evaluation.speed import BASELINE, Turn
+from lanternpp.evaluation.stopwatch import PHASES
+
+HEADINGS = {
+    "method": "method",
+    "codes_per_pass": "codes per pass",
+    "seconds_per_image": "s per picture",
+    "speedup": "speed-up",
+    "efficiency": "efficiency",
+    "where": "draft / pass / verify / rest, %",
+    "tv_spent": "TV spent",
+    "frechet": "Fréchet",
+    "precision": "precision",
+    "recall": "recall",
+    "prompt_accuracy": "prompt accuracy",
+    "clip": "CLIP",
+}
+WIDE = ("where", "precision", "recall")  # not for a terminal
+
+
+def rows(
+    turns: Sequence[Turn], run: Mapping[str, Any], quality: Mapping[str, Mapping[str, float]]
+) -> list[dict[str, Any]]:
+    """One row per method of a run, in its order; `quality` holds further figures by label.
+
+    Seconds are medians over turns, their spread the distance between the quartiles.
+    """
+    plain = figures([t for t in turns if t.label == BASELINE])["seconds_per_image"]
+    made = []
+    for label, settings in run["methods"].items():
+        row = figures([t for t in turns if t.label == label])
+        speedup = plain / row["seconds_per_image"]
+        ratios = {"speedup": speedup, "efficiency": speedup / row["codes_per_pass"]}
+        about = {"method": label, "model": run["model"]}
+        versions = {"settings": settings, "versions": run["versions"]}
+        made.append(about | row | ratios | dict(quality.get(label, {})) | versions)
+    return made
+
+
+def figures(turns: Sequence[Turn]) -> dict[str, Any]:
+    """The figures of one method's turns."""
+    pictures = [accepted for turn in turns for accepted in turn.accepted]
+    seconds = [turn.seconds / len(turn.accepted) for turn in turns]
+    every = [count for accepted in pictures for count in accepted]
+    whole = sum(turn.seconds for turn in turns)
+    spent = [value for turn in turns for value in turn.spent or []]
+    quarters = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 3
+    return {
+        "images": len(pictures),
+        "codes": sum(every),
+        "passes": len(every),
+        "codes_per_pass": sum(every) / len(every),
+        "seconds": whole,
+        "seconds_per_image": median(seconds),
+        "seconds_quartiles": [quarters[0], quarters[2]],
+        "phases": {phase: sum(t.phases[phase] for t in turns) / whole for phase in PHASES},
+        "accepted_per_pass": every,
+        "histogram": dict(sorted(Counter(every).items())),
+        "tv_spent": fmean(spent) if spent else None,
+        "tv_spent_images": len(spent),
+    }
+
+
+def by_row(turns: Sequence[Turn], width: int) -> dict[str, list[float]]:
+    """Mean codes decided by the passes that began in each row of the image, by label."""
+    table: dict[str, list[float]] = {}
+    for label in dict.fromkeys(turn.label for turn in turns):
+        began: dict[int, list[int]] = {}
+        for turn in turns:
+            if turn.label != label:
+                continue
+            for accepted in turn.accepted:
+                place = 0
+                for count in accepted:
+                    if place:  # the prefill decides one code, whatever the method
+                        began.setdefault(place // width, []).append(count)
+                    place += count
+        table[label] = [fmean(began.get(row, [0])) for row in range(max(began, default=-1) + 1)]
+    return table
+
+
+def cell(row: Mapping[str, Any], column: str, brief: bool = False) -> str:
+    """One figure of a row as text, with its spread unless brief; a dash where it was not measured."""
+    if column == "method":
+        return f"`{row[column]}`"
+    if column == "where":
+        return " / ".join(f"{100 * row['phases'][phase]:.0f}" for phase in PHASES)
+    value = row.get(column)
+    if value is None:
+        return "-"
+    if column == "seconds_per_image" and not brief:
+        low, high = row["seconds_quartiles"]
+        return f"{value:.2f} ({low:.2f}-{high:.2f})"
+    if column == "speedup":
+        return f"{value:.2f}x"
+    if column == "prompt_accuracy":
+        return f"{100 * value:.0f} %"
+    if column == "frechet" and row.get("frechet_spread") is not None and not brief:
+        return f"{value:.2f} ± {row['frechet_spread']:.2f}"
+    return f"{value:.2f}"
+
+
+def columns(table: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The columns that some row has a figure for."""
+    always = ("method", "where")
+    return [c for c in HEADINGS if c in always or any(row.get(c) is not None for row in table)]
+
+
+def markdown(table: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
+    """The table, with the settings it holds for under it."""
+    shown = columns(table)
+    lines = [
+        "| " + " | ".join(HEADINGS[c] for c in shown) + " |",
+        "|" + "|".join("---" if c == "method" else "--:" for c in shown) + "|",
+        *("| " + " | ".join(cell(row, c) for c in shown) + " |" for row in table),
+        "",
+        settings_line(table, run),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def settings_line(table: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
+    """What the figures hold for, in one sentence."""
+    base = run["methods"][BASELINE]
+    images = min(row["images"] for row in table)
+    spent = max((row["tv_spent_images"] for row in table), default=0)
+    return (
+        f"{run['model']}, {images} pictures of {len(run['prompts'])} prompts per method, "
+        f"{base['batch_size']} at a time, methods taking turns; medians, quartiles in brackets. "
+        f"cfg {base['cfg']:g}, temperature {base['temperature']:g}, top-k {base['top_k']}, top-p {base['top_p']:g}; "
+        f"{run['dtype']}, {'compiled' if base['compile'] else 'not compiled'}, {run['device']}, "
+        f"{run['threads']} threads, torch {run['versions']['torch']}."
+        + (f" TV spent: mean of {spent} pictures." if spent else "")
+    )

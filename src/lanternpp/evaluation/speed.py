@@ -1,0 +1,239 @@
+"""The race: methods take turns at the same prompts and seeds, and every turn is written down at once.
+
+A run's folder holds `run.json` (what is compared), `turns.jsonl` (a line per turn, so that a run stopped at any
+moment goes on where it stopped) and `pictures/`.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lanternpp.errors import InputError
+from lanternpp.evaluation.stopwatch import Stopwatch
+from lanternpp.methods import METHODS, method
+from lanternpp.nn import checkpoints
+from lanternpp.picture import save_png
+from lanternpp.pipeline import Pipeline, Result, versions
+
+RUN, TURNS, PICTURES = "run.json", "turns.jsonl", "pictures"
+BASELINE = "ar"
+TEXT = ("proposer", "accept", "tree", "residual", "coupling", "fresh")
+WHOLE = ("neighbours", "window")
+ALIASES = {"k": "neighbours", "lambda": "lam"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of a race: a named method and what it overrides."""
+
+    label: str
+    method: str
+    overrides: dict[str, Any]
+
+    @property
+    def slug(self) -> str:
+        """The label as the name of a folder."""
+        return re.sub(r"[^\w.+=-]+", "_", self.label)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one method drew for one prompt."""
+
+    label: str
+    prompt: int  # which of the race's prompts
+    seed: int  # of its first picture
+    seconds: float
+    phases: dict[str, float]  # seconds
+    accepted: list[list[int]]  # per picture: codes decided by each pass, the prefill first
+    files: list[str]  # pictures, relative to the run's folder
+    spent: list[float] | None = None  # tv_spent per picture, where it was measured
+
+
+def entries(text: str) -> list[Entry]:
+    """Methods parted by commas, each with what it overrides behind it: "ar, lantern++ k=10 lambda=5".
+
+    Plain AR is put first where it is missing, as all else is measured against it. Raises InputError.
+    """
+    found: dict[str, Entry] = {}
+    for item in text.split(","):
+        words = item.split()
+        if not words:
+            raise InputError(f"methods {text!r} has an empty entry; part names by single commas")
+        method(words[0])
+        overrides = dict(override(word, item) for word in words[1:])
+        label = " ".join(words)
+        found[label] = Entry(label, words[0], overrides)
+    return list({BASELINE: Entry(BASELINE, BASELINE, {}), **found}.values())
+
+
+def override(word: str, item: str) -> tuple[str, Any]:
+    """`key=value` as a field of Settings and its value; InputError names the entry it stands in."""
+    key, _, value = word.partition("=")
+    key = ALIASES.get(key, key)
+    numbers = [k for k in METHODS[BASELINE].__dataclass_fields__ if k not in (*TEXT, *WHOLE, "about")]
+    if key not in (*TEXT, *WHOLE, *numbers) or not value:
+        known = ", ".join((*TEXT, "k", "window", "delta", "lambda", "nu"))
+        raise InputError(
+            f"{word!r} in method {item.strip()!r} is no override; write key=value with one of: {known}"
+        )
+    if key in TEXT:
+        return key, value
+    try:
+        return key, int(value) if key in WHOLE else float(value)
+    except ValueError:
+        kind = "a whole number" if key in WHOLE else "a number"
+        raise InputError(f"{word!r} in method {item.strip()!r}: {value!r} is not {kind}") from None
+
+
+class Race:
+    """Entries over prompts and seeds, `batch_size` pictures of a prompt at a time."""
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        field: Sequence[Entry],
+        prompts: Sequence[str],
+        n: int,
+        seed: int,
+        shared: dict[str, Any],
+        measure: bool,
+    ):
+        self.pipe, self.field, self.prompts = pipe, list(field), list(prompts)
+        self.n, self.seed, self.measure = n, seed, measure
+        self.given = {e.label: {"batch_size": 1} | shared | e.overrides for e in field}
+        self.settings = {e.label: pipe.settings(e.method, **self.given[e.label]) for e in field}
+        self.batch = self.settings[BASELINE].batch_size
+        if n % self.batch:
+            raise InputError(f"{n} pictures per prompt are not a whole number of batches of {self.batch}")
+        for prompt in prompts:
+            pipe.target.prompt([prompt], 1)
+        for settings in self.settings.values():
+            pipe.engine(settings)  # so that a wrong part is found before anything is drawn
+
+    def describe(self) -> dict[str, Any]:
+        """What must be the same for a run to be gone on with."""
+        like = next(self.pipe.target.parameters())
+        return {
+            "model": self.pipe.name,
+            "prompts": self.prompts,
+            "n": self.n,
+            "seed": self.seed,
+            "measure": self.measure,
+            "device": device_name(like.device),
+            "dtype": str(like.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "versions": versions(),
+            "methods": {label: asdict(settings) for label, settings in self.settings.items()},
+        }
+
+    def turns(self) -> Iterator[tuple[Entry, int, int]]:
+        """(entry, prompt, first seed) as they are drawn: every entry in turn, another one first each time."""
+        rounds = product(range(0, self.n, self.batch), range(len(self.prompts)))
+        for place, (first, prompt) in enumerate(rounds):
+            for i in range(len(self.field)):
+                yield self.field[(place + i) % len(self.field)], prompt, self.seed + first
+
+    def draw(self, entry: Entry, prompt: int, seed: int, **more: Any) -> Result:
+        """One turn's pictures."""
+        given = self.given[entry.label] | more
+        return self.pipe(self.prompts[prompt], n=self.batch, seed=seed, method=entry.method, **given)
+
+    def run(
+        self, folder: Path, resume: bool = False, progress: Callable[[int, int], None] | None = None
+    ) -> list[Turn]:
+        """Draw every turn that the folder lacks; returns all of them.
+
+        progress is told between turns only, so that a timed one does nothing else.
+        """
+        begin(folder, self.describe(), resume)
+        turns = read_turns(folder)
+        done = {(t.label, t.prompt, t.seed) for t in turns}
+        total = len(self.prompts) * self.n // self.batch * len(self.field)
+        watches: dict[str, Stopwatch] = {}
+        for entry, prompt, seed in self.turns():
+            if (entry.label, prompt, seed) in done:
+                continue
+            if progress:
+                progress(len(turns), total)
+            if entry.label not in watches:
+                self.draw(entry, prompt, seed)  # so that nothing is made for the first time in a timed one
+                watches[entry.label] = Stopwatch(self.pipe.engine(self.settings[entry.label]))
+            turns.append(self._turn(folder, entry, watches[entry.label], prompt, seed))
+            with (folder / TURNS).open("a", encoding="utf-8") as log:
+                log.write(json.dumps(vars(turns[-1])) + "\n")
+        return turns
+
+    def _turn(self, folder: Path, entry: Entry, watch: Stopwatch, prompt: int, seed: int) -> Turn:
+        result = self.draw(entry, prompt, seed)
+        stats, spent = result.stats, None
+        phases = watch.take(stats.seconds)
+        if self.measure and seed == self.seed:
+            spent = self.draw(entry, prompt, seed, measure=True).stats.tv_spent_per_image
+        files = []
+        for i, image in enumerate(result.images):
+            name = f"{PICTURES}/{entry.slug}/{prompt:03d}-{seed + i}.png"
+            notes = {"prompt": self.prompts[prompt], "seed": str(seed + i), "model": stats.model}
+            save_png(image, folder / name, notes | {"settings": json.dumps(stats.settings, sort_keys=True)})
+            files.append(name)
+        accepted = split(stats.accepted_per_pass, self.pipe.target.length)
+        return Turn(entry.label, prompt, seed, stats.seconds, phases, accepted, files, spent)
+
+
+def device_name(device: torch.device) -> str:
+    """What ran it: the GPU's name, or the processor's architecture."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {platform.machine()}"
+
+
+def split(accepted: Sequence[int], length: int) -> list[list[int]]:
+    """Codes decided by each pass of several pictures, one list per picture of `length` codes."""
+    pictures: list[list[int]] = [[]]
+    for count in accepted:
+        if sum(pictures[-1]) == length:
+            pictures.append([])
+        pictures[-1].append(count)
+    return pictures
+
+
+def begin(folder: Path, run: dict[str, Any], resume: bool) -> None:
+    """Write down what is compared, or check it against what the folder says; InputError names what differs."""
+    path = folder / RUN
+    if not path.exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            checkpoints.write_text(path, json.dumps(run, indent=2) + "\n")
+        except OSError as error:
+            raise InputError(f"{folder} cannot be written: {error.strerror}") from None
+        return
+    if not resume:
+        raise InputError(
+            f"{folder} holds a run already; go on with it by --resume, or choose another folder with -o"
+        )
+    old = json.loads(path.read_text(encoding="utf-8"))
+    differing = [k for k in run if old.get(k) != run[k]]
+    if differing:
+        raise InputError(
+            f"{folder} holds a run with other {', '.join(differing)}; repeat its settings to go on with it, "
+            "or choose another folder with -o"
+        )
+
+
+def read_turns(folder: Path) -> list[Turn]:
+    """The turns a folder holds; a last line cut short by a kill is taken off."""
+    path = folder / TURNS
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        checkpoints.write_text(path, whole)
+    return [Turn(**json.loads(line)) for line in whole.splitlines()]

@@ -1,0 +1,98 @@
+"""What proposers with a network of their own share: it grows a tree, and follows what is decided, in a cache."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from lanternpp.drafters.base import Drafter
+from lanternpp.engine.cache import Cache
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.sampling import Sampling
+from lanternpp.nn.decoder import Memory
+from lanternpp.proposers.base import Proposer
+from lanternpp.targets.base import Target
+from lanternpp.trees.base import TreeBuilder
+from lanternpp.types import Draft, Frontier, Look, Nodes
+
+
+class Drafted(Proposer):
+    """Looks beyond codes with a drafter and draws their children from what it says.
+
+    The root is in the drafter's cache before a draft begins: what is known of its children came with the
+    last pass over what was decided.
+    """
+
+    dials = frozenset({"tree"})
+
+    def __init__(self, drafter: Drafter | Target, builder: TreeBuilder):
+        self.builder = builder
+        self.size, self.depth = builder.size, builder.depth
+        self._decoder, self._like = drafter.decoder, next(drafter.parameters())
+
+    @property
+    @abstractmethod
+    def slots(self) -> int:
+        """The most slots of the drafter's cache that a prompt takes."""
+
+    @abstractmethod
+    def look(self, codes: Tensor, below: Tensor, nodes: Nodes, memory: Memory) -> Tensor:
+        """A pass over codes [B, N], given the features [R, N, D] at their parents -> features [R, N, D]."""
+
+    @abstractmethod
+    def head(self, features: Tensor) -> Tensor:
+        """features [R, N, D] -> logits [R, N, V] of the codes' children."""
+
+    def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
+        """Make room for a batch: the drafter's cache and the features of the nodes of a draft."""
+        super().open(target, sampling, guidance, batch)
+        self.target, self.sampling, self.guidance = target, sampling, guidance
+        like, rows, shape = self._like, guidance.branches * batch, self._decoder.config
+        room = self.slots + target.length + max(self.builder.scratch, self.depth + 1)
+        self.cache = Cache(shape, rows, room, like)
+        self.features = torch.zeros(
+            rows, self.builder.scratch, shape.dim, dtype=like.dtype, device=like.device
+        )
+        kept = torch.ones(self.depth + 1, self.depth + 1, dtype=torch.bool, device=like.device).tril()
+        self._kept_mask = kept.expand(rows, -1, -1)
+        self._kept_depth = torch.arange(self.depth + 1, device=like.device).expand(rows, -1)
+        self._row = torch.arange(rows, device=like.device)
+
+    def propose(self, noise: Noise) -> Draft:
+        """Grow a tree from the root."""
+
+        def children(q: Tensor, count: int, level: int) -> Tensor:
+            return self.sampling.children(q, count, noise, Noise.DRAFT + level)
+
+        q = self._probs(self.features[:, :1], torch.zeros_like(self.root[:, None]))[:, 0]
+        return self.builder.grow(self.root, q, self._extend, children)
+
+    def observe(self, look: Look) -> None:
+        """Run the drafter over what was decided, with the target's own features."""
+        super().observe(look)
+        rows = self.guidance.rows
+        path, kept = rows(look.verdict.path), rows(look.verdict.kept)
+        features = look.features.gather(1, path[..., None].expand(-1, -1, look.features.shape[-1]))
+        nodes = self.cache.nodes(self._kept_depth, self._kept_mask)
+        out = self.look(look.verdict.ahead, features, nodes, self.cache)
+        self.features[:, 0] = out[self._row, (kept - 1).clamp(min=0)]
+        self.cache.used += kept
+
+    def _extend(self, at: Frontier) -> Tensor:
+        """Look beyond nodes whose parents were looked beyond before."""
+        rows = self.guidance.rows
+        node, parent = rows(at.node), rows(at.parent)
+        nodes = self.cache.nodes(rows(at.depth) - 1, rows(at.mask), node)
+        below = self.features[self._row[:, None], parent]
+        out = self.look(at.codes, below, nodes, self.cache)
+        self.features[self._row[:, None], node] = out
+        return self._probs(out, at.depth)
+
+    def _probs(self, features: Tensor, depth: Tensor) -> Tensor:
+        """Features [R, W, D] of nodes at depth [B, W] -> what their children are drawn from, [B, W, V]."""
+        index = (self.count[:, None] + depth).clamp(max=self.target.length - 1)
+        logits = self.guidance.merge(self.head(features))
+        return self.sampling.probs(self.target.constrain(logits, index))

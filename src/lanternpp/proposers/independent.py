@@ -1,0 +1,84 @@
+"""A smaller target as drafter: speculative sampling as it began (arXiv 2211.17192, 2302.01318)."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Sampling
+from lanternpp.errors import InputError
+from lanternpp.nn.decoder import Memory
+from lanternpp.proposers.base import Parts
+from lanternpp.proposers.drafted import Drafted
+from lanternpp.targets.base import Target
+from lanternpp.trees.base import TreeBuilder
+from lanternpp.types import Admission, Nodes
+
+LIKENESS = 0.05  # of two copies of a codebook, in lengths of it: their storage may differ
+
+
+class Independent(Drafted):
+    """Reads the same prompt, in its own way, and guesses what it would draw itself, guided as the target is."""
+
+    def __init__(self, drafter: Target, builder: TreeBuilder):
+        super().__init__(drafter, builder)
+        self.drafter = drafter
+
+    @classmethod
+    def build(cls, parts: Parts) -> Self:
+        """From a smaller target and a tree builder."""
+        tree = parts.tree()
+        return cls(parts.smaller(), tree)
+
+    @property
+    def slots(self) -> int:
+        """The drafter's own prompt."""
+        return self.drafter.slots
+
+    def look(self, codes: Tensor, below: Tensor, nodes: Nodes, memory: Memory) -> Tensor:
+        """It needs the codes alone."""
+        return self.drafter(self.guidance.rows(self.drafter.embed(codes)), nodes, memory)
+
+    def head(self, features: Tensor) -> Tensor:
+        """Its own head."""
+        return self.drafter.head(features)
+
+    def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
+        """Make room for a batch; InputError where the two do not speak the same codes."""
+        check_codes(self.drafter, target)
+        super().open(target, sampling, guidance, batch)
+
+    def begin(self, new: Admission) -> None:
+        """Prefill the drafter with its own prompt and the root."""
+        super().begin(new)
+        try:
+            prompt = self.drafter.prompt([new.condition], self.guidance.branches)
+        except InputError as error:
+            warnings.warn(f"the drafter guesses without the prompt: {error}", stacklevel=2)
+            prompt = self.drafter.prompt([None], self.guidance.branches)
+        first = self.drafter.embed(new.root[:, None]).expand(len(new.rows), -1, -1)
+        embeds = torch.cat((prompt.embeds.to(first.dtype), first), 1)
+        memory = self.cache.rows(new.rows, prompt.start, embeds.shape[1])
+        self.features[new.rows, 0] = self.drafter(embeds, memory.nodes(), memory)[:, -1]
+
+
+def check_codes(drafter: Target, target: Target) -> None:
+    """InputError unless a code means the same to both, and both draw as many."""
+    ours, theirs = (drafter.vocab, drafter.length), (target.vocab, target.length)
+    if ours != theirs:
+        raise InputError(
+            f"the drafter draws {ours[1]} of {ours[0]} codes and the target {theirs[1]} of {theirs[0]}; "
+            "use a drafter of the target's own codes"
+        )
+    mine, book = drafter.codebook, target.codebook
+    if mine is None or book is None:
+        return
+    if mine.shape != book.shape or (mine.float() - book.float()).norm() > LIKENESS * book.float().norm():
+        raise InputError(
+            "the drafter's codebook is another than the target's, so a code means something else to it; "
+            "use a drafter trained on the codes of the target's own tokenizer"
+        )

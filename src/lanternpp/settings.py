@@ -1,0 +1,123 @@
+"""What decides a picture, besides its prompt and its seed: a method's row, a model's defaults, and overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from lanternpp.accept import RULES
+from lanternpp.accept.base import Acceptance, Dials
+from lanternpp.drafters.base import Drafter
+from lanternpp.errors import InputError
+from lanternpp.methods import Method
+from lanternpp.methods import method as named_method
+from lanternpp.proposers import PROPOSERS
+from lanternpp.proposers.base import Parts, Proposer
+from lanternpp.registry import find, unknown
+from lanternpp.targets.base import Target
+from lanternpp.trees import build_tree
+
+DIALS = tuple(f.name for f in fields(Method) if f.name not in ("proposer", "accept", "about"))
+TREE = "eagle-25"  # of a proposer that takes one, where no one says which
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides a picture, besides its prompt and its seed; a dial that no part reads is None."""
+
+    method: str
+    proposer: str
+    accept: str
+    tree: str | None
+    neighbours: int | None
+    delta: float | None
+    lam: float | None
+    cfg: float
+    temperature: float
+    top_k: int
+    top_p: float
+    batch_size: int
+    compile: bool
+    nu: float | None = None
+    residual: str | None = None
+    window: int | None = None
+    coupling: str | None = None
+    fresh: str | None = None
+    measure: bool = False  # tv_spent
+
+
+def resolve(method: str, defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> Settings:
+    """Overrides, then the model's defaults for the method, then its defaults for all, then the method's row.
+
+    Raises InputError where a name is unknown, or an override is a dial that no part of the method reads.
+    Where the row or the defaults have such a dial, because the part that read it was overridden, it is dropped.
+    """
+    given = {k: v for k, v in overrides.items() if v is not None}
+    row = {k: v for k, v in asdict(named_method(method)).items() if k != "about"}
+    base = {"cfg": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "batch_size": 1, "compile": False}
+    merged = base | row | {k: v for k, v in defaults.items() if k != "methods"}
+    merged |= defaults.get("methods", {}).get(method, {}) | given
+    extra = [k for k in merged if k not in Settings.__dataclass_fields__]
+    if extra:
+        raise InputError(unknown("option", extra[0], Settings.__dataclass_fields__))
+    read = dials_read(merged["proposer"], merged["accept"])
+    for name in DIALS:
+        if name not in read:
+            if name in given:
+                raise InputError(_unread(name, given[name], method, merged, read))
+            merged[name] = None
+    if "tree" in read and merged["tree"] is None:
+        merged["tree"] = TREE
+    settings = Settings(method=method, **merged)
+    if settings.batch_size < 1:
+        raise InputError(f"batch size {settings.batch_size} is below 1; use 1 or more")
+    return settings
+
+
+def dials_read(proposer: str, accept: str) -> frozenset[str]:
+    """The dials that these parts read: all of them where a part does not say. InputError if one is unknown."""
+    parts = find("proposer", proposer, PROPOSERS), find("acceptance rule", accept, RULES)
+    read: frozenset[str] = frozenset()
+    for part in parts:
+        said = getattr(part, "dials", None)
+        read |= frozenset(DIALS) if said is None else said
+    return read
+
+
+def build_rule(settings: Settings, table: Callable[[int], Tensor]) -> Acceptance:
+    """The acceptance rule; `table` gives the k nearest codes of every code. InputError where a dial is wrong."""
+    dials = Dials(table, settings.neighbours, settings.delta, settings.lam, settings.nu, settings.residual)
+    return find("acceptance rule", settings.accept, RULES).build(dials)
+
+
+def build_proposer(
+    settings: Settings, drafter: Callable[[], Drafter], smaller: Callable[[], Target]
+) -> Proposer:
+    """The proposer, with the network it asks for. InputError where a dial is wrong."""
+    parts = Parts(
+        drafter,
+        smaller,
+        tree=lambda: build_tree(settings.tree or TREE),
+        window=settings.window,
+        coupling=settings.coupling,
+        fresh=settings.fresh,
+    )
+    return find("proposer", settings.proposer, PROPOSERS).build(parts)
+
+
+def _unread(name: str, value: object, method: str, merged: Mapping[str, Any], read: frozenset[str]) -> str:
+    """The sentence for a dial that would change nothing."""
+    named = [_spoken(dial) for dial in DIALS if dial in read]
+    takes = f"they take {', '.join(named)}" if named else "they have no dials"
+    return (
+        f"{_spoken(name)} {value} would change nothing: method {method!r} has the proposer "
+        f"{merged['proposer']!r} and the rule {merged['accept']!r}, and {takes}"
+    )
+
+
+def _spoken(dial: str) -> str:
+    """A dial as a user knows it."""
+    return "lambda" if dial == "lam" else dial

@@ -1,0 +1,233 @@
+"""Training of a judge: labels and caption words, of photos and of what the tokenizer makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lanternpp.errors import InputError
+from lanternpp.evaluation.judge import JUDGE, Judge, JudgeConfig, read_judge, write_reference
+from lanternpp.evaluation.pictures import Gallery, Item, squares
+from lanternpp.nn import checkpoints
+from lanternpp.picture import Panel, comparison
+from lanternpp.training import hardware
+from lanternpp.training.codes import named, tokenizer_of
+from lanternpp.training.data import Order, Pictures, describe, read_rows
+from lanternpp.training.labelled import Lesson, lesson, vary, vocabulary
+from lanternpp.training.pictures import to_bytes
+from lanternpp.training.redrawn import redrawn
+from lanternpp.training.run import Plan, Task, averaged, run
+from lanternpp.vq.model import channels_last
+
+SMALL = 0.75  # of the side: half the work, so more pictures are seen in the same time
+SHOWN = 8  # pictures of a sample sheet
+
+
+@dataclass(frozen=True)
+class JudgeSettings:
+    """What decides the result, budget and machine aside."""
+
+    batch_size: int = 64
+    lr: float = 3e-3
+    seed: int = 0
+    redrawn: int = 4096  # training pictures that the tokenizer draws again
+    share: float = 0.33  # of a step's pictures that are such
+    words: float = 1.0  # weight of the caption words beside the label
+    small: float = 0.6  # share of the budget before pictures are as large as they will be judged
+    weight_decay: float = 0.05
+    decay: float = 0.998
+    warmup: int = 100
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 2:
+            raise InputError(f"batch size {self.batch_size} must be at least 2.")
+        if not 0 < self.lr < 1:
+            raise InputError(f"lr {self.lr} must lie between 0 and 1; 3e-3 is usual.")
+        if not 0 <= self.small < 1:
+            raise InputError(f"small {self.small} is a share of the budget: 0 or more, and below 1.")
+        if self.redrawn < 0:
+            raise InputError(f"redrawn {self.redrawn} is a number of pictures: 0 or more.")
+
+
+class JudgeTask(Task):
+    """A judge on photos and redrawn photos."""
+
+    name = "judge"
+    keep = "loss"
+
+    def __init__(
+        self,
+        config: JudgeConfig,
+        settings: JudgeSettings,
+        lessons: dict[str, Lesson],  # train, val, and both again as the tokenizer draws them
+        data: dict[str, Any],
+        device: torch.device,
+        store: checkpoints.Store,
+    ):
+        torch.manual_seed(settings.seed)
+        self.config, self.options, self.device = config, settings, device
+        self.lessons = {name: lesson.to(device) for name, lesson in lessons.items()}
+        self.data, self.store, self.decay, self.warmup = data, store, settings.decay, settings.warmup
+        self.settings = {
+            **asdict(config),
+            **asdict(settings),
+            "data": data["hash"],
+            "redrawn_data": data["redrawn"],
+        }
+        self.model: Judge = channels_last(Judge(config).to(device)).train()
+        self.average: Judge = averaged(self.model)  # type: ignore[assignment]
+        shrinking = [p for p in self.model.parameters() if p.ndim > 1]
+        free = [p for p in self.model.parameters() if p.ndim <= 1]
+        groups = [
+            {"params": shrinking, "weight_decay": settings.weight_decay},
+            {"params": free, "weight_decay": 0.0},
+        ]
+        self.optimizers = {"adamw": torch.optim.AdamW(groups, settings.lr, (0.9, 0.99))}
+        again = min(round(settings.share * settings.batch_size), len(lessons["redrawn"]))
+        self.orders = {"train": Order(len(lessons["train"]), settings.batch_size - again, settings.seed)}
+        if again:
+            self.orders["redrawn"] = Order(len(lessons["redrawn"]), again, settings.seed + 1)
+
+    def step(self, step: int, progress: float) -> dict[str, Tensor]:
+        """One update."""
+        side = self.config.size if progress >= self.options.small else round(self.config.size * SMALL)
+        parts, labels, words = [], [], []
+        for name, order in self.orders.items():
+            index, generator = order(step)
+            lesson = self.lessons[name]
+            parts.append(vary(lesson.pictures.random(generator, index), generator, side))
+            labels.append(lesson.labels[index])
+            words.append(lesson.words[index])
+        with hardware.autocast(self.device):
+            scores, said = self.model(torch.cat(parts))
+        loss = F.cross_entropy(scores.float(), torch.cat(labels))
+        naming = binary(said.float(), torch.cat(words))
+        self.optimizers["adamw"].zero_grad()
+        (loss + self.options.words * naming).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizers["adamw"].step()
+        return {"loss": loss, "words": naming}
+
+    @torch.no_grad()
+    def look(self, judge: Judge, lesson: Lesson) -> tuple[Tensor, Tensor]:
+        """Logits of labels [M, L] and words [M, W] at the centres of all pictures."""
+        with hardware.autocast(self.device):
+            seen = [judge(images) for images in lesson.pictures.centres(64)]
+        scores, words = (torch.cat(parts).float() for parts in zip(*seen, strict=True))
+        return scores, words
+
+    def figures(self, judge: Judge) -> dict[str, float]:
+        """How well a judge does on the validation pictures, as photos and drawn again."""
+        found: dict[str, float] = {}
+        losses = []
+        for name, prefix in (("val", ""), ("redrawn val", "redrawn_")):
+            lesson = self.lessons[name]
+            scores, words = self.look(judge, lesson)
+            losses.append(F.cross_entropy(scores, lesson.labels).item())
+            found[f"{prefix}accuracy"] = (scores.argmax(-1) == lesson.labels).double().mean().item()
+            if self.config.words:
+                found[f"{prefix}words"] = ((words > 0) == (lesson.words > 0)).double().mean().item()
+        return {"loss": sum(losses) / len(losses), **found}
+
+    def validate(self) -> dict[str, float]:
+        """Loss and accuracy of the average."""
+        return self.figures(self.average)
+
+    def final(self) -> dict[str, Any]:
+        """The figures of the weights as they will lie on disk, and how many pictures they come from."""
+        stored = averaged(self.average)
+        tensors = checkpoints.unpack(checkpoints.pack(stored.state_dict(), self.store))
+        stored.load_state_dict(tensors)
+        scores, _ = self.look(stored, self.lessons["val"])  # type: ignore[arg-type]
+        right = scores.argmax(-1) == self.lessons["val"].labels
+        each = {
+            label: right[self.lessons["val"].labels == i].double().mean().item()
+            for i, label in enumerate(self.config.labels)
+        }
+        return {
+            **self.figures(stored),  # type: ignore[arg-type]
+            "accuracy_of_each_label": {name: round(value, 4) for name, value in each.items()},
+            "validation_pictures": len(self.lessons["val"]),
+        }
+
+    def sample(self, path: Path) -> None:
+        """The validation pictures it gets most wrong, beside what it takes them for."""
+        lesson = self.lessons["val"]
+        scores, _ = self.look(self.average, lesson)
+        worst = F.cross_entropy(scores, lesson.labels, reduction="none").argsort(descending=True)[:SHOWN]
+        images = to_bytes(lesson.pictures.centre(worst))
+        sure = scores.softmax(-1).amax(-1)
+        panels = []
+        for i, pixels in zip(worst.tolist(), images, strict=True):
+            taken, truth = (self.config.labels[int(x)] for x in (scores[i].argmax(), lesson.labels[i]))
+            panels.append(Panel([as_image(pixels)], taken, [f"is {truth}", f"{100 * sure[i]:.0f} % sure"]))
+        with checkpoints.replacing(path) as temporary:
+            comparison("Taken for, and what it is", panels, 192).save(temporary, format="PNG")
+
+    def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The averaged judge."""
+        return {"kind": JUDGE, **asdict(self.config)}, self.average.state_dict()
+
+
+def as_image(pixels: Tensor) -> Any:
+    """[H, W, 3] uint8 -> a PIL image."""
+    from PIL import Image
+
+    return Image.fromarray(pixels.numpy())
+
+
+def binary(logits: Tensor, truth: Tensor) -> Tensor:
+    """Mean binary cross-entropy of words; 0 where there are none."""
+    return F.binary_cross_entropy_with_logits(logits, truth) if truth.shape[1] else logits.sum()
+
+
+def train(
+    data: Path,
+    model: Path,
+    shape: dict[str, Any],
+    settings: JudgeSettings,
+    plan: Plan,
+    limit: int | None = None,
+) -> bool:
+    """Train `model/judge` on the labelled pictures of `data`; False if interrupted. `shape`: channels, blocks.
+
+    It looks at pictures of the tokenizer's size. At the end the features of the validation photos are
+    written beside it: what pictures are compared with by default.
+    """
+    tokenizer = checkpoints.load_config(tokenizer_of(model))
+    rows = {split: read_rows(data, split) for split in ("train", "val")}
+    bare = [part.files[i] for part in rows.values() for i, label in enumerate(part.labels) if not label]
+    if bare:
+        raise InputError(
+            f"a judge learns labels and {len(bare)} pictures have none, e.g. {bare[0]}: "
+            "add a label to each line of metadata.jsonl."
+        )
+    labels = sorted(set(rows["train"].labels))
+    words = vocabulary(list(rows["train"].texts), labels)
+    config = JudgeConfig(tuple(labels), words, tokenizer["size"], **shape)
+    pictures = {split: Pictures.read(data, split, config.size, limit) for split in rows}
+    known = {split: named(rows[split], pictures[split], limit) for split in rows}
+    lessons = {split: lesson(pictures[split], known[split], config) for split in rows}
+    index, *again = redrawn(model, pictures["train"], pictures["val"], settings.redrawn, plan.device)
+    lessons["redrawn"] = Lesson(again[0], lessons["train"].labels[index], lessons["train"].words[index])
+    lessons["redrawn val"] = replace(lessons["val"], pictures=again[1])
+    facts = describe(pictures["train"], pictures["val"], data) | {"redrawn": again[0].key}
+    finished = run(JudgeTask(config, settings, lessons, facts, plan.device, plan.store), plan)
+    if finished:
+        skipped = set(pictures["val"].skipped)
+        files = [rows["val"].root / name for name in rows["val"].files[:limit] if name not in skipped]
+        refer(model, files, known["val"]["texts"])
+    return finished
+
+
+def refer(model: Path, files: list[Path], texts: list[str]) -> None:
+    """Write the reference of a trained judge: its features of some pictures, and their captions."""
+    judge = read_judge(model)
+    photos = Gallery(model, [Item(path, text) for path, text in zip(files, texts, strict=True)])
+    parts = [judge.features(part.float() / 127.5 - 1) for part in squares(photos, judge.config.size, 64)]
+    write_reference(model, judge, torch.cat(parts), texts)

@@ -1,0 +1,75 @@
+"""Labelled and captioned pictures for a judge to learn from, and how they vary from step to step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lanternpp.errors import InputError
+from lanternpp.evaluation.judge import JudgeConfig
+from lanternpp.training.data import Pictures
+from lanternpp.training.target import split_words
+
+COMMON = 0.01  # a word is learned where at least this share of the captions says it
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Pictures [M, 3, H, W], what they show: labels [M] and words [M, W] (0 or 1); captions."""
+
+    pictures: Pictures
+    labels: Tensor
+    words: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def to(self, device: torch.device) -> Lesson:
+        """The same on a device."""
+        return Lesson(self.pictures.to(device), self.labels.to(device), self.words.to(device))
+
+
+def vocabulary(texts: list[str], labels: list[str]) -> tuple[str, ...]:
+    """The words of captions that many say and no label does."""
+    said = Counter(word for text in texts for word in set(split_words(text)))
+    own = {word for label in labels for word in split_words(label)}
+    return tuple(sorted(w for w, n in said.items() if n >= COMMON * len(texts) and w not in own))
+
+
+def lesson(pictures: Pictures, known: dict[str, list[str]], config: JudgeConfig) -> Lesson:
+    """Pictures and what their captions and labels say. Raises InputError where a label is not known."""
+    texts, labels = known["texts"], known["labels"]
+    strange = sorted(set(labels) - set(config.labels))
+    if strange:
+        raise InputError(f"val/ has labels that train/ lacks: {', '.join(strange[:10])}")
+    numbers = torch.tensor([config.labels.index(label) for label in labels])
+    words = [[float(w in said) for w in config.words] for said in map(split_words, texts)]
+    return Lesson(pictures, numbers, torch.tensor(words).view(len(texts), len(config.words)))
+
+
+def vary(images: Tensor, generator: torch.Generator, side: int) -> Tensor:
+    """Images [B, 3, H, H] in [-1, 1], each zoomed in, mirrored, recoloured and blurred a little, at random.
+
+    Returns [B, 3, side, side]. Blur and recolouring are mild: a judge that saw through them altogether could not tell good from bad.
+    """
+    device, count = images.device, len(images)
+    draw = torch.rand(8, count, generator=generator).to(device)
+    zoom = 1 - 0.3 * draw[0]  # the side of the crop
+    turn = torch.where(draw[1] < 0.5, -zoom, zoom)
+    zero = torch.zeros_like(zoom)
+    shift = (2 * draw[2:4] - 1) * (1 - zoom)
+    theta = torch.stack((turn, zero, shift[0], zero, zoom, shift[1]), -1).view(count, 2, 3)
+    grid = F.affine_grid(theta, [count, 3, side, side], align_corners=False)
+    images = F.grid_sample(images, grid, "bilinear", "reflection", align_corners=False)
+    bright, contrast, colour, soft = ((2 * draw[i] - 1).view(-1, 1, 1, 1) for i in range(4, 8))
+    grey = images.mean(1, keepdim=True)
+    images = grey + (images - grey) * (1 + 0.3 * colour)
+    middle = images.mean((1, 2, 3), keepdim=True)
+    images = middle + (images - middle) * (1 + 0.25 * contrast) + 0.2 * bright
+    kernel = torch.tensor([1.0, 2.0, 1.0], device=device) / 4
+    blurred = F.conv2d(images, (kernel[:, None] * kernel).expand(3, 1, 3, 3), padding=1, groups=3)
+    return images.lerp(blurred, soft.clamp_min(0)).clamp(-1, 1)

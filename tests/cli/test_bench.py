@@ -1,0 +1,95 @@
+"""`lanternpp bench` on the tiny model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from judges import write_judge
+from PIL import Image
+
+
+@pytest.fixture
+def prompts(elsewhere: Path) -> Path:
+    file = elsewhere / "prompts.txt"
+    file.write_text("# two of them\na red tulip\n\na tulip\n")
+    return file
+
+
+def test_a_bench_writes_figures_plots_and_pictures(run, model, prompts):
+    asked = ("--prompts", prompts, "--methods", "eagle, lantern++ lambda=3", "-n", 2, "-o", "b")
+    outcome = run("bench", "--model", model, *asked, "--json")
+    assert outcome.code == 0, outcome.err
+    told = json.loads(outcome.out)
+    assert told == json.loads(Path("b/bench.json").read_text())
+    assert [row["method"] for row in told["methods"]] == ["ar", "eagle", "lantern++ lambda=3"]
+    assert told["prompts"] == ["a red tulip", "a tulip"]
+    for row in told["methods"]:
+        assert row["images"] == 4 and row["codes"] == 4 * 16 and row["codes_per_pass"] >= 1
+        assert row["efficiency"] == pytest.approx(row["speedup"] / row["codes_per_pass"])
+        assert sum(row["phases"].values()) == pytest.approx(1, abs=1e-6)
+        assert len(list(Path("b/pictures").glob("*/*.png"))) == 12
+    assert told["methods"][0]["speedup"] == 1 and told["methods"][2]["settings"]["lam"] == 3
+    assert Path("b/table.md").read_text().count("`") == 6
+    for plot in ("rows.png", "passes.png", "speed.png"):
+        with Image.open(f"b/{plot}") as image:
+            assert image.width > 400 and len(image.convert("L").getcolors()) > 8
+
+
+def test_a_finished_bench_is_told_again_by_resume_and_never_overwritten(run, model, prompts):
+    asked = (
+        "bench",
+        "--model",
+        model,
+        "--prompts",
+        prompts,
+        "--methods",
+        "ar",
+        "-n",
+        1,
+        "-o",
+        "b",
+        "--no-plots",
+    )
+    first = run(*asked, "--json")
+    again = run(*asked)
+    assert again.code == 2 and "--resume" in again.err and again.err.count("\n") == 1
+    assert json.loads(run(*asked, "--resume", "--json").out) == json.loads(first.out)
+    assert "table.md" in run(*asked, "--resume").out
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--prompts", "absent.txt"), "absent.txt"),
+        (("--prompts", "empty.txt"), "empty.txt"),
+        ((), "--prompts FILE"),
+        (("--methods", "ar,warp"), "warp"),
+        (("--prompts", "prompts.txt", "-n", 3, "--batch-size", 2), "batches of 2"),
+        (("--prompts", "prompts.txt", "--reference", "nowhere"), "nowhere"),
+        (("--prompts", "prompts.txt", "--methods", "eagle tree=oak"), "oak"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_drawn(run, model, prompts, options, named):
+    Path("empty.txt").write_text("\n# nothing\n")
+    outcome = run("bench", "--model", model, "-o", "b", *options)
+    assert outcome.code == 2 and outcome.err.count("\n") == 1 and named in outcome.err
+    assert not Path("b").exists()
+
+
+def test_pictures_too_few_to_measure_are_refused_if_asked_for_and_else_only_timed(
+    run, model, prompts, tmp_path
+):
+    judged = write_judge(Path(shutil.copytree(model, tmp_path / "judged")))
+    asked = ("--model", judged, "--prompts", prompts, "--methods", "ar", "--no-plots", "--no-measure")
+    (tmp_path / "red").mkdir()
+    refused = run("bench", *asked, "-n", 1, "-o", "few", "--reference", tmp_path / "red")
+    assert refused.code == 2 and "2 pictures of each method are too few" in refused.err
+    assert not Path("few").exists()
+    few, enough = (
+        json.loads(run("bench", *asked, "-n", n, "-o", f"b{n}", "--json").out)["methods"][0] for n in (1, 2)
+    )
+    assert "frechet" not in few
+    assert enough["frechet"] > 0 and {"precision", "recall", "prompt_accuracy"} <= enough.keys()

@@ -1,0 +1,86 @@
+"""The Fréchet distance against closed forms and a second way of computing it, and its standard error."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lanternpp.evaluation.frechet import distance, gaussian, spread
+
+
+def draws(count: int, dims: int, seed: int) -> Tensor:
+    return torch.randn(count, dims, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def exactly(count: int, mean: Tensor, root: Tensor) -> Tensor:
+    """Points whose sample mean is `mean` and whose sample covariance is root^T root, to rounding."""
+    points = draws(count, len(mean), 0)
+    points = points - points.mean(0)
+    points = torch.linalg.qr(points).Q * math.sqrt(count - 1)  # identity covariance; its mean stays 0
+    return points @ root + mean
+
+
+def second(one: Tensor, other: Tensor) -> float:
+    """The formula itself in NumPy, by the eigenvalues of the unsymmetric product."""
+    a, b = one.numpy(), other.numpy()
+    product = np.cov(a, rowvar=False) @ np.cov(b, rowvar=False)
+    roots = np.sqrt(np.linalg.eigvals(product).astype(complex)).real.sum()
+    trace = a.var(0, ddof=1).sum() + b.var(0, ddof=1).sum()
+    return float(((a.mean(0) - b.mean(0)) ** 2).sum() + trace - 2 * roots)
+
+
+def test_gaussians_with_a_closed_form() -> None:
+    scales, others = torch.tensor([1.0, 2.0, 0.5]).double(), torch.tensor([3.0, 2.0, 1.5]).double()
+    shift = torch.tensor([1.0, 0.0, -2.0]).double()
+    one = gaussian(exactly(50, torch.zeros(3).double(), scales.diag()))
+    other = gaussian(exactly(40, shift, others.diag()))
+    closed = shift.square().sum() + (scales - others).square().sum()
+    assert distance(one, other) == pytest.approx(closed.item(), rel=1e-12)
+
+
+def test_covariances_that_do_not_commute() -> None:
+    """Two rank-one Gaussians along u and v: |u|^2 + |v|^2 - 2 |u . v|, where a naive root is singular."""
+    u, v = torch.tensor([3.0, 0.0]).double(), torch.tensor([1.0, 2.0]).double()
+    line = torch.linspace(-1, 1, 21).double()
+    line = line / line.std()
+    one, other = gaussian(line[:, None] * u), gaussian(line[:, None] * v)
+    assert distance(one, other) == pytest.approx(9 + 5 - 2 * 3, rel=1e-12)
+
+
+@pytest.mark.parametrize(("count", "dims"), [(500, 16), (40, 24), (9, 32)])
+def test_a_second_implementation_agrees(count: int, dims: int) -> None:
+    one = draws(count, dims, 1) @ draws(dims, dims, 2) + 1
+    other = draws(300, dims, 3) @ draws(dims, dims, 4)
+    assert distance(gaussian(one), gaussian(other)) == pytest.approx(second(one, other), rel=1e-6)
+
+
+def test_fewer_pictures_than_features_lose_nothing() -> None:
+    """7 points in 64 dimensions differ from others by a shift alone, whatever is singular."""
+    points = draws(7, 64, 5)
+    shift = draws(1, 64, 6)
+    assert distance(gaussian(points), gaussian(points)) == pytest.approx(0, abs=1e-10)
+    expected = shift.square().sum().item()
+    assert distance(gaussian(points + shift), gaussian(points)) == pytest.approx(expected, rel=1e-9)
+
+
+def test_it_is_symmetric_and_float32_features_are_enough() -> None:
+    one, other = draws(100, 8, 7).float() + 100, draws(120, 8, 8).float() + 100
+    there, back = (distance(gaussian(a), gaussian(b)) for a, b in ((one, other), (other, one)))
+    assert there == pytest.approx(back, rel=1e-9)
+    assert there == pytest.approx(second(one.double(), other.double()), rel=1e-6)
+
+
+def test_the_spread_is_the_standard_deviation_over_new_pictures() -> None:
+    reference = gaussian(draws(400, 6, 9) + 0.7)
+    sets = [draws(160, 6, seed) for seed in range(100, 160)]
+    real = torch.tensor([distance(gaussian(points), reference) for points in sets]).std().item()
+    told = torch.tensor([spread(points, reference) for points in sets]).mean().item()
+    assert told == pytest.approx(real, rel=0.3)
+
+
+def test_too_few_pictures_have_no_spread() -> None:
+    assert math.isnan(spread(draws(3, 4, 0), gaussian(draws(9, 4, 1))))

@@ -1,0 +1,107 @@
+"""Folders of pictures: what is in them, what is known of it, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from lanternpp.errors import InputError
+from lanternpp.evaluation.pictures import Gallery, cut, reference_folder, square, squares
+from lanternpp.picture import grid, save_png
+
+
+def plain(colour: tuple[int, int, int], size: tuple[int, int] = (20, 20)) -> Image.Image:
+    return Image.new("RGB", size, colour)
+
+
+def fill(folder: Path, count: int, size: tuple[int, int] = (20, 20)) -> Path:
+    for i in range(count):
+        save_png(plain((i * 10, 0, 0), size), folder / f"{i:02d}.png", {"prompt": f"prompt {i}"})
+    return folder
+
+
+def test_pictures_come_in_the_order_of_their_names_with_their_prompts(tmp_path: Path) -> None:
+    gallery = Gallery.read(fill(tmp_path, 5))
+    assert gallery.prompts == [f"prompt {i}" for i in range(5)]
+    assert [image.getpixel((0, 0))[0] for image in gallery] == [0, 10, 20, 30, 40]
+    assert len(gallery[1:3]) == 2
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 9, 12])
+def test_a_grid_that_generate_wrote_is_the_pictures_it_shows(count: int, tmp_path: Path) -> None:
+    images = [plain((i * 10, 100, 0), (16, 12)) for i in range(count)]
+    save_png(grid(images), tmp_path / "sheet.png", {"prompt": "a rose", "images": str(count)})
+    gallery = Gallery.read(tmp_path, one_size=True)
+    assert [image.tobytes() for image in gallery] == [image.tobytes() for image in images]
+    assert gallery.prompts == ["a rose"] * count
+
+
+def test_a_picture_that_is_no_grid_is_not_cut() -> None:
+    assert cut((100, 100), 4) != ()  # (100 + 2) / 2 - 2 = 49
+    assert cut((101, 100), 4) == ()
+
+
+def test_an_imagefolder_has_captions_and_only_the_pictures_it_names(tmp_path: Path) -> None:
+    fill(tmp_path / "val" / "red", 3)
+    rows = [{"file_name": "red/02.png", "text": "a red thing"}, {"file_name": "red/00.png"}]
+    (tmp_path / "val" / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    gallery = Gallery.read(reference_folder(tmp_path))
+    assert gallery.prompts == ["prompt 0", "a red thing"]
+
+
+def test_a_folder_without_val_is_its_own_reference(tmp_path: Path) -> None:
+    assert reference_folder(tmp_path) == tmp_path
+
+
+def test_what_cannot_be_read_is_named_ten_at_a_time(tmp_path: Path) -> None:
+    whole = (fill(tmp_path, 1) / "00.png").read_bytes()
+    for i in range(12):
+        (tmp_path / f"bad-{i:02d}.png").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=r"bad-00.png \(.*bad-09.png \([^)]*\), and 2 more$") as refusal:
+        Gallery.read(tmp_path)
+    assert "bad-10" not in str(refusal.value)
+
+
+def test_sizes_that_differ_are_named(tmp_path: Path) -> None:
+    fill(tmp_path, 4)
+    plain((0, 0, 0), (20, 24)).save(tmp_path / "odd.webp")
+    with pytest.raises(InputError, match=r"most pictures are 20 x 20, but not odd.webp \(20 x 24\)"):
+        Gallery.read(tmp_path, one_size=True)
+    assert len(Gallery.read(tmp_path)) == 5
+
+
+@pytest.mark.parametrize(
+    ("least", "names"), [(4, "holds 3 pictures; at least 4 are needed"), (100, "at least 100")]
+)
+def test_too_few_pictures_say_how_many_are_needed(least: int, names: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=names):
+        Gallery.read(fill(tmp_path, 3), least)
+
+
+def test_what_is_no_folder_and_a_broken_list_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="none is no folder"):
+        Gallery.read(tmp_path / "none")
+    fill(tmp_path, 1)
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "00.png"}\n{"text": "x"}\n')
+    with pytest.raises(InputError, match="line 2"):
+        Gallery.read(tmp_path)
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "gone.png"}\n')
+    with pytest.raises(InputError, match=r"gone.png \(missing\)"):
+        Gallery.read(tmp_path)
+
+
+def test_squares_are_central_and_antialiased(tmp_path: Path) -> None:
+    wide = Image.new("RGB", (40, 20), (0, 0, 0))
+    wide.paste((200, 100, 50), (10, 0, 30, 20))
+    assert set(square(wide, 20).get_flattened_data()) == {(200, 100, 50)}
+    stripes = Image.new("L", (64, 64))
+    stripes.putdata([255 * (x % 2) for _ in range(64) for x in range(64)])
+    assert all(110 < pixel[0] < 145 for pixel in square(stripes, 16).get_flattened_data())
+    (batch,) = squares([wide], 20, 8)
+    assert batch.shape == (1, 3, 20, 20) and torch.equal(
+        batch[0, :, 0, 0], torch.tensor([200, 100, 50]).byte()
+    )

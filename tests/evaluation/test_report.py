@@ -1,0 +1,72 @@
+"""The figures of a race, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from lanternpp.evaluation import report
+from lanternpp.evaluation.speed import Turn, split
+
+RUN = {
+    "model": "toy",
+    "prompts": ["a", "b"],
+    "dtype": "float32",
+    "device": "cpu",
+    "threads": 1,
+    "versions": {"torch": "0"},
+    "methods": {
+        name: {"batch_size": 1, "cfg": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "compile": False}
+        for name in ("ar", "fast")
+    },
+}
+
+
+def turn(label: str, prompt: int, seconds: float, accepted: list[list[int]], **more) -> Turn:
+    parts = {
+        "draft": 0.25 * seconds,
+        "pass": 0.5 * seconds,
+        "verify": 0.125 * seconds,
+        "rest": 0.125 * seconds,
+    }
+    return Turn(label, prompt, 0, seconds, parts, accepted, [], **more)
+
+
+TURNS = [
+    turn("ar", 0, 4.0, [[1] * 8]),
+    turn("ar", 1, 2.0, [[1] * 8]),
+    turn("ar", 2, 3.0, [[1] * 8]),
+    turn("fast", 0, 1.0, [[1, 3, 4]], spent=[0.5]),
+    turn("fast", 1, 2.0, [[1, 1, 2, 4]], spent=[1.5]),
+    turn("fast", 2, 1.5, [[1, 5, 2]]),
+]
+
+
+def test_the_figures_of_a_row_are_those_of_its_turns() -> None:
+    plain, fast = report.rows(TURNS, RUN, {"fast": {"frechet": 7.0}})
+    assert plain["speedup"] == 1 and plain["seconds_per_image"] == 3
+    assert fast["seconds_per_image"] == 1.5 and fast["speedup"] == 2  # medians: 3 s over 1.5 s
+    assert fast["codes_per_pass"] == pytest.approx(24 / 10)
+    assert fast["efficiency"] == pytest.approx(2 / 2.4)
+    assert fast["histogram"] == {1: 4, 2: 2, 3: 1, 4: 2, 5: 1}
+    assert fast["tv_spent"] == 1.0 and fast["tv_spent_images"] == 2
+    assert fast["phases"] == pytest.approx({"draft": 0.25, "pass": 0.5, "verify": 0.125, "rest": 0.125})
+    assert fast["frechet"] == 7.0 and "frechet" not in plain
+
+
+def test_codes_per_pass_go_to_the_row_of_the_image_where_the_pass_began() -> None:
+    rows = report.by_row([turn("fast", 0, 1.0, [[1, 2, 4, 1], [1, 1, 1, 5]])], width=4)
+    # row 0: passes at 1 (2 codes), 3 (4), 1 (1), 2 (1), 3 (5); row 1: at 7 (1)
+    assert rows == {"fast": [pytest.approx(13 / 5), 1]}
+
+
+def test_the_table_shows_what_was_measured_and_dashes_elsewhere() -> None:
+    table = report.rows(TURNS, RUN, {"fast": {"frechet": 7.0, "frechet_spread": 0.5}})
+    lines = report.markdown(table, RUN).splitlines()
+    assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
+    assert "Fréchet" in lines[0] and "CLIP" not in lines[0]
+    assert "| - |" in lines[2] and "7.00 ± 0.50" in lines[3] and "2.00x" in lines[3]
+    assert "3 pictures of 2 prompts" in lines[-1]
+
+
+def test_passes_are_given_back_to_their_pictures() -> None:
+    assert split([1, 3, 1, 1, 2, 1], 4) == [[1, 3], [1, 1, 2], [1]]

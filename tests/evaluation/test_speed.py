@@ -1,0 +1,110 @@
+"""A race over a tiny model: whose turn it is, what is written down, and what a stop loses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from models import write_model
+
+from lanternpp.errors import InputError
+from lanternpp.evaluation.speed import BASELINE, PICTURES, TURNS, Race, entries
+from lanternpp.pipeline import Pipeline
+
+PROMPTS = ["a red tulip", "a tulip"]
+FIELD = "lantern++ lambda=3, jacobi"
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    return Pipeline.from_pretrained(
+        str(write_model(tmp_path_factory.mktemp("race") / "tiny")), dtype="float32"
+    )
+
+
+def race(pipe: Pipeline, n: int = 2, field: str = FIELD, **shared) -> Race:
+    return Race(pipe, entries(field), PROMPTS, n, 5, shared, measure=True)
+
+
+def test_methods_are_read_with_what_they_override() -> None:
+    plain, one, two = entries("lantern++ k=10  lambda=2.5, eagle tree=chain-3")
+    assert plain.label == BASELINE
+    assert one.label == "lantern++ k=10 lambda=2.5" and one.overrides == {"neighbours": 10, "lam": 2.5}
+    assert two.method == "eagle" and two.overrides == {"tree": "chain-3"}
+    assert [e.label for e in entries("eagle, ar")] == ["ar", "eagle"]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("lantern+++", "lantern+++"),
+        ("ar,,eagle", "empty"),
+        ("lantern++ lambda", "'lambda'"),
+        ("lantern++ lambda=", "'lambda='"),
+        ("lantern++ lambda=two", "'two'"),
+        ("lantern++ k=1.5", "'1.5'"),
+        ("lantern++ cfg=3", "'cfg=3'"),
+    ],
+)
+def test_a_wrong_entry_is_named(text: str, named: str) -> None:
+    with pytest.raises(InputError) as fault:
+        entries(text)
+    assert named in str(fault.value)
+
+
+def test_methods_take_turns_and_each_goes_first_in_its_turn(pipe: Pipeline) -> None:
+    turns = list(race(pipe).turns())
+    assert len(turns) == 3 * 2 * 2 and len({(e.label, p, s) for e, p, s in turns}) == len(turns)
+    rounds = [turns[i : i + 3] for i in range(0, len(turns), 3)]
+    assert all(len({(p, s) for _, p, s in each}) == 1 for each in rounds)
+    assert {each[0][0].label for each in rounds} == {e.label for e in race(pipe).field}
+
+
+def test_what_is_written_down_is_what_the_pipeline_draws(pipe: Pipeline, tmp_path: Path) -> None:
+    turns = race(pipe).run(tmp_path)
+    for turn in turns:
+        assert all((tmp_path / name).is_file() for name in turn.files) and len(turn.files) == 1
+        assert all(sum(accepted) == pipe.target.length for accepted in turn.accepted)
+        assert turn.seconds >= sum(v for k, v in turn.phases.items() if k != "rest") > 0
+        assert (turn.spent is not None) == (turn.seed == 5)
+    bent = next(t for t in turns if t.label.startswith("lantern++") and (t.prompt, t.seed) == (1, 6))
+    alone = pipe(PROMPTS[1], seed=6, method="lantern++", lam=3.0, batch_size=1)
+    assert bent.accepted == [alone.stats.accepted_per_pass]
+    spent = {t.label: t.spent for t in turns if t.seed == 5}
+    assert spent["ar"] == spent["jacobi"] == [0.0] and spent["lantern++ lambda=3"][0] > 0
+
+
+def test_a_stop_at_any_moment_loses_at_most_the_turn_it_hit(pipe: Pipeline, tmp_path: Path) -> None:
+    whole = race(pipe).run(tmp_path / "whole")
+    cut = tmp_path / "cut"
+    race(pipe).run(cut)
+    text = (cut / TURNS).read_text()
+    fourth = [i for i, c in enumerate(text) if c == "\n"][3]
+    (cut / TURNS).write_text(text[: fourth + 40])  # four turns and a bit
+    seen: list[tuple[int, int]] = []
+    again = race(pipe).run(cut, resume=True, progress=lambda done, total: seen.append((done, total)))
+    assert seen[0] == (4, 12)
+
+    def codes(turns):
+        return [(t.label, t.prompt, t.seed, t.accepted, t.spent) for t in turns]
+
+    assert codes(again) == codes(whole)
+    assert len([json.loads(line) for line in (cut / TURNS).read_text().splitlines()]) == 12
+    assert sorted(p.name for p in (cut / PICTURES).rglob("*.png")) == sorted(
+        p.name for p in (tmp_path / "whole" / PICTURES).rglob("*.png")
+    )
+
+
+def test_a_run_is_not_gone_on_with_by_accident_or_with_other_settings(pipe: Pipeline, tmp_path: Path) -> None:
+    race(pipe, n=1, field="jacobi").run(tmp_path)
+    with pytest.raises(InputError, match="--resume"):
+        race(pipe, n=1, field="jacobi").run(tmp_path)
+    with pytest.raises(InputError, match="other n, methods"):
+        race(pipe, n=2, field="jacobi window=3").run(tmp_path, resume=True)
+
+
+def test_batches_must_come_out_even(pipe: Pipeline) -> None:
+    assert race(pipe, n=4, batch_size=2).batch == 2
+    with pytest.raises(InputError, match="3 pictures per prompt"):
+        race(pipe, n=3, batch_size=2)

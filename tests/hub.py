@@ -1,0 +1,130 @@
+"""A stand-in for the hub on this machine: repositories are folders, and every request is written down."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+COMMIT = "c0ffee" + "0" * 34
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves `root`/OWNER/NAME; `cut` = (file, bytes, times): where the line goes dead."""
+
+    def __init__(self, root: Path):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.root, self.asked, self.cut = root, [], None
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        self.server.asked.append((self.command, self.path, self.headers.get("Range")))
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        parts = self.path.split("?")[0].strip("/").split("/")
+        if parts[:2] == ["api", "models"]:
+            self.about("/".join(parts[2:4]), parts[4:])
+        elif len(parts) > 4 and parts[2] == "resolve":
+            self.file(self.server.root / "/".join(parts[:2]) / "/".join(parts[4:]))
+        else:
+            self.refuse("EntryNotFound")
+
+    def about(self, repo: str, rest: list[str]) -> None:
+        folder = self.server.root / repo
+        revision = rest[1] if len(rest) > 1 else "main"
+        if not folder.is_dir():
+            return self.refuse("RepoNotFound")
+        if revision not in ("main", COMMIT):
+            return self.refuse("RevisionNotFound")
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        if rest[:1] == ["tree"]:
+            return self.say(
+                [
+                    {
+                        "type": "file",
+                        "path": str(p.relative_to(folder)),
+                        "size": p.stat().st_size,
+                        "oid": etag(p),
+                    }
+                    for p in files
+                ]
+            )
+        return self.say(
+            {
+                "id": repo,
+                "sha": COMMIT,
+                "siblings": [{"rfilename": str(p.relative_to(folder))} for p in files],
+            }
+        )
+
+    def file(self, path: Path) -> None:
+        if not path.is_file():
+            return self.refuse("EntryNotFound")
+        body, asked = path.read_bytes(), self.headers.get("Range")
+        first = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
+        self.send_response(206 if asked else 200)
+        self.send_header("ETag", f'"{etag(path)}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(len(body) - first))
+        if asked:
+            self.send_header("Content-Range", f"bytes {first}-{len(body) - 1}/{len(body)}")
+        self.end_headers()
+        if self.command == "HEAD":
+            return None
+        name, most, times = self.server.cut or ("", 0, 0)
+        if path.name == name and times:
+            self.server.cut = (name, most, times - 1)
+            self.wfile.write(body[first:most])
+            self.close_connection = True
+            return self.connection.close()
+        self.wfile.write(body[first:])
+        return None
+
+    def say(self, content: object) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def refuse(self, code: str) -> None:
+        self.send_response(404)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+def etag(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@contextmanager
+def hub(root: Path) -> Iterator[Hub]:
+    """The stand-in while the block lasts."""
+    server = Hub(root)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
