@@ -46,11 +46,12 @@ every_family = pytest.mark.parametrize("name", FAMILIES)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of them, each with a random drafter of its width in it."""
+    """A folder of them, each with a random drafter of its width and a target to draft with in it."""
     place = tmp_path_factory.mktemp("families")
     for family in FAMILIES.values():
         folder = place / family.folder
         family.write(folder)
+        family.write(folder / "independent")
         shape = EagleConfig(LANGUAGE["hidden_size"], LANGUAGE["num_attention_heads"], 48)
         torch.manual_seed(1)
         drafter = EagleDrafter(shape, read_target(folder, torch.float32).decoder.turns)
