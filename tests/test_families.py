@@ -15,6 +15,7 @@ from parity import Peer, greedy
 
 from lanternpp import Pipeline
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.errors import InputError
 from lanternpp.methods import METHODS
 from lanternpp.models import read_target
 from lanternpp.nn import checkpoints
@@ -45,11 +46,12 @@ every_family = pytest.mark.parametrize("name", FAMILIES)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of them, each with a random drafter of its width in it."""
+    """A folder of them, each with a random drafter of its width and a target to draft with in it."""
     place = tmp_path_factory.mktemp("families")
     for family in FAMILIES.values():
         folder = place / family.folder
         family.write(folder)
+        family.write(folder / "independent")
         shape = EagleConfig(LANGUAGE["hidden_size"], LANGUAGE["num_attention_heads"], 48)
         torch.manual_seed(1)
         drafter = EagleDrafter(shape, read_target(folder, torch.float32).decoder.turns)
@@ -105,5 +107,21 @@ def test_every_method_draws_alone_and_in_a_batch_guided_and_not(name: str, metho
         assert not family.ends or (rows[..., -1] == CODES).all()
         assert result.images[0].size == (family.columns * family.pixels, family.rows * family.pixels)
     if METHODS[method].accept == "exact":
-        ar, drafted = (pipe(PROMPT, method=m, temperature=0.0).codes for m in ("ar", method))
-        assert torch.equal(ar, drafted)
+        drafted = pipe(PROMPT, method=method, temperature=0.0)
+        assert torch.equal(drafted.codes, plain(models / family.folder))
+
+
+@functools.cache
+def plain(folder: Path) -> torch.Tensor:
+    """The greedy codes of plain decoding."""
+    return pipeline(folder, "float64")(PROMPT, method="ar", temperature=0.0).codes
+
+
+def test_a_family_without_a_codebook_is_told_which_rules_it_can_use(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = Pipeline.from_pretrained(str(models / "janus"), device="cpu", dtype="float32")
+    monkeypatch.setattr(type(pipe.target), "codebook", None)
+    with pytest.raises(InputError, match=r"janus has no codebook.*exact or cool"):
+        pipe(PROMPT, method="lantern++")
+    pipe(PROMPT, method="cool")

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import numbers, published_drafter
 from families import write_chameleon, write_tokenizer
 from parity import Peer, gaps
 from tokenizers import Tokenizer
 
+from lanternpp.drafters.published import PublishedDrafter
 from lanternpp.errors import InputError
 from lanternpp.models import read_target
+from lanternpp.nn.decoder import HeadNorm
+from lanternpp.nn.sources import Source
 from lanternpp.targets.chameleon import ChameleonTarget
 
 PROMPTS = ["a photo of the red tulip", "red sea", None]
@@ -175,3 +179,23 @@ def test_a_long_prompt_is_refused_with_its_length(anole: Path) -> None:
         target.prompt(["red " * 300], 1)
     assert target.prompt(["red " * 200], 2).embeds.shape[1] == 224  # 203 slots, in steps of 32
     assert target.prompt(["red " * 237], 1).embeds.shape[1] == 240  # no more than there are
+
+
+@pytest.mark.parametrize("norms", [None, 1, 4], ids=["no norms", "one norm", "a norm a head"])
+def test_a_published_drafter_may_norm_queries_and_keys_as_its_target_does(
+    anole: Path, tmp_path: Path, norms: int | None
+) -> None:
+    target = read_target(anole, torch.float32)
+    tensors = published_drafter({"tok_embeddings.weight": target.token_table.detach().clone()}, 48)
+    if norms:
+        for name in ("q_norm", "k_norm"):
+            for part in ("weight", "bias"):
+                tensors[f"layers.0.self_attn.{name}.{part}"] = numbers(f"{name}.{part}", (norms, 8))
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 4, "rms_norm_eps": 1e-5}')
+    drafter = PublishedDrafter.read(Source.open(tmp_path), target, torch.float32)
+    block = drafter.decoder.blocks[0]
+    if norms:
+        queries = tensors["layers.0.self_attn.q_norm.weight"]
+        assert torch.equal(block.qk_norm.weight[:4], queries.repeat_interleave(4 // norms, 0))
+    assert isinstance(block.qk_norm, HeadNorm) == bool(norms)

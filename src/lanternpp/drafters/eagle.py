@@ -30,6 +30,7 @@ class EagleConfig:
     final_norm: bool = False
     kv_heads: int | None = None
     norm_eps: float = 1e-5
+    qk_norm: bool = False
 
 
 class EagleDrafter(Drafter):
@@ -48,6 +49,7 @@ class EagleDrafter(Drafter):
             config.hidden,
             config.kv_heads,
             norm_eps=config.norm_eps,
+            qk_norm=config.qk_norm,
             first_norm=config.first_norm,
             final_norm=config.final_norm,
         )

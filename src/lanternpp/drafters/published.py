@@ -16,6 +16,7 @@ from lanternpp.targets.base import Target
 
 MARKS = {"embed_tokens.weight", "fc.weight", "layers.0.self_attn.q_proj.weight"}
 PAIRED = ("t2i", "t2i2")  # `input_type` of drafters that turn neighbouring channels, as LlamaGen does
+NORM = "layers.0.self_attn.q_norm.weight"
 ALIKE = 0.9  # least cosine of a code's embedding with the target's
 
 
@@ -50,7 +51,7 @@ class PublishedDrafter(EagleDrafter):
             drafter = cls(config, target.decoder.turns)
         shape, paired = drafter.decoder.config, source.config.get("input_type") in PAIRED
         rules = [
-            *llama_rules(shape, r"layers\.(\d+)", r"decoder.blocks.\1", paired),
+            *llama_rules(shape, r"layers\.(\d+)", r"decoder.blocks.\1", paired, norm_rows(source)),
             Rename(r"fc\.(weight|bias)", r"fc.\1"),
             Rename(r"norm\.weight", "decoder.norm.weight"),
             Rename(r"embed_tokens\.weight", "entry", rows=(0, 1)),
@@ -74,6 +75,12 @@ class PublishedDrafter(EagleDrafter):
         return self.entry.to(prompt.dtype).expand_as(prompt)
 
 
+def norm_rows(source: Source) -> tuple[int, int] | None:
+    """Rows of the norms of queries and keys, where a drafter of Chameleon's has them."""
+    shapes = source.shapes()
+    return (shapes[NORM][0], shapes[NORM.replace("q_norm", "k_norm")][0]) if NORM in shapes else None
+
+
 def shape_of(source: Source, target: Target) -> EagleConfig:
     """The shape of a published drafter: from its tensors, and what they do not say from config.json or the target."""
     shapes, config = source.shapes(), source.config
@@ -90,4 +97,5 @@ def shape_of(source: Source, target: Target) -> EagleConfig:
         final_norm="norm.weight" in shapes,
         kv_heads=keys * heads // dim,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        qk_norm=NORM in shapes,
     )
