@@ -12,7 +12,7 @@ from lanternpp.drafters.base import Drafter
 from lanternpp.errors import InputError
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
-from lanternpp.nn.sources import SAME, Source
+from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.targets.base import Target
 from lanternpp.types import Nodes
 
@@ -64,7 +64,7 @@ class EagleDrafter(Drafter):
                 f"drafter {source.path} is {config.dim} wide and the target {target.decoder.config.dim}; "
                 "use a drafter trained for this target"
             )
-        with torch.device("meta"):
+        with blank():
             drafter = cls(config, target.decoder.turns)
         source.fill(drafter, [SAME], dtype)
         return drafter

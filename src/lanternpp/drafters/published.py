@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.errors import InputError
 from lanternpp.nn.llama import llama_rules
-from lanternpp.nn.sources import Rename, Source
+from lanternpp.nn.sources import Rename, Source, blank
 from lanternpp.targets.base import Target
 
 MARKS = {"embed_tokens.weight", "fc.weight", "layers.0.self_attn.q_proj.weight"}
@@ -47,7 +47,7 @@ class PublishedDrafter(EagleDrafter):
                 f"drafter {source.path} is {config.dim} wide and the target {target.decoder.config.dim}; "
                 "use a drafter trained for this target"
             )
-        with torch.device("meta"):
+        with blank():
             drafter = cls(config, target.decoder.turns)
         shape, paired = drafter.decoder.config, source.config.get("input_type") in PAIRED
         rules = [

@@ -2,7 +2,7 @@
 
 How names map is data: a family's rules, one `Rename` a line. Nothing is read until `fill`, and then one
 tensor at a time, straight into its place in the wanted dtype, so that loading takes little more memory than
-what is loaded. Make the module on the meta device: `with torch.device("meta"): module = ...`.
+what is loaded. Make the module without weights: `with blank(): module = ...`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import CONFIG, SCALE, load_config
@@ -88,6 +90,26 @@ class Piece:
     def place(self, whole: Tensor) -> Tensor:
         """The rows of ours that it fills."""
         return whole if self.rule.part is None else whole[self.rule.part[0] : self.rule.part[1]]
+
+
+class Undrawn(TorchFunctionMode):
+    """`torch.nn.init` draws nothing; on the meta device it would load all of torch's compiler to do so."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The function, or its tensor as it is."""
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def blank() -> Iterator[None]:
+    """Modules made within have shapes and no weights, for `Source.fill`."""
+    with torch.device("meta"), Undrawn():
+        yield
 
 
 class Source:

@@ -28,7 +28,7 @@ from lanternpp.nn import llama
 from lanternpp.nn.checkpoints import Store
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import DecoderConfig
-from lanternpp.nn.sources import SAME, Rename, Source
+from lanternpp.nn.sources import SAME, Rename, Source, blank
 from lanternpp.targets.language import Raster, TokenTarget, language_rules
 from lanternpp.targets.tokens import Text, first_code
 from lanternpp.vq.layouts import TAMING, read_vqgan
@@ -130,7 +130,7 @@ class ChameleonTarget(TokenTarget):
             raise InputError(f"size {size} cannot be drawn; this model draws {config.pixels} pixels alone")
         config = replace(config, size=size)
         vq = read_vq(source, cls.beside(source), config.vq, dtype, device, ours)
-        with torch.device("meta"):
+        with blank():
             target = cls(config, cls.text_of(source), vq)
         mapped, skip = ([SAME], ()) if ours else (rules(source, target), (VQ + ".*", r".*\.inv_freq"))
         source.fill(target, mapped, dtype, skip, device)

@@ -58,7 +58,7 @@ class TextCondition(Condition):
         self.slots, self.caption_dim = slots, caption_dim
         self.fc1 = nn.Linear(caption_dim, dim, bias=False)
         self.fc2 = nn.Linear(dim, dim, bias=False)
-        self.null = nn.Parameter(torch.randn(slots, caption_dim) / caption_dim**0.5)
+        self.null = nn.Parameter(torch.empty(slots, caption_dim))
         self._text: list[Text] = []
 
     def open(self, text: Text) -> None:

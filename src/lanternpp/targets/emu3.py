@@ -19,7 +19,7 @@ from lanternpp.nn import llama
 from lanternpp.nn.checkpoints import Store
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import DecoderConfig
-from lanternpp.nn.sources import SAME, Rename, Source
+from lanternpp.nn.sources import SAME, Rename, Source, blank
 from lanternpp.targets.language import Raster, TokenTarget, language_rules
 from lanternpp.targets.tokens import Text, first_code
 from lanternpp.vq.emu3 import Emu3Decoder, read_emu3, save_emu3
@@ -89,7 +89,7 @@ class Emu3Target(TokenTarget):
         config = replace(config, size=str(source.given.get("size") or config.size))
         place = Source.open(cls.beside(source) / "tokenizer") if ours else source
         vq = read_emu3(place, None if ours else VQ, config.vq, dtype, device)
-        with torch.device("meta"):
+        with blank():
             target = cls(config, cls.text_of(source), vq)
         mapped, skip = ([SAME], ()) if ours else (rules(target), (VQ + ".*", r".*\.inv_freq"))
         source.fill(target, mapped, dtype, skip, device)

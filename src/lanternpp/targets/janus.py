@@ -21,7 +21,7 @@ from lanternpp.nn import llama
 from lanternpp.nn.checkpoints import Store
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import DecoderConfig
-from lanternpp.nn.sources import SAME, Rename, Source
+from lanternpp.nn.sources import SAME, Rename, Source, blank
 from lanternpp.targets.language import LanguageTarget, Raster, language_rules
 from lanternpp.targets.tokens import Text
 from lanternpp.vq.layouts import LLAMAGEN, TRANSFORMERS, Names, read_vqgan
@@ -133,7 +133,7 @@ class JanusTarget(LanguageTarget):
             raise InputError(
                 f"size {source.given['size']} cannot be drawn; this model draws {side}x{side} pixels"
             )
-        with torch.device("meta"):
+        with blank():
             target = cls(config, cls.text_of(source), vq)
         source.fill(target, mapped, dtype, skip, device)
         return target.to(device)

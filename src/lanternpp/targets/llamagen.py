@@ -19,7 +19,7 @@ from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.llama import llama_rules
 from lanternpp.nn.packed import pack
 from lanternpp.nn.rope import grid_table
-from lanternpp.nn.sources import SAME, Rename, Source
+from lanternpp.nn.sources import SAME, Rename, Source, blank
 from lanternpp.targets.base import Target
 from lanternpp.targets.conditions import ClassCondition, Condition, TextCondition
 from lanternpp.targets.text import text_of
@@ -131,7 +131,7 @@ class LlamaGenTarget(Target):
     def made(cls, config: LlamaGenConfig) -> Self:
         """A target without weights, on the meta device but for its table of rotations."""
         table = turns(config)
-        with torch.device("meta"):
+        with blank():
             condition: Condition
             if config.caption_dim is not None:
                 condition = TextCondition(config.dim, config.caption_dim, config.slots)

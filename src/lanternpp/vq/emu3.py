@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.nn.checkpoints import Store, save
-from lanternpp.nn.sources import SAME, Rename, Source
+from lanternpp.nn.sources import SAME, Rename, Source, blank
 
 if TYPE_CHECKING:
     from transformers.models.emu3.modeling_emu3 import Emu3VQVAE
@@ -70,7 +70,7 @@ def read_emu3(
 
     prefix None: a tokenizer folder that `save_emu3` wrote.
     """
-    with torch.device("meta"):
+    with blank():
         vq = Emu3Decoder(config)
     if prefix is None:
         source.fill(vq, [SAME], dtype, device=device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lanternpp.nn.sources import Rename, Source
+from lanternpp.nn.sources import Rename, Source, blank
 from lanternpp.vq.vqgan import VQGAN, VQGANConfig
 
 DRAWING = r"(decoder|post_quant_conv|quantize\.embedding)\."  # not what only encodes or trains
@@ -73,7 +73,7 @@ def read_vqgan(
     device: torch.device | str,
 ) -> VQGAN:
     """The decoder below `prefix` (a regular expression) in a checkpoint, its codebook in float32."""
-    with torch.device("meta"):
+    with blank():
         vq = VQGAN(config)
     others = [f"(?!{prefix}).*"] if prefix else []
     skip = [*others, f"{prefix}(?!{DRAWING}).*"]

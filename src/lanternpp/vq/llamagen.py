@@ -12,7 +12,7 @@ from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import Store, save
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.shards import PICKLED, SAFE
-from lanternpp.nn.sources import SAME, Source
+from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.vq.layouts import LLAMAGEN, rules
 from lanternpp.vq.vqgan import VQGAN, VQGANConfig
 
@@ -87,7 +87,7 @@ def read_tokenizer(source: Source, grid: int, dtype: torch.dtype, device: torch.
         config = config_as(VQGANConfig, source.config | {"grid": grid}, source.path)
     else:
         config = shape_of(source, grid)
-    with torch.device("meta"):
+    with blank():
         vq = VQGAN(config)
     source.fill(vq, [SAME] if ours else rules(config, LLAMAGEN), dtype, () if ours else SKIP, device)
     return vq.settle()
