@@ -61,8 +61,11 @@ def _normal(p: Law) -> Law:
     return [v / sum(p) for v in p]
 
 
-def round_law(p: Law, q: Law, tries: int, relax: Relax = no_relax) -> Law:
-    """The law of the code a round decides after the root: `tries` children drawn from q without replacement."""
+def round_law(p: Law, q: Law, tries: int, relax: Relax = no_relax, optimal: bool = False) -> Law:
+    """The law of the code a round decides after the root: `tries` children drawn from q without replacement.
+
+    optimal: after a refusal what p has beyond q is drawn from, not what the relaxed p has.
+    """
     if tries == 0 or sum(q) == 0:
         return list(p)
     law = [0.0] * len(p)
@@ -74,23 +77,23 @@ def round_law(p: Law, q: Law, tries: int, relax: Relax = no_relax) -> Law:
         law[x] += chance * accept
         if accept == 1:
             continue
-        left = [max(b - c, 0.0) for b, c in zip(bent, q, strict=True)]
+        left = [max(b - c, 0.0) for b, c in zip(p if optimal else bent, q, strict=True)]
         left = _normal(left) if sum(left) > 0 else bent
         others = [0.0 if y == x else c for y, c in enumerate(q)]
         others = _normal(others) if sum(others) > 0 else others
-        for y, after in enumerate(round_law(left, others, tries - 1, relax)):
+        for y, after in enumerate(round_law(left, others, tries - 1, relax, optimal)):
             law[y] += chance * (1 - accept) * after
     return law
 
 
-def point_round_law(p: Law, children: Sequence[int], relax: Relax = no_relax) -> Law:
+def point_round_law(p: Law, children: Sequence[int], relax: Relax = no_relax, optimal: bool = False) -> Law:
     """The same for children that are a top-k, not drawn: point masses."""
     law, r, reach = [0.0] * len(p), list(p), 1.0
     for x in children:
         bent = relax(r, x)
         law[x] += reach * bent[x]
         reach *= 1 - bent[x]
-        left = [0.0 if y == x else b for y, b in enumerate(bent)]
+        left = [0.0 if y == x else b for y, b in enumerate(r if optimal else bent)]
         r = _normal(left) if sum(left) > 0 else bent
     return [a + reach * b for a, b in zip(law, r, strict=True)]
 

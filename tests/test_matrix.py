@@ -222,9 +222,10 @@ def test_an_engine_starts_with_every_slot_idle():
     assert engine.done() == [0, 2] and engine.count.tolist() == [16, 2, 16]
 
 
-def test_stepping_on_does_not_touch_a_finished_sample():
+@every_proposer
+def test_stepping_on_does_not_touch_a_finished_sample(proposer):
     model = ToyTarget()
-    engine = Engine(model, PROPOSERS["eagle tree"](model), Exact(), Sampling(), Guidance(3.0), 2)
+    engine = Engine(model, PROPOSERS[proposer](model), Exact(), Sampling(), Guidance(3.0), 2)
     engine.admit(0, "sea", 1)
     while 0 not in engine.done():
         engine.step()

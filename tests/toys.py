@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from laws import tally
 from torch import Tensor
 
 from lanternpp.drafters.base import Drafter
@@ -13,7 +14,8 @@ from lanternpp.engine.cache import RowCache
 from lanternpp.engine.decode import Engine
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
 from lanternpp.nn.rope import grid_table
-from lanternpp.proposers.tree import TreeProposer
+from lanternpp.proposers.drafted import Drafted
+from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.targets.base import Target
 from lanternpp.types import Nodes, Prompt
 
@@ -83,10 +85,10 @@ class MarkovTarget(ToyTarget):
         self.logp = self.chain.log().clamp(min=-1e30)  # of 0 too: 0 x inf is NaN
         self.table = torch.nn.Parameter(torch.eye(len(table), 4, dtype=torch.float64), requires_grad=False)
 
-    def law(self) -> Tensor:
-        """The probability of every image, [V ** length], first code slowest."""
+    def law(self, codes: int | None = None) -> Tensor:
+        """The probability of every image, or start of `codes` codes, [V ** codes], first code slowest."""
         law = self.chain[0]
-        for _ in range(self.length - 1):
+        for _ in range((codes or self.length) - 1):
             law = (law.view(-1, self.vocab, 1) * self.chain).flatten()
         return law
 
@@ -164,10 +166,26 @@ def admit_all(engine: Engine, seeds: Tensor) -> None:
     engine.cache.used.fill_(target.slots)
     proposer.root.copy_(root)
     proposer.count.fill_(1)
-    if isinstance(proposer, TreeProposer):
+    if isinstance(proposer, Drafted):
         proposer.cache.used.fill_(target.slots)
         first = engine.guidance.rows(target.embed(root[:, None]))
-        proposer.features[:, :1] = proposer.drafter(first, first, None, None)
+        proposer.features[:, :1] = proposer.look(root[:, None], first, None, None)
+    if isinstance(proposer, Jacobi):
+        proposer.seen.zero_()
+        proposer.held.zero_()
+        proposer.p.fill_(1 / target.vocab)
+
+
+def counts(engine: Engine, codes: int, draws: int) -> Tensor:
+    """How often every start of `codes` codes occurs in `draws` images of a Markov engine, [V ** codes]."""
+    found = torch.zeros(engine.target.vocab**codes)
+    for first in range(0, draws, engine.batch):
+        admit_all(engine, torch.arange(first, first + engine.batch))
+        while (engine.count < codes).any():
+            engine.step()
+        found += tally(engine.codes[:, :codes], engine.target.vocab)
+    assert found.sum() == draws
+    return found
 
 
 def neighbours(book: Tensor, k: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from lanternpp.errors import InputError
 from lanternpp.hub import fetch, hub_id
 from lanternpp.nn.checkpoints import load_config
 from lanternpp.nn.packed import pack
+from lanternpp.nn.shards import PICKLED, SAFE
+from lanternpp.nn.sources import Source
 from lanternpp.registry import find, unknown
 from lanternpp.targets import FAMILIES
 from lanternpp.targets.base import Target
@@ -34,14 +37,62 @@ def model_folder(model: str) -> Path:
     Raises InputError naming what can be named.
     """
     path = ASSETS / model if model in MODELS else Path(model)
-    if path.is_dir():
+    if path.exists():
         return path
     wanted = hub_id(model)
     if wanted is None:
-        raise InputError(
-            unknown("model", model, MODELS) + "; or give the path of a model folder, or a hub id"
-        )
+        raise InputError(unknown("model", model, MODELS) + "; or give a path, or a hub id")
     return fetch(wanted)
+
+
+def recognised(what: str, source: Source, table: Mapping[str, Any]) -> Any:
+    """The entry of a registry that reads a checkpoint: by our own `kind`, or by what each claims.
+
+    Raises InputError that lists what is known.
+    """
+    kind = str(source.config.get("kind", ""))
+    if kind in table or ":" in kind:
+        return find(what, kind, table)
+    entries = {name: find(what, name, table) for name in table}
+    for entry in entries.values():
+        if entry.claims(source):
+            return entry
+    called = f" (it calls itself {', '.join(map(repr, sorted(source.kinds)))})" if source.kinds else ""
+    known = "; ".join(f"{name}: {entry.about}" for name, entry in entries.items())
+    raise InputError(f"{source.path} is no {what} known here{called}; known are {known}")
+
+
+def target_source(model: Path, given: Mapping[str, Any] | None = None) -> tuple[Source, type[Target]]:
+    """The checkpoint of a model's target, and the family that reads it.
+
+    A model is a folder of ours with `target` in it, a published checkpoint, or a folder that holds one
+    among others. Raises InputError where none of what is there is a target known here.
+    """
+    places = [model]
+    if (model / "target").is_dir():
+        places = [model / "target"]
+        load_config(places[0])  # written last: without it a training never ended
+    elif model.is_dir():
+        places += sorted(path for path in model.iterdir() if path.suffix in (SAFE, *PICKLED))
+    faults = []
+    for place in places:
+        try:
+            source = Source.open(place, given)
+            return source, recognised("model family", source, FAMILIES)
+        except InputError as error:
+            faults.append(error)
+    raise (faults[1:] or faults)[0]
+
+
+def read_target(
+    model: Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    given: Mapping[str, Any] | None = None,
+) -> Target:
+    """The target of a model, ready to draw; `given` as a `Source` has it."""
+    source, family = target_source(model, given)
+    return family.read(source, dtype, device)
 
 
 def read_defaults(folder: Path) -> dict[str, Any]:
@@ -62,7 +113,8 @@ class Model:
     """The networks of a model folder on a device, for inference.
 
     Plain, their weights are packed for passes over few rows; compiled, they go through torch.compile, which
-    arranges weights by itself. `drafter` names another folder for whatever drafts than the model's own.
+    arranges weights by itself. `drafter` names another folder for whatever drafts than the model's own;
+    `size`, as "768x512", is for families that draw more than one.
     """
 
     def __init__(
@@ -72,38 +124,42 @@ class Model:
         device: torch.device,
         dtype: torch.dtype,
         compiled: bool = False,
+        size: str | None = None,
     ):
         self.folder, self.device, self.dtype, self.compiled = folder, device, dtype, compiled
+        self.size = size
         self._other = model_folder(drafter) if drafter else None
         if compiled:
             check_compiler(device)
 
     def compile(self) -> Model:
         """The same model, compiled."""
-        other = Model(self.folder, None, self.device, self.dtype, compiled=True)
+        other = Model(self.folder, None, self.device, self.dtype, True, self.size)
         other._other = self._other
         return other
 
     @cached_property
     def target(self) -> Target:
         """The target; InputError names what is wrong with a file."""
-        return self._read(self.folder)
+        return self._read(self.folder, self.size)
 
     @cached_property
     def smaller(self) -> Target:
         """A smaller target to draft with: the other folder, or the model's own `independent`. InputError."""
         source = self._other or self.folder / "independent"
-        if not (source / "target").is_dir():
+        if not source.exists():
             raise InputError(
                 f"{source} holds no smaller target to draft with; name a model folder of the same codes with "
                 "--drafter: `lanternpp train target` makes one beside a copy of the tokenizer"
             )
-        return self._read(source)
+        return self._read(source, self.size)
 
-    def _read(self, folder: Path) -> Target:
-        """The target of a model folder."""
-        kind = str(load_config(folder / "target").get("kind", ""))
-        target: Target = find("model family", kind, FAMILIES).read(folder, self.dtype, self.device)
+    def _read(self, folder: Path, size: str | None) -> Target:
+        """The target of a model, prepared for inference."""
+        source, family = target_source(folder, {"size": size} if size else None)
+        if size and not family.any_size:
+            raise InputError(f"{folder.name} draws pictures of one size; leave out --size {size}")
+        target = family.read(source, self.dtype, self.device)
         target.eval().requires_grad_(False)
         if self.compiled:
             target.compile(dynamic=False)
@@ -116,9 +172,10 @@ class Model:
         """The drafter; InputError names what is wrong with a file, or that it is another target's."""
         folder = self._other or self.folder
         inside = folder / "drafter"
-        source = inside if inside.is_dir() else folder
-        kind = str(load_config(source).get("kind", ""))
-        drafter = find("drafter", kind, DRAFTERS).read(source, self.target, self.dtype)
+        if not inside.is_dir() and folder == self.folder:
+            raise InputError(f"{self.folder} comes without a drafter; name one with --drafter, or train one")
+        source = Source.open(inside if inside.is_dir() else folder)
+        drafter = recognised("drafter", source, DRAFTERS).read(source, self.target, self.dtype)
         drafter.eval().requires_grad_(False).to(self.device)
         if self.compiled:
             drafter.compile(dynamic=False)

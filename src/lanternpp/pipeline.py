@@ -61,22 +61,30 @@ class Pipeline:
 
     def __init__(self, model: Model, name: str):
         self.name, self.folder = name, model.folder
-        self.defaults = read_defaults(model.folder)
+        told = read_defaults(model.folder)
         self.target = model.target
+        self.defaults = told or dict(self.target.defaults)
         self._models = {False: model}  # compiled or not
         self._engines: dict[Settings, Engine] = {}
 
     @classmethod
     def from_pretrained(
-        cls, model: str = "nature-128", drafter: str | None = None, device: str = "auto", dtype: str = "auto"
+        cls,
+        model: str = "nature-128",
+        drafter: str | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        size: str | None = None,
     ) -> Pipeline:
-        """A model by name, folder or hub id; `drafter` likewise (default: the model's own).
+        """A model by name, path or hub id; `drafter` likewise (default: the model's own).
 
+        size: "768x512", width first, or "768", in pixels, for models that draw more than one size.
         Raises InputError where a name is unknown or a file is missing, truncated or of another model.
         """
         folder, on = model_folder(model), pick_device(device)
-        name = folder.name if Path(model).exists() and model not in MODELS else model
-        return cls(Model(folder, drafter, on, pick_dtype(dtype, on)), name)
+        named = model in MODELS or not Path(model).exists()
+        name = model if named else folder.resolve().stem if folder.is_file() else folder.name
+        return cls(Model(folder, drafter, on, pick_dtype(dtype, on), size=size), name)
 
     def __call__(
         self,
@@ -137,9 +145,12 @@ class Pipeline:
     def table(self, k: int) -> Tensor:
         """The k nearest codes of every code, [V, k]; InputError where the family has no codebook table."""
         if self.target.codebook is None:
-            raise InputError(f"{self.name} has no codebook of latents; use a rule without neighbours: exact")
+            raise InputError(
+                f"{self.name} has no codebook of latents, so no code has neighbours; use the rule exact or cool"
+            )
         device = next(self.target.parameters()).device
-        return neighbours(self.target.codebook.cpu(), k, cache_folder(self.folder)).to(device)
+        beside = self.folder if self.folder.is_dir() else self.folder.parent
+        return neighbours(self.target.codebook.cpu(), k, cache_folder(beside)).to(device)
 
     @torch.inference_mode()
     def images(self, codes: Tensor) -> list[Image.Image]:

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from laws import chi_square, tally
-from toys import MarkovTarget, OtherMarkovDrafter, ToyTarget, admit_all, eagle, neighbours
+from laws import chi_square
+from toys import MarkovTarget, OtherMarkovDrafter, ToyTarget, counts, eagle, neighbours
 
 from lanternpp.accept import RULES as NAMED
 from lanternpp.accept.base import Acceptance, Dials
@@ -247,13 +247,7 @@ def test_weights_of_at_most_one_are_lossless_through_the_loop():
     target, batch = MarkovTarget(chain_law), 50_000
     proposer = TreeProposer(OtherMarkovDrafter(target, far), StaticTree(((0,), (1,), (0, 0), (0, 1))))
     engine = Engine(target, proposer, Cool(0.9, 0.2), Sampling(), Guidance(), batch)
-    counts = torch.zeros(27)
-    for first in range(0, 400_000, batch):
-        admit_all(engine, torch.arange(first, first + batch))
-        while (engine.count < 3).any():
-            engine.step()
-        counts += tally(engine.codes[:, :3], 3)
-    assert chi_square(counts, target.law().view(27, 3).sum(1)) > 1e-3
+    assert chi_square(counts(engine, 3, 400_000), target.law(3)) > 1e-3
 
 
 # Through the engine.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import checkpoints as published
 import pytest
+import torch
+from PIL import Image
 
 from lanternpp.nn import checkpoints
+from lanternpp.targets.text import quiet
 
 
 def test_eight_bits_draw_much_the_same_from_a_quarter_of_the_bytes(run, model: Path, tmp_path: Path) -> None:
@@ -26,7 +31,13 @@ def test_eight_bits_draw_much_the_same_from_a_quarter_of_the_bytes(run, model: P
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [(("nowhere", "out"), "nowhere"), ((".", "out"), "target"), (("MODEL", "MODEL"), "another folder")],
+    [
+        (("nowhere", "out"), "nowhere"),
+        ((".", "out"), "no checkpoint"),
+        (("MODEL", "MODEL"), "another folder"),
+        (("MODEL", "out", "--size", 256), "published"),
+        (("MODEL", "out", "--vq", "gone.pt"), "gone.pt"),
+    ],
 )
 def test_what_cannot_be_converted_is_refused(
     run, model: Path, arguments: tuple[str, str], named: str
@@ -39,3 +50,61 @@ def test_what_cannot_be_converted_is_refused(
 def test_an_unknown_storage_is_refused(run, model: Path, tmp_path: Path) -> None:
     done = run("convert", model, tmp_path / "x", "--store", "int4")
     assert done.code == 2 and "int4" in done.err and not (tmp_path / "x").exists()
+
+
+def same_picture(run, folder: Path, *models: Path, prompt: str) -> bool:
+    """Whether models draw the same picture, in float32 and by plain decoding."""
+    pictures = []
+    for i, model in enumerate(models):
+        path = folder / f"{i}.png"
+        args = ("--model", model, "--method", "ar", "--dtype", "float32", "--top-k", 40, "-o", path)
+        done = run("generate", prompt, *args)
+        assert (done.code, done.err) == (0, "")
+        pictures.append(Image.open(path).tobytes())
+    return len(set(pictures)) == 1
+
+
+def test_published_files_become_a_folder_that_draws_the_same(run, tmp_path: Path) -> None:
+    files = published.write_llamagen(tmp_path / "files", text=True)
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    for name in ("t2i_XL_tiny.pt", "vq_ds16.pt", "flan-t5-xl"):
+        shutil.move(files / name, apart / name)
+    (tmp_path / "alone").mkdir()
+    target = shutil.move(apart / "t2i_XL_tiny.pt", tmp_path / "alone" / "t2i.pt")
+    out = tmp_path / "out"
+    refused = run("convert", target, out, "--size", 64)
+    assert refused.code == 2 and "--vq FILE" in refused.err and not out.exists()
+    args = ("--vq", apart / "vq_ds16.pt", "--text", apart / "flan-t5-xl")
+    refused = run("convert", target, out, *args)
+    assert refused.code == 2 and "--size" in refused.err and not out.exists()
+    done = run("convert", target, out, *args, "--size", 64, "--store", "float32")
+    assert (done.code, done.err) == (0, "") and "target, tokenizer, text" in done.out
+    again = published.write_llamagen(tmp_path / "again", text=True)
+    in_half(again / "flan-t5-xl")
+    assert same_picture(run, tmp_path, again, out, prompt="a red tulip")
+    small = tmp_path / "small"
+    assert run("convert", out, small).code == 0
+    assert run("generate", "a tulip", "--model", small, "--method", "ar", "-o", tmp_path / "s.png").code == 0
+    assert (small / "text" / "config.json").is_file()
+    assert (small / "target/model.safetensors").stat().st_size < (
+        out / "target/model.safetensors"
+    ).stat().st_size / 3
+
+
+def in_half(folder: Path) -> None:
+    """The encoder as `convert` stores it."""
+    from transformers import T5EncoderModel
+
+    with quiet():
+        T5EncoderModel.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+
+
+def test_what_is_no_tokenizer_or_encoder_is_refused(run, tmp_path: Path) -> None:
+    files = published.write_llamagen(tmp_path / "files", text=True)
+    target = files / "t2i_XL_tiny.pt"
+    done = run("convert", target, tmp_path / "out", "--vq", target)
+    assert done.code == 2 and "no image tokenizer" in done.err
+    done = run("convert", target, tmp_path / "out", "--text", tmp_path)
+    assert done.code == 2 and "no folder of a T5" in done.err
+    assert not (tmp_path / "out").exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,18 +17,18 @@ COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()"]
 
 
 @pytest.mark.parametrize("args", [["--help"], ["generate", "--help"], ["--version"]])
-def test_help_is_quick(args: list[str]) -> None:
-    seconds = []
-    for _ in range(4):
-        began = time.perf_counter()
-        subprocess.run([*COMMAND, *args], check=True, capture_output=True)
-        seconds.append(time.perf_counter() - began)
-    assert min(seconds) < 0.5
-
-
-def test_help_loads_no_torch() -> None:
-    code = "import sys, lanternpp.cli; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_help_loads_nothing_that_takes_long(args: list[str]) -> None:
+    code = """
+import sys
+from lanternpp.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    slow = {"torch", "transformers", "numpy", "PIL", "safetensors", "huggingface_hub", "matplotlib"}
+    sys.exit(end.code or ", ".join(slow & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
+    assert done.stderr.strip() == "" and done.stdout
 
 
 def test_a_refusal_from_the_shell() -> None:

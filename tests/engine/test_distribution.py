@@ -15,6 +15,8 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import verify
+from lanternpp.proposers.independent import Independent
+from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.nothing import Nothing
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.chain import chain_tree
@@ -67,12 +69,19 @@ def test_the_whole_loop_follows_the_law_that_is_left_after_temperature_and_top_k
     assert chi_square(tally(made, 3), warped.law()) > UNLIKELY
 
 
-def test_the_toy_admission_is_the_engines_own():
+ADMITTED = {
+    "tree": lambda target: TreeProposer(NoisyMarkovDrafter(target), StaticTree(BUSHY)),
+    "independent": lambda target: Independent(MarkovTarget(FAR), StaticTree(BUSHY)),
+    "jacobi": lambda target: Jacobi(2, "maximal", "mixed"),
+}
+
+
+@pytest.mark.parametrize("proposer", ADMITTED)
+def test_the_toy_admission_is_the_engines_own(proposer):
     target, seeds = MarkovTarget(CHAIN), [5, 6, 7, 8]
 
     def engine():
-        proposer = TreeProposer(NoisyMarkovDrafter(target), StaticTree(BUSHY))
-        return Engine(target, proposer, Exact(), Sampling(), Guidance(), 4)
+        return Engine(target, ADMITTED[proposer](target), Exact(), Sampling(), Guidance(), 4)
 
     ours, theirs = engine(), engine()
     admit_all(ours, torch.tensor(seeds))
@@ -101,8 +110,10 @@ RULES = {
     "exact": (Exact(), no_relax),
     "lantern 0.22": (Lantern(TABLE, 0.22), additive(NEAR, 0.22)),
     "lantern 0.5": (Lantern(TABLE, 0.5), additive(NEAR, 0.5)),
+    "lantern 0.5 optimal": (Lantern(TABLE, 0.5, "optimal"), additive(NEAR, 0.5)),
     "lantern++ 1.7": (LanternPlusPlus(TABLE, 1.7), multiplicative(NEAR, 1.7)),
     "lantern++ 4": (LanternPlusPlus(TABLE, 4.0), multiplicative(NEAR, 4.0)),
+    "lantern++ 4 optimal": (LanternPlusPlus(TABLE, 4.0, "optimal"), multiplicative(NEAR, 4.0)),
 }
 
 
@@ -136,7 +147,7 @@ def round_codes(rule, p, q, children, draws=DRAWS, dtype=torch.float64):
 @pytest.mark.parametrize("rule", RULES)
 def test_a_round_follows_its_enumerated_law(rule, q, children):
     ours, written_again = RULES[rule]
-    law = torch.tensor(round_law(P, QS[q], children, written_again), dtype=torch.float64)
+    law = torch.tensor(round_law(P, QS[q], children, written_again, ours.optimal), dtype=torch.float64)
     assert law.sum().item() == pytest.approx(1)
     draws = DRAWS if ours.lossless else DRAWS // 4
     if ours.lossless:
@@ -158,7 +169,7 @@ def test_point_mass_drafts_follow_their_enumerated_law(rule, children):
     logits = torch.tensor(P).double().log().expand(DRAWS, len(children) + 1, -1)
     draft = Draft(star(DRAWS, len(children)), codes, None)
     made = verify(draft, logits, Sampling(), ours, noise(DRAWS)).ahead[:, :1]
-    law = torch.tensor(point_round_law(P, children, written_again), dtype=torch.float64)
+    law = torch.tensor(point_round_law(P, children, written_again, ours.optimal), dtype=torch.float64)
     if ours.lossless:
         assert law.tolist() == pytest.approx(P)
     assert chi_square(tally(made, 4), law) > UNLIKELY

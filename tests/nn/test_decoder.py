@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from lanternpp.engine.cache import Cache
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Norm
-from lanternpp.nn.rope import angle_table, grid_table, rotate
+from lanternpp.nn.rope import angle_table, grid_table, line_table, rotate
 
 PREFIX, GRID, HEAD = 3, 6, 8
 
@@ -56,6 +56,21 @@ def test_the_prefix_is_not_turned_and_turning_keeps_lengths():
     assert all(turned(x, at(r, c)).norm() == pytest.approx(x.norm()) for r in range(3) for c in range(3))
 
 
+def test_scores_on_the_line_depend_on_the_distance_alone():
+    """So a prompt may be padded on its left by any number of slots."""
+    q, k = vectors()
+    table = line_table(32, HEAD, 100.0)
+
+    def turned(x, slot):
+        return rotate(x.view(1, 1, 1, -1), table[slot][None, None, :, None]).flatten()
+
+    near, far, shifted = (turned(q, a) @ turned(k, b) for a, b in ((5, 3), (9, 3), (25, 23)))
+    assert near.item() == pytest.approx(shifted.item())
+    assert near.item() != pytest.approx(far.item())
+    angle = torch.tensor([1.0, 100**-0.25, 100**-0.5, 100**-0.75], dtype=torch.float64)
+    assert torch.allclose(table, angle_table(torch.arange(32)[:, None] * angle))
+
+
 def test_the_table_has_a_row_for_every_slot():
     assert grid_table(PREFIX, GRID, HEAD).shape == (PREFIX + GRID * GRID, 2, HEAD)
 
@@ -86,6 +101,10 @@ SHAPES = {
     "grouped": DecoderConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden=24),
     "one group": DecoderConfig(dim=32, layers=1, heads=4, kv_heads=1, hidden=24),
     "no norms": DecoderConfig(dim=16, layers=2, heads=2, hidden=24, first_norm=False, final_norm=False),
+    "normed heads": DecoderConfig(dim=16, layers=2, heads=2, hidden=24, qk_norm=True),
+    "wide heads": DecoderConfig(dim=16, layers=2, heads=4, kv_heads=2, hidden=24, head_dim=8),
+    "biases": DecoderConfig(dim=16, layers=2, heads=2, hidden=24, attention_bias=True, ffn_bias=True),
+    "norms after": DecoderConfig(dim=16, layers=2, heads=2, hidden=24, norm_after=True, qk_norm=True),
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
@@ -95,6 +114,10 @@ def network(shape: DecoderConfig) -> Decoder:
     decoder = Decoder(shape, grid_table(PREFIX, GRID, shape.head_dim)).double().requires_grad_(False)
     for weight in decoder.parameters():
         weight.data = weight.data * 3 if weight.dim() == 2 else weight.data.uniform_(0.5, 2)
+    for block in decoder.blocks:
+        if shape.qk_norm:
+            block.qk_norm.weight.data.uniform_(0.5, 2)
+            block.qk_norm.bias.data.uniform_(-1, 1)
     return decoder
 
 
@@ -107,9 +130,23 @@ def by_hand(decoder: Decoder, x: torch.Tensor) -> torch.Tensor:
             return x
         return x / (x.square().mean(-1, keepdim=True) + shape.norm_eps).sqrt() * layer.weight
 
+    def before(x, layer):
+        return x if shape.norm_after else norm(x, layer)
+
+    def after(x, layer):
+        return norm(x, layer) if shape.norm_after else x
+
+    def of_heads(x, layer, first):
+        if not shape.qk_norm:
+            return x
+        unit = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
+        rows = slice(first, first + x.shape[1])
+        return unit * layer.weight[rows] + layer.bias[rows]
+
     for block in decoder.blocks:
-        qkv = F.linear(norm(x, block.attention_norm), block.wqkv.weight).view(len(x), -1, shape.head_dim)
-        q, k, v = qkv.split((shape.heads, shape.groups, shape.groups), 1)
+        qkv = F.linear(before(x, block.attention_norm), block.wqkv.weight, block.wqkv.bias)
+        q, k, v = qkv.view(len(x), -1, shape.head_dim).split((shape.heads, shape.groups, shape.groups), 1)
+        q, k = of_heads(q, block.qk_norm, 0), of_heads(k, block.qk_norm, shape.heads)
         table = decoder.turns[: len(x)]
         q, k = (t * table[:, 0, None] + t.roll(shape.head_dim // 2, -1) * table[:, 1, None] for t in (q, k))
         y = torch.zeros_like(q)
@@ -118,9 +155,9 @@ def by_hand(decoder: Decoder, x: torch.Tensor) -> torch.Tensor:
                 g = h // (shape.heads // shape.groups)
                 weight = (k[: t + 1, g] @ q[t, h] / shape.head_dim**0.5).softmax(-1)
                 y[t, h] = weight @ v[: t + 1, g]
-        x = x + F.linear(y.flatten(1), block.wo.weight)
-        gate, up = F.linear(norm(x, block.ffn_norm), block.w13.weight).chunk(2, -1)
-        x = x + F.linear(gate * gate.sigmoid() * up, block.w2.weight)
+        x = x + after(F.linear(y.flatten(1), block.wo.weight, block.wo.bias), block.attention_norm)
+        gate, up = F.linear(before(x, block.ffn_norm), block.w13.weight, block.w13.bias).chunk(2, -1)
+        x = x + after(F.linear(gate * gate.sigmoid() * up, block.w2.weight, block.w2.bias), block.ffn_norm)
     return norm(x, decoder.norm)
 
 

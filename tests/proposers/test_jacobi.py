@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from laws import chi_square, tally
-from toys import MarkovTarget, ToyTarget, neighbours
+from laws import chi_square
+from toys import MarkovTarget, ToyTarget, counts, neighbours
 
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern_pp import LanternPlusPlus
@@ -23,80 +23,22 @@ ALL = [(coupling, fresh) for coupling in COUPLINGS for fresh in FRESH]
 every_way = pytest.mark.parametrize(("coupling", "fresh"), ALL)
 
 
-def start_all(engine: Engine, seeds: torch.Tensor) -> None:
-    """What `admit` does, for every slot of a Markov engine at once: its prompt needs no pass."""
-    target, proposer = engine.target, engine.proposer
-    engine.noise.seed.copy_(seeds)
-    engine.passes.zero_()
-    logits = target.logp[:1].expand(len(seeds), -1)
-    root = engine.sampling.draw(engine.sampling.probs(logits), engine.noise)
-    engine.codes[:, 0], engine.accepted[:, 0] = root, 1
-    engine.count.fill_(1)
-    engine.passes.fill_(1)
-    engine.cache.used.fill_(target.slots)
-    proposer.root.copy_(root)
-    proposer.count.fill_(1)
-    proposer.seen.zero_()
-    proposer.held.zero_()
-    proposer.p.fill_(1 / target.vocab)
+def engine_of(table, window, coupling, fresh, sampling, batch=50_000):
+    return Engine(MarkovTarget(table), Jacobi(window, coupling, fresh), Exact(), sampling, Guidance(), batch)
 
 
-def counts_of(window, coupling, fresh, sampling, codes, draws, batch=50_000):
-    """How often every start of an image occurs."""
-    target = MarkovTarget(CHAIN)
-    engine = Engine(target, Jacobi(window, coupling, fresh), Exact(), sampling, Guidance(), batch)
-    counts = torch.zeros(3**codes)
-    for first in range(0, draws, batch):
-        start_all(engine, torch.arange(first, first + batch))
-        while (engine.count < codes).any():
-            engine.step()
-        counts += tally(engine.codes[:, :codes], 3)
-    return counts
-
-
-def law(codes, sampling=None):
-    table = CHAIN.double() if sampling is None else sampling.probs(CHAIN.double().log())
-    chances = table[0]
-    for _ in range(codes - 1):
-        chances = (chances.view(-1, 3, 1) * table).flatten()
-    return chances
-
-
-SOME = [
-    ("none", "uniform"),
-    ("none", "last"),
-    ("maximal", "uniform"),
-    ("maximal", "mixed"),
-    ("gumbel", "above"),
-]
-
-
-@pytest.mark.parametrize(("coupling", "fresh"), SOME)
+@every_way
 def test_the_image_follows_the_targets_law(coupling, fresh):
-    counts = counts_of(2, coupling, fresh, Sampling(), 4, 400_000)
-    assert counts.sum() == 400_000 and chi_square(counts, law(4)) > 1e-3
+    engine = engine_of(CHAIN, 2, coupling, fresh, Sampling())
+    assert chi_square(counts(engine, 4, 400_000), engine.target.law()) > 1e-3
 
 
 @pytest.mark.parametrize("coupling", ["maximal", "gumbel"])
 def test_a_window_wider_than_the_image_and_warped_laws(coupling):
     sampling = Sampling(0.7, 2)
-    counts = counts_of(4, coupling, "mixed", sampling, 3, 200_000)
-    assert chi_square(counts, law(3, sampling)) > 1e-3
-
-
-def test_the_toy_start_is_the_engines_own():
-    target, seeds = MarkovTarget(CHAIN), [5, 6, 7, 8]
-    ours, theirs = (
-        Engine(target, Jacobi(2, "maximal", "mixed"), Exact(), Sampling(), Guidance(), 4) for _ in range(2)
-    )
-    start_all(ours, torch.tensor(seeds))
-    for slot, seed in enumerate(seeds):
-        theirs.admit(slot, "sea", seed)
-    for _ in range(3):
-        ours.step()
-        theirs.step()
-    assert torch.equal(ours.codes[:, :4], theirs.codes[:, :4])
-    assert torch.equal(ours.accepted, theirs.accepted)
+    engine = engine_of(CHAIN, 4, coupling, "mixed", sampling)
+    warped = MarkovTarget(sampling.probs(CHAIN.double().log()))
+    assert chi_square(counts(engine, 3, 200_000), warped.law(3)) > 1e-3
 
 
 def drawn(target, proposer, sampling, cfg, batch, rule=None, count=4):
@@ -202,20 +144,6 @@ def test_a_fresh_guess_is_drawn_from_what_was_asked_for():
             proposer.observe = observe
             proposer.observe(looks[0])
             seen |= {count + i: p for i, p in enumerate(Sampling().probs(looks[0].logits)[0])}
-
-
-def test_a_finished_sample_stands_still():
-    target = ToyTarget()
-    engine = Engine(target, Jacobi(4, "maximal", "above"), Exact(), Sampling(), Guidance(3.0), 2)
-    engine.admit(0, "sea", 1)
-    while 0 not in engine.done():
-        engine.step()
-    before = engine.harvest(0)
-    engine.admit(1, "hill", 2)
-    while 1 not in engine.done():
-        engine.step()
-    after = engine.harvest(0)
-    assert torch.equal(after.codes, before.codes) and after.accepted == before.accepted
 
 
 def test_options_are_checked_and_default_to_sjd():

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import pytest
 import torch
-from toys import ToyTarget, eagle
+from toys import ToyTarget, eagle, neighbours
 
 from lanternpp.accept.exact import Exact
+from lanternpp.accept.lantern import Lantern
+from lanternpp.accept.lantern_pp import LanternPlusPlus
 from lanternpp.engine.decode import Engine, generate
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
+from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.shapes import EAGLE
 from lanternpp.trees.static import StaticTree
@@ -30,6 +34,22 @@ def test_what_the_format_forces_is_drawn_and_nothing_else_whatever_is_drafted():
             for harvest in generate(engine, ["sea", "hill", "a"], [1, 2, 3]):
                 sevens = (harvest.codes == 7).view(4, 4)
                 assert sevens[:, 3].all() and not sevens[:, :3].any()
+
+
+@pytest.mark.parametrize("rule", [Lantern, LanternPlusPlus], ids=["lantern", "lantern++"])
+def test_no_rule_is_so_relaxed_that_it_breaks_the_format(rule):
+    target = Ruled()
+    most = {Lantern: 0.9, LanternPlusPlus: 1000.0}[rule]  # nearly every neighbour lends
+    relaxed = rule(neighbours(target.book, 10), most)
+    for proposer in (
+        TreeProposer(eagle(target), StaticTree(EAGLE)),
+        Jacobi(6),
+        Jacobi(6, "maximal", "mixed"),
+    ):
+        engine = Engine(target, proposer, relaxed, Sampling(), Guidance(1.0), 2)
+        for harvest in generate(engine, ["sea", "hill", "a", "moon"], [1, 2, 3, 4]):
+            sevens = (harvest.codes == 7).view(4, 4)
+            assert sevens[:, 3].all() and not sevens[:, :3].any()
 
 
 def test_feature_i_predicts_code_i():

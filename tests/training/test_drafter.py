@@ -11,7 +11,9 @@ from torch import Tensor
 from lanternpp.drafters.eagle import EagleDrafter
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
+from lanternpp.models import read_target
 from lanternpp.nn import checkpoints
+from lanternpp.nn.sources import Source
 from lanternpp.targets.words import WordsConfig, WordsTarget
 from lanternpp.training import losses
 from lanternpp.training.codes import Codes, Split
@@ -41,7 +43,7 @@ def task(ready: Path, count: int = 6, **settings: Any) -> DrafterTask:
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(64, (count, 1, 16), generator=generator).to(torch.uint16)
     split = Split(codes, ("a red square", "a blue square", "a photo") * (count // 3), ("",) * count)
-    target = WordsTarget.read(ready, torch.float32)
+    target = read_target(ready, torch.float32)
     options = DrafterSettings(**{"batch_size": count, **settings})
     return DrafterTask(options, 1, target, Codes(split, split, {"codes": "made"}), "made", CPU)
 
@@ -74,7 +76,7 @@ def test_soft_cross_entropy_is_least_where_the_two_agree() -> None:
 
 
 def test_lessons_pair_a_feature_with_the_input_one_ahead(ready: Path) -> None:
-    target = WordsTarget.read(ready, torch.float32).eval()
+    target = read_target(ready, torch.float32).eval()
     prompt = target.prompt(["a red square"], 1).embeds
     codes = torch.arange(16)[None]
     with torch.no_grad():
@@ -141,7 +143,7 @@ def test_a_tenth_of_the_captions_is_dropped_under_the_papers_loss(
 
 
 def test_captions_in_two_branches_are_beside_the_null_prompt(ready: Path) -> None:
-    target = WordsTarget.read(ready, torch.float32)
+    target = read_target(ready, torch.float32)
     texts = ("a blue square", "a photo", "a red square")
     captions = Captions(target, Split(torch.zeros(3, 1, 16, dtype=torch.uint16), texts, ("",) * 3))
     assert captions.sayings == ["a blue square", "a red square"]
@@ -160,8 +162,8 @@ def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(data: Path, ready: P
     for row in (*read, *again):
         row.pop("seconds", None)
     assert read == again
-    target = WordsTarget.read(ready, torch.float32)
-    one, two = (EagleDrafter.read(x / "drafter", target, torch.float32) for x in (ready, twin))
+    target = read_target(ready, torch.float32)
+    one, two = (EagleDrafter.read(Source.open(x / "drafter"), target, torch.float32) for x in (ready, twin))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert list((ready / "drafter" / "samples").glob("*.png"))
     facts = json.loads((ready / "drafter" / "provenance.json").read_text())

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lanternpp.errors import InputError
-from lanternpp.targets.words import WordsTarget
+from lanternpp.models import read_target
 from lanternpp.training import codes as cache
 from lanternpp.training.codes import Codes, Split, Variants, read_codes, unigram
 from lanternpp.training.data import Order
@@ -211,7 +211,7 @@ def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(data: Path, model: P
     assert not (twin / "target" / "config.json").exists()
     assert go(data, twin, corrupt=0.1)
     assert log(model) == log(twin)
-    one, two = (WordsTarget.read(folder, torch.float32) for folder in (model, twin))
+    one, two = (read_target(folder, torch.float32) for folder in (model, twin))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     with pytest.raises(InputError, match=r"muon_lr 0\.002 -> 0\.004.*--restart"):
         go(data, model, corrupt=0.1, muon_lr=4e-3)
@@ -222,7 +222,7 @@ def test_what_is_exported_is_what_was_validated(data: Path, model: Path) -> None
     folder = model / "target"
     facts = json.loads((folder / "provenance.json").read_text())
     assert len(list((folder / "samples").glob("*.png"))) == 2
-    target = WordsTarget.read(model, torch.float32).eval()
+    target = read_target(model, torch.float32).eval()
     assert not target.config.factored
     assert target.config.subjects == ("blue", "red")
     codes = read_codes(data, model, 1, CPU)

@@ -6,14 +6,14 @@ import math
 
 import pytest
 import torch
-from laws import chi_square, tally
+from laws import chi_square
 from toys import (
     MarkovTarget,
     NoisyMarkovDrafter,
     OracleDrafter,
     OtherMarkovDrafter,
     ToyTarget,
-    admit_all,
+    counts,
     eagle,
 )
 
@@ -223,14 +223,7 @@ def test_the_first_codes_follow_the_targets_law(name, drafter):
         "holes": lambda: OtherMarkovDrafter(target, HOLES),
     }[drafter]()
     engine = Engine(target, TreeProposer(made, TREES_HERE[name]()), Exact(), Sampling(), Guidance(), batch)
-    counts = torch.zeros(27)
-    for first in range(0, 400_000, batch):
-        admit_all(engine, torch.arange(first, first + batch))
-        while (engine.count < 3).any():
-            engine.step()
-        counts += tally(engine.codes[:, :3], 3)
-    law = target.law().view(27, 3).sum(1)
-    assert counts.sum() == 400_000 and chi_square(counts, law) > 1e-3
+    assert chi_square(counts(engine, 3, 400_000), target.law(3)) > 1e-3
 
 
 def test_they_are_named_and_their_numbers_checked():

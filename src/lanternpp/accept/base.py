@@ -66,7 +66,10 @@ class Acceptance(ABC):
         The papers': [relaxed - q]+. The optimal one (arXiv 2601.09212, theorem on resampling) is what p has
         beyond the mass a(y) = min(q(y), relax(p, y)(y)) that acceptance lets out at y, [p - a]+. A rule
         that never lowers its candidate, as all that lend to it, has a >= min(p, q), so that is [p - q]+
-        whatever the rule. It is optimal for one child; with several, neither is always nearer to p. Where
+        whatever the rule. It is optimal for one child. With several, what is drawn after a refusal is also
+        what the next child is judged by: enumerated over random nodes of two and three children the optimal
+        residual keeps a little more and is a little farther from p on average, and the papers' is within
+        0.0002 of the least distance that its own acceptance leaves possible. Neither is always nearer. Where
         nothing is left (q covers the distribution) it is the relaxed distribution.
         p, relaxed and q [..., V], code [...].
         """

@@ -39,6 +39,7 @@ def compare(
     as_json: opt.Json = False,
     model: opt.Model = opt.MODEL,
     drafter: opt.Drafter = None,
+    size: opt.Size = None,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     method: opt.Method = opt.METHOD,
@@ -57,7 +58,7 @@ def compare(
     from lanternpp import Pipeline
     from lanternpp.picture import save_png
 
-    pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype)
+    pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
 
     def draw(name: str, **options: Any) -> Result:
         return pipe(prompt, n=n, seed=seed, method=name, **options)

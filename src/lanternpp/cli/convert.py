@@ -1,11 +1,11 @@
-"""`lanternpp convert`: a model folder once more, stored another way."""
+"""`lanternpp convert`: a model once more as a folder of ours, stored another way."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,38 +15,91 @@ from lanternpp.errors import InputError
 PARTS = ("tokenizer", "target", "drafter")
 STORES = ("float32", "bfloat16", "int8")
 
-Source = Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder.")]
-Target = Annotated[Path, typer.Argument(metavar="OUT", help="Where to write; made where it is missing.")]
-Store = Annotated[
-    str, typer.Option(help="float32, bfloat16, or int8: 8 bits a weight and a scale per output channel.")
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder, or a published checkpoint.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="Where to write; made where it is missing.")]
+Storage = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        help="float32, bfloat16, or int8: 8 bits a weight and a scale per output channel. "
+        "Default: bfloat16 of a published checkpoint, int8 of a folder that lanternpp wrote.",
+    ),
+]
+Tokenizer = Annotated[
+    Path | None, typer.Option("--vq", metavar="FILE", help="The image tokenizer of a published checkpoint.")
+]
+Encoder = Annotated[
+    Path | None, typer.Option("--text", metavar="DIR", help="The text encoder of a published checkpoint.")
+]
+Size = Annotated[
+    str | None,
+    typer.Option("--size", metavar="PIXELS|WxH", help="The size of its pictures, where no file says."),
 ]
 
 
-def convert(source: Source, out: Target, store: Store = "int8") -> None:
-    """Write MODEL again as OUT, without what only its training needs."""
-    if store not in STORES:
+def convert(
+    model: Model,
+    out: Out,
+    store: Storage = None,
+    vq: Tokenizer = None,
+    text: Encoder = None,
+    side: Size = None,
+) -> None:
+    """Write MODEL as the folder OUT: the quickest to read, and without what only training needs."""
+    if store not in (None, *STORES):
         raise InputError(f"--store {store!r} is unknown; use {', '.join(STORES)}")
-    if not source.is_dir():
-        raise InputError(f"model {str(source)!r} is no folder; give the folder of a trained model")
-    if out.exists() and (not out.is_dir() or out.samefile(source)):
+    for option, path in (("model", model), ("--vq", vq), ("--text", text)):
+        if path is not None and not path.exists():
+            raise InputError(f"{option} {str(path)!r} does not exist; give a file or a folder")
+    if out.exists() and (not out.is_dir() or out.samefile(model)):
         raise InputError(
             f"output {str(out)!r} is not another folder; name one that is new or another model's"
         )
+    given = {"tokenizer": vq, "text": text, "size": side}
+    if (model / "target").is_dir():
+        if any(given.values()):
+            raise InputError(f"--vq, --text and --size are for published checkpoints; {str(model)!r} is none")
+        store = store or "int8"
+        parts = rewrite(model, out, store)
+    else:
+        store = store or "bfloat16"
+        parts = adopt(model, out, store, given)
+    typer.echo(f"{out}: {', '.join(parts)}; {megabytes(size(out))} in {store}")
+
+
+def rewrite(source: Path, out: Path, store: Any) -> list[str]:
+    """A folder of ours, part by part."""
     from lanternpp.models import DEFAULTS
     from lanternpp.nn import checkpoints
+    from lanternpp.targets.text import FEATURES
 
     parts = [part for part in PARTS if (source / part).is_dir()]
-    if "target" not in parts:
-        raise InputError(f"model {str(source)!r} has no target/; train one, or give the folder above it")
     for part in parts:
         config, tensors = checkpoints.load(source / part)
         keep = [name for name in tensors if name.endswith("codebook")]
-        checkpoints.save(out / part, config, tensors, store, keep)  # type: ignore[arg-type]
+        checkpoints.save(out / part, config, tensors, store, keep)
         told = source / part / "provenance.json"
         if told.is_file():
             facts = json.loads(told.read_text(encoding="utf-8")) | {"store": store}
             checkpoints.write_text(out / part / told.name, json.dumps(facts, indent=2) + "\n")
-    for name in (DEFAULTS, "README.md"):
+    for name in (DEFAULTS, "README.md", FEATURES):
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
-    typer.echo(f"{out}: {', '.join(parts)}; {megabytes(size(out))} in {store}")
+    if (source / "text").is_dir():
+        shutil.copytree(source / "text", out / "text", dirs_exist_ok=True)
+        parts.append("text")
+    return parts
+
+
+def adopt(source: Path, out: Path, store: Any, given: dict[str, Any]) -> list[str]:
+    """A published checkpoint with its tokenizer, and with its text encoder where that lies on this machine."""
+    from lanternpp.devices import DTYPES
+    from lanternpp.models import DEFAULTS, read_target
+    from lanternpp.nn import checkpoints
+
+    target = read_target(source, DTYPES["float32" if store == "int8" else store], given=given)
+    parts = target.save(out, store)
+    facts = {"converted from": source.resolve().name, "store": store}
+    checkpoints.write_text(out / "target" / "provenance.json", json.dumps(facts, indent=2) + "\n")
+    checkpoints.write_text(out / DEFAULTS, json.dumps(dict(target.defaults), indent=2) + "\n")
+    return parts

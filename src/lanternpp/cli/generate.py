@@ -21,6 +21,7 @@ def generate(
     as_json: opt.Json = False,
     model: opt.Model = opt.MODEL,
     drafter: opt.Drafter = None,
+    size: opt.Size = None,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     method: opt.Method = opt.METHOD,
@@ -35,7 +36,7 @@ def generate(
     from lanternpp import Pipeline
     from lanternpp.picture import grid, save_png
 
-    pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype)
+    pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
     with progress_bar("drawing") as progress:
         result = pipe(prompt, n=n, seed=seed, method=method, progress=progress, **overrides)
     stats = result.stats

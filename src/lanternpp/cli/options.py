@@ -67,6 +67,14 @@ Drafter = Annotated[
         metavar="NAME|DIR|HUB_ID", help="Another drafter than the model's own.", rich_help_panel=PANEL_MODEL
     ),
 ]
+Size = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WxH",
+        help="Pixels, for a model that draws more than one size (Lumina-mGPT, Emu3).",
+        rich_help_panel=PANEL_MODEL,
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=PANEL_MODEL)]
 Dtype = Annotated[
     str, typer.Option(help="auto, float32, bfloat16, float16 or float64.", rich_help_panel=PANEL_MODEL)

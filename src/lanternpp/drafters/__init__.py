@@ -1,8 +1,12 @@
 """Drafters, named by the `kind` in their config.
 
-Each is a `Drafter` with `read(folder, target, dtype)`, which makes one for a target, on the CPU.
+Each is a `Drafter` with `claims(source)`, which recognises published checkpoints, and
+`read(source, target, dtype)`, which makes one for a target, on the CPU.
 """
 
 from __future__ import annotations
 
-DRAFTERS = {"eagle": "lanternpp.drafters.eagle:EagleDrafter"}
+DRAFTERS = {
+    "eagle": "lanternpp.drafters.eagle:EagleDrafter",
+    "eagle-published": "lanternpp.drafters.published:PublishedDrafter",
+}

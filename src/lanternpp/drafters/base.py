@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
 from lanternpp.nn.decoder import Decoder, Memory
+from lanternpp.nn.sources import Source
+from lanternpp.targets.base import Target
 from lanternpp.types import Nodes
 
 
@@ -14,6 +18,21 @@ class Drafter(nn.Module, ABC):
     """Predicts the target's next feature from the code one ahead and the feature here."""
 
     decoder: Decoder
+    about: ClassVar[str] = ""  # the checkpoints it reads, for the message about one that nobody reads
+
+    @classmethod
+    def claims(cls, source: Source) -> bool:
+        """Whether a checkpoint without our own `kind` is one of these, by its config, its names and shapes."""
+        return False
+
+    @classmethod
+    def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:
+        """The drafter in `source` for this target, on the CPU; InputError where it is another target's."""
+        raise NotImplementedError
+
+    def sees(self, prompt: Tensor) -> Tensor:
+        """What it sees of a prompt whose inputs one ahead are [R, T - 1, D]; the same shape."""
+        return prompt
 
     @abstractmethod
     def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -11,9 +10,9 @@ from torch import Tensor, nn
 
 from lanternpp.drafters.base import Drafter
 from lanternpp.errors import InputError
-from lanternpp.nn import checkpoints
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
+from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.targets.base import Target
 from lanternpp.types import Nodes
 
@@ -29,10 +28,15 @@ class EagleConfig:
     bias: bool = True
     first_norm: bool = True
     final_norm: bool = False
+    kv_heads: int | None = None
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
 
 
 class EagleDrafter(Drafter):
     """fc(2D -> D), then the layer; embedding and head are the target's own, frozen."""
+
+    about = "folders written by lanternpp train drafter"
 
     def __init__(self, config: EagleConfig, turns: Tensor):
         super().__init__()
@@ -43,22 +47,26 @@ class EagleDrafter(Drafter):
             config.layers,
             config.heads,
             config.hidden,
+            config.kv_heads,
+            norm_eps=config.norm_eps,
+            qk_norm=config.qk_norm,
             first_norm=config.first_norm,
             final_norm=config.final_norm,
         )
         self.decoder = Decoder(shape, turns)
 
     @classmethod
-    def read(cls, folder: Path, target: Target, dtype: torch.dtype) -> Self:
-        """The drafter in `folder` for this target."""
-        config = config_as(EagleConfig, checkpoints.load_config(folder), folder)
+    def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:
+        """The drafter in `source` for this target."""
+        config = config_as(EagleConfig, source.config, source.path)
         if config.dim != target.decoder.config.dim:
             raise InputError(
-                f"drafter {folder} is {config.dim} wide and the target {target.decoder.config.dim}; "
+                f"drafter {source.path} is {config.dim} wide and the target {target.decoder.config.dim}; "
                 "use a drafter trained for this target"
             )
-        drafter = cls(config, target.decoder.turns)
-        checkpoints.load_into(drafter, folder, dtype)
+        with blank():
+            drafter = cls(config, target.decoder.turns)
+        source.fill(drafter, [SAME], dtype)
         return drafter
 
     def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:

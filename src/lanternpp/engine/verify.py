@@ -56,7 +56,8 @@ def verify(
             tried = undecided & (child >= 0) & (chance > 0)
             if hasty and not tried.any():
                 continue
-            relaxed = here.relax(left, code)
+            permitted = logits[batch, node, code] > float("-inf")  # what the format forbids is never relaxed
+            relaxed = here.relax(left, code).where(permitted[:, None], left)
             good = tried & sampling.accepts(relaxed, chance, code, u[:, level, rank])
             if measure:
                 spent[level] += tried * _cost(sampling, here, left, drawn, code, good)

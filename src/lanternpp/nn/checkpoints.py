@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as serialise
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
@@ -46,7 +47,8 @@ def save(
     if target.exists() and target.read_text(encoding="utf-8") != text:
         target.unlink()  # never new weights under an old config
     with replacing(folder / WEIGHTS) as temporary:
-        temporary.write_bytes(serialise(packed, metadata={"format": "pt", "store": store}))
+        save_file(packed, temporary, metadata={"format": "pt", "store": store})
+        temporary.chmod(0o666 & ~umask())  # safetensors writes for the owner alone
     write_text(target, text)
 
 
@@ -108,13 +110,17 @@ def read_safetensors(path: str | Path) -> dict[str, Tensor]:
         raise InputError(f"{path} is truncated or no safetensors file ({error}): fetch it again.") from None
 
 
-def read_pt(path: str | Path) -> dict[str, Any]:
-    """A `.pt` checkpoint holding tensors and plain containers; a pickle that would run code is refused."""
+def read_pt(path: str | Path, mmap: bool = False) -> dict[str, Any]:
+    """A `.pt` checkpoint holding tensors and plain containers; a pickle that would run code is refused.
+
+    mmap: tensors lie over a mapping of the file. A training script's own options (argparse) may be in it.
+    """
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path} is missing.")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError:
         raise InputError(f"{path} could run code: convert it to safetensors.") from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
@@ -135,6 +141,13 @@ def write_text(path: Path, text: str) -> None:
     """A text file, replaced as a whole."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def umask() -> int:
+    """The permissions that new files are made without."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 class replacing:
@@ -170,8 +183,12 @@ def digest(parts: Iterable[str]) -> str:
 def pack(tensors: Mapping[str, Tensor], store: Store, keep: Collection[str] = ()) -> dict[str, Tensor]:
     """Tensors as they lie on disk; `x.scale` stands beside an int8 `x`."""
     packed: dict[str, Tensor] = {}
+    seen: set[int] = set()
     for name, tensor in tensors.items():
-        tensor = tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format)
+        tensor = tensor.detach().to("cpu").contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() in seen:
+            tensor = tensor.clone()  # a part of another, or another's double: safetensors wants neither
+        seen.add(tensor.data_ptr())
         if not tensor.is_floating_point():
             packed[name] = tensor
         elif store == "bfloat16" and name not in keep:

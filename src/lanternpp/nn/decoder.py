@@ -37,11 +37,15 @@ class DecoderConfig:
     final_norm: bool = True
     first_norm: bool = True
     dropout: float = 0.0
+    head_dim: int = 0  # channels of one head; 0: dim / heads
+    qk_norm: bool = False  # a LayerNorm over each head of queries and keys, before they are turned
+    norm_after: bool = False  # normalise what a sublayer returns, not what it is given (Swin v2, 2111.09883)
+    attention_bias: bool = False
+    ffn_bias: bool = False
 
-    @property
-    def head_dim(self) -> int:
-        """Channels of one head."""
-        return self.dim // self.heads
+    def __post_init__(self) -> None:
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.dim // self.heads)
 
     @property
     def groups(self) -> int:
@@ -62,35 +66,60 @@ class Norm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
+class HeadNorm(nn.Module):
+    """LayerNorm over the channels of each head, with a weight and a bias of its own (ViT-22B, arXiv 2302.05442)."""
+
+    def __init__(self, heads: int, head_dim: int, eps: float = 1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(heads, head_dim))
+        self.bias = nn.Parameter(torch.zeros(heads, head_dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., H, d] -> the same shape."""
+        unit = F.layer_norm(x, x.shape[-1:], eps=self.eps)
+        return torch.addcmul(self.bias.to(x.dtype), unit, self.weight.to(x.dtype))
+
+
 class Block(nn.Module):
-    """One layer: attention and a SwiGLU, each on a normed residual stream."""
+    """One layer: attention and a SwiGLU, each beside a residual stream."""
 
     def __init__(self, config: DecoderConfig, first: bool = False):
         super().__init__()
         self.heads, self.groups, self.head_dim = config.heads, config.groups, config.head_dim
-        self.dropout = config.dropout
+        self.dropout, self.after = config.dropout, config.norm_after
         width = (self.heads + 2 * self.groups) * self.head_dim
         self.attention_norm: nn.Module
         if first and not config.first_norm:
             self.attention_norm = nn.Identity()
         else:
             self.attention_norm = Norm(config.dim, config.norm_eps)
-        self.wqkv = nn.Linear(config.dim, width, bias=False)
-        self.wo = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
+        self.wqkv = nn.Linear(config.dim, width, bias=config.attention_bias)
+        self.qk_norm = HeadNorm(self.heads + self.groups, self.head_dim) if config.qk_norm else nn.Identity()
+        self.wo = nn.Linear(self.heads * self.head_dim, config.dim, bias=config.attention_bias)
         self.ffn_norm = Norm(config.dim, config.norm_eps)
-        self.w13 = nn.Linear(config.dim, 2 * config.hidden, bias=False)
-        self.w2 = nn.Linear(config.hidden, config.dim, bias=False)
+        self.w13 = nn.Linear(config.dim, 2 * config.hidden, bias=config.ffn_bias)
+        self.w2 = nn.Linear(config.hidden, config.dim, bias=config.ffn_bias)
 
     def forward(self, x: Tensor, turn: Tensor, attend: Attend) -> Tensor:
         """x [R, N, D], turn [R, N, 2, 1, d] -> [R, N, D]."""
+        if self.after:
+            x = x + self._drop(self.attention_norm(self._mix(x, turn, attend)))
+            return x + self._drop(self.ffn_norm(self._feed(x)))
+        x = x + self._drop(self._mix(self.attention_norm(x), turn, attend))
+        return x + self._drop(self._feed(self.ffn_norm(x)))
+
+    def _mix(self, x: Tensor, turn: Tensor, attend: Attend) -> Tensor:
         rows, count, _ = x.shape
-        qkv = self.wqkv(self.attention_norm(x)).view(rows, count, -1, self.head_dim)
+        qkv = self.wqkv(x).view(rows, count, -1, self.head_dim)
         turning = self.heads + self.groups
-        qk = rotate(qkv[:, :, :turning], turn)
+        qk = rotate(self.qk_norm(qkv[:, :, :turning]), turn)
         y = attend(qk[:, :, : self.heads], qk[:, :, self.heads :], qkv[:, :, turning:])
-        x = x + self._drop(self.wo(y.reshape(rows, count, -1)))
-        gate, up = self.w13(self.ffn_norm(x)).chunk(2, -1)
-        return x + self._drop(self.w2(F.silu(gate) * up))
+        return self.wo(y.reshape(rows, count, -1))
+
+    def _feed(self, x: Tensor) -> Tensor:
+        gate, up = self.w13(x).chunk(2, -1)
+        return self.w2(F.silu(gate) * up)
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout) if self.training and self.dropout else x

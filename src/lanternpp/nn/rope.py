@@ -25,6 +25,16 @@ def grid_table(prefix: int, grid: int, head_dim: int, base: float = 10000.0) -> 
     return angle_table(angle)
 
 
+def line_table(positions: int, head_dim: int, base: float = 10000.0) -> Tensor:
+    """1-D table, [positions, 2, head_dim], for `rotate` (RoFormer, arXiv 2104.09864, section 3.2.2).
+
+    On the CPU, whatever the default device: a module that is made on the meta device keeps its table.
+    """
+    half = head_dim // 2
+    freq = base ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
+    return angle_table(torch.arange(positions, dtype=torch.float64, device="cpu")[:, None] * freq)
+
+
 def angle_table(angle: Tensor) -> Tensor:
     """Angles [positions, head_dim / 2] as the two factors of `rotate`, [positions, 2, head_dim]."""
     cos, sin = angle.cos(), angle.sin()

@@ -49,6 +49,6 @@ class TreeProposer(Drafted):
         """Prefill the drafter with the prompt's features, each beside the input one ahead."""
         super().begin(new)
         first = self.target.embed(new.root[:, None]).expand(len(new.rows), -1, -1)
-        ahead = torch.cat((new.prompt.embeds[:, 1:].to(first.dtype), first), 1)
+        ahead = torch.cat((self.drafter.sees(new.prompt.embeds[:, 1:].to(first.dtype)), first), 1)
         memory = self.cache.rows(new.rows, new.prompt.start, new.features.shape[1])
         self.features[new.rows, 0] = self.drafter(ahead, new.features, memory.nodes(), memory)[:, -1]

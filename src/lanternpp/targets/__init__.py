@@ -1,8 +1,15 @@
 """Target families: one file each, named by the `kind` in a model's config.
 
-A family is a `Target` with `read(folder, dtype, device)`, which makes one of a model folder.
+A family is a `Target` with `claims(source)`, which recognises its published checkpoints, and
+`read(source, dtype, device)`, which makes a target of one.
 """
 
 from __future__ import annotations
 
-FAMILIES = {"words": "lanternpp.targets.words:WordsTarget"}
+FAMILIES = {
+    "words": "lanternpp.targets.words:WordsTarget",
+    "llamagen": "lanternpp.targets.llamagen:LlamaGenTarget",
+    "chameleon": "lanternpp.targets.chameleon:ChameleonTarget",
+    "janus": "lanternpp.targets.janus:JanusTarget",
+    "emu3": "lanternpp.targets.emu3:Emu3Target",
+}

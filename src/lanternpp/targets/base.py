@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from lanternpp.errors import InputError
+from lanternpp.nn.checkpoints import Store
 from lanternpp.nn.decoder import Decoder, Memory
 from lanternpp.nn.packed import pack
+from lanternpp.nn.sources import Source
 from lanternpp.types import Nodes, Prompt
+
+
+class PromptWarning(UserWarning):
+    """A part of the prompt that the model cannot follow."""
 
 
 class Target(nn.Module, ABC):
@@ -20,6 +29,26 @@ class Target(nn.Module, ABC):
     length: int  # codes of an image, in raster order
     width: int  # codes of one image row
     decoder: Decoder
+    any_size: ClassVar[bool] = False  # whether `read` heeds a size in pixels that the user gives
+    about: ClassVar[str] = ""  # the checkpoints it reads, for the message about one that nobody reads
+    defaults: Mapping[str, Any] = {}  # settings it draws best with, where a model folder says nothing
+
+    @classmethod
+    def claims(cls, source: Source) -> bool:
+        """Whether a checkpoint without our own `kind` is this family's, by its config, its names and shapes."""
+        return False
+
+    @classmethod
+    def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
+        """The target in `source`, ready to draw; what else it needs is found around `source.path`.
+
+        Raises InputError where something is missing or does not fit.
+        """
+        raise NotImplementedError
+
+    def save(self, folder: Path, store: Store) -> list[str]:
+        """Write it into a model folder of ours, its tokenizer too; the parts written. InputError if it cannot be."""
+        raise InputError(f"a {type(self).__name__} cannot be converted; use its checkpoint as it is")
 
     @property
     @abstractmethod

@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -18,16 +17,13 @@ from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.packed import PackedLinear, packable
 from lanternpp.nn.rope import grid_table
-from lanternpp.targets.base import Target
+from lanternpp.nn.sources import Source
+from lanternpp.targets.base import PromptWarning, Target
 from lanternpp.types import Prompt
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ
 
 SILENT = frozenset(["a", "an", "the", "of", "photo", "photograph", "picture", "image", "and", "with"])
-
-
-class PromptWarning(UserWarning):
-    """A part of the prompt that the model cannot follow."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +76,8 @@ class CodeTable(nn.Module):
 class WordsTarget(Target):
     """Codes after a prefix of word slots; a learned null prefix for classifier-free guidance."""
 
+    about = "folders written by lanternpp train"
+
     def __init__(self, config: WordsConfig, vq: VQ):
         super().__init__()
         self.config, self.vocab = config, config.vocab
@@ -96,17 +94,17 @@ class WordsTarget(Target):
         self._vq = [vq]  # in a list: the tokenizer is not part of this module's weights
 
     @classmethod
-    def read(cls, folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
-        """The target in `folder`/target over the tokenizer in `folder`/tokenizer."""
-        vq = read_vq(folder / "tokenizer", dtype)
-        source = folder / "target"
-        config = config_as(WordsConfig, checkpoints.load_config(source), source)
+    def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
+        """The target over the tokenizer in the folder beside it."""
+        beside = source.path.parent / "tokenizer"
+        vq = read_vq(beside, dtype)
+        config = config_as(WordsConfig, source.config, source.path)
         target = cls(config, vq)
-        checkpoints.load_into(target, source, dtype)
+        checkpoints.load_into(target, source.path, dtype)
         if (len(vq.codebook), vq.length) != (config.vocab, target.length):
             raise InputError(
-                f"{source} speaks {config.vocab} codes on a grid of {config.grid}; "
-                f"{folder / 'tokenizer'} has {len(vq.codebook)} codes and {vq.length} per picture"
+                f"{source.path} speaks {config.vocab} codes on a grid of {config.grid}; "
+                f"{beside} has {len(vq.codebook)} codes and {vq.length} per picture"
             )
         vq.to(device)
         return target.to(device)

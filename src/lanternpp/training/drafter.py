@@ -18,10 +18,9 @@ from lanternpp.engine.decode import Engine, generate
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import CONFIG, WEIGHTS, checksum, digest, load_config, read_safetensors
+from lanternpp.models import read_target
+from lanternpp.nn.checkpoints import CONFIG, WEIGHTS, checksum, digest, read_safetensors
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.registry import find
-from lanternpp.targets import FAMILIES
 from lanternpp.targets.base import Target
 from lanternpp.training import hardware
 from lanternpp.training.codes import Codes, Variants, read_codes, tokenizer_of
@@ -242,9 +241,9 @@ def target_of(model: Path, dtype: torch.dtype) -> tuple[Target, str]:
         raise InputError(
             f"{folder} holds no target: run `lanternpp train target --data DIR --model {model}` first."
         )
-    family = find("model family", str(load_config(folder).get("kind", "")), FAMILIES)
-    target: Target = family.read(model, dtype)
-    return target, digest(checksum(x.view(torch.uint8)) for x in read_safetensors(folder / WEIGHTS).values())
+    return read_target(model, dtype), digest(
+        checksum(x.view(torch.uint8)) for x in read_safetensors(folder / WEIGHTS).values()
+    )
 
 
 def train(

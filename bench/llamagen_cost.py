@@ -1,0 +1,171 @@
+"""What a draft-and-verify cycle costs on LlamaGen at full size, as a multiple of a plain step. Random weights.
+
+    python bench/llamagen_cost.py [--size XL] [--stage 1] [--tree lantern-57] [--runs 12] [--cfg 7.5]
+
+Stage 1 draws 256 codes and stage 2 draws 1,024, of a text of 120 slots. Prints medians of interleaved steps, at
+an eighth, a half and seven eighths of the picture, in a loop that is the one of `generate`. A cycle costs more
+the further its walk goes, and random weights agree on nothing, so there are two of them: one whose walk ends
+at the root, and one with a head of zeros, where drafter and target agree and every level is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.devices import pick_device, pick_dtype
+from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.engine.decode import Engine
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Sampling
+from lanternpp.nn.packed import pack
+from lanternpp.proposers.base import Proposer
+from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.tree import TreeProposer
+from lanternpp.targets.llamagen import LlamaGenConfig, LlamaGenTarget
+from lanternpp.trees import build_tree
+from lanternpp.types import Prompt
+
+SIZES = {"B": (768, 12, 12, 2048), "L": (1024, 24, 16, 2816), "XL": (1280, 36, 20, 3584)}
+SLOTS, WORDS, WARM = 120, 20, 3
+
+
+class Bare(LlamaGenTarget):
+    """A target whose text was encoded elsewhere: random features of twenty words."""
+
+    def prompt(self, conditions: object, branches: int) -> Prompt:
+        """Random slots, padded on the left."""
+        like = self.codes_in.weight
+        embeds = torch.randn(branches, SLOTS, like.shape[1], device=like.device).to(like)
+        return Prompt(embeds, torch.full((branches,), SLOTS - WORDS, device=like.device))
+
+    def draw_weights(self, device: torch.device, dtype: torch.dtype) -> Bare:
+        """Random weights of the size that trained ones have."""
+        self.decoder.turns = self.decoder.turns.to(device)
+        for module in self.modules():
+            for name, weight in module.named_parameters(recurse=False):
+                made = torch.empty(weight.shape, dtype=dtype, device=device)
+                made = made.fill_(1) if weight.dim() == 1 else made.normal_(0, 0.02)
+                module.register_parameter(name, torch.nn.Parameter(made, requires_grad=False))
+        self.eval().pack()
+        return self
+
+
+@dataclass
+class Case:
+    """An engine and the seconds its steps took at each place of the picture."""
+
+    name: str
+    engine: Engine
+    seconds: dict[float, list[float]]
+    kept: list[float]
+
+    def step(self, place: float, counted: bool) -> None:
+        """One step with that much of the picture decided."""
+        engine = self.engine
+        decided = int(place * engine.target.length)
+        engine.count.fill_(decided)
+        engine.passes.fill_(1)
+        engine.cache.used.fill_(SLOTS + decided - 1)
+        if isinstance(engine.proposer, TreeProposer):
+            engine.proposer.cache.used.fill_(SLOTS + decided - 1)
+        began = now()
+        engine.step()
+        if counted:
+            self.seconds.setdefault(place, []).append(now() - began)
+            self.kept.append(float(engine.count[0]) - decided)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=SIZES, default="XL")
+    parser.add_argument("--stage", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--tree", default="lantern-57")
+    parser.add_argument("--runs", type=int, default=12)
+    parser.add_argument("--cfg", type=float, default=7.5)
+    options = parser.parse_args()
+    device = pick_device()
+    dtype = pick_dtype("auto", device)
+    torch.manual_seed(0)
+    dim, layers, heads, hidden = SIZES[options.size]
+    grid = 16 * options.stage
+    config = LlamaGenConfig(dim, layers, heads, hidden, grid, caption_dim=2048, slots=SLOTS)
+    target = Bare.made(config).draw_weights(device, dtype)
+    cases = [case("plain step", target, Nothing(), options.cfg)]
+    cases.append(case("cycle, nothing kept", target, eagle(target, options.tree), options.cfg))
+    flat = share(target)
+    cases.append(case("cycle, all kept", flat, eagle(flat, options.tree), options.cfg))
+    places = (1 / 8, 1 / 2, 7 / 8)
+    for run in range(WARM + options.runs):
+        for place in places:
+            for one in cases:
+                one.step(place, run >= WARM)
+    threads = torch.get_num_threads()
+    print(
+        f"LlamaGen-{options.size}, stage {options.stage}: {target.length} codes, cfg {options.cfg}, {options.tree}"
+    )
+    print(f"{device}, {dtype}, {threads} threads, torch {torch.__version__}, medians of {options.runs} steps")
+    for place in places:
+        plain = statistics.median(cases[0].seconds[place])
+        for one in cases:
+            t = statistics.median(one.seconds[place])
+            kept = statistics.mean(one.kept)
+            print(
+                f"{place:5.3f} of the picture, {one.name:20} {1e3 * t:8.1f} ms = {t / plain:4.2f} plain steps, "
+                f"{kept:.1f} codes kept"
+            )
+
+
+def share(target: Bare) -> Bare:
+    """The same network under a head of zeros: every code is equally probable."""
+    flat, like = Bare.made(target.config), target.codes_in.weight
+    flat.decoder, flat.codes_in, flat.condition = target.decoder, target.codes_in, target.condition
+    zeros = torch.zeros(flat.codes_out.weight.shape, dtype=like.dtype, device=like.device)
+    flat.codes_out.weight = torch.nn.Parameter(zeros, requires_grad=False)
+    flat.eval()
+    pack(flat)
+    return flat
+
+
+def eagle(target: LlamaGenTarget, tree: str) -> TreeProposer:
+    """A random drafter of the target's width."""
+    shape, like = target.config.decoder, target.codes_in.weight
+    drafter = EagleDrafter(EagleConfig(shape.dim, shape.heads, shape.hidden), target.decoder.turns)
+    drafter.requires_grad_(False).eval().to(like.device, like.dtype)
+    pack(drafter)
+    return TreeProposer(drafter, build_tree(tree))
+
+
+def case(name: str, target: LlamaGenTarget, proposer: Proposer, cfg: float) -> Case:
+    """An engine with one sample in it."""
+    rule = LanternPlusPlus(lookalikes(target.vocab, target.codes_in.weight.device), 2.0)
+    engine = Engine(target, proposer, rule, Sampling(top_k=1000), Guidance(cfg), 1)
+    engine.admit(0, "", 0)
+    return Case(name, engine, {}, [])
+
+
+def lookalikes(vocab: int, device: torch.device) -> Tensor:
+    """A table of 1,000 neighbours a code; which ones does not change what they cost."""
+    return (
+        torch.stack([torch.randperm(vocab)[:1000] for _ in range(64)]).repeat(vocab // 64, 1).int().to(device)
+    )
+
+
+def now() -> float:
+    """Seconds, with the device's work done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""EAGLE drafters in the layout that EAGLE's code writes (arXiv 2401.15077), as LANTERN's authors publish them."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.errors import InputError
+from lanternpp.nn.llama import llama_rules
+from lanternpp.nn.sources import Rename, Source, blank
+from lanternpp.targets.base import Target
+
+MARKS = {"embed_tokens.weight", "fc.weight", "layers.0.self_attn.q_proj.weight"}
+PAIRED = ("t2i", "t2i2")  # `input_type` of drafters that turn neighbouring channels, as LlamaGen does
+NORM = "layers.0.self_attn.q_norm.weight"
+ALIKE = 0.9  # least cosine of a code's embedding with the target's
+
+
+class PublishedDrafter(EagleDrafter):
+    """An EAGLE drafter that sees the embedding of its vocabulary's entry 0 wherever the prompt is.
+
+    Its authors trained it so, and its accept lengths are right only if it is used so: of the prompt it knows
+    what the target's features tell.
+    """
+
+    about = "config.json and pytorch_model.bin as EAGLE's code writes them"
+
+    def __init__(self, config: EagleConfig, turns: Tensor):
+        super().__init__(config, turns)
+        self.entry = nn.Parameter(torch.zeros(1, config.dim))
+
+    @classmethod
+    def claims(cls, source: Source) -> bool:
+        """By its own embedding beside `fc` and a Llama layer."""
+        return source.metas.keys() >= MARKS
+
+    @classmethod
+    def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:
+        """The drafter in `source` for this target."""
+        config = shape_of(source, target)
+        if config.dim != target.decoder.config.dim:
+            raise InputError(
+                f"drafter {source.path} is {config.dim} wide and the target {target.decoder.config.dim}; "
+                "use a drafter trained for this target"
+            )
+        with blank():
+            drafter = cls(config, target.decoder.turns)
+        shape, paired = drafter.decoder.config, source.config.get("input_type") in PAIRED
+        rules = [
+            *llama_rules(shape, r"layers\.(\d+)", r"decoder.blocks.\1", paired, norm_rows(source)),
+            Rename(r"fc\.(weight|bias)", r"fc.\1"),
+            Rename(r"norm\.weight", "decoder.norm.weight"),
+            Rename(r"embed_tokens\.weight", "entry", rows=(0, 1)),
+        ]
+        source.fill(drafter, rules, dtype, skip=(r".*rotary_emb\..*",))
+        if source.shapes()["embed_tokens.weight"][0] == target.vocab:
+            drafter.check(target, source)
+        return drafter
+
+    def check(self, target: Target, source: Source) -> None:
+        """InputError where code 0 looks otherwise to the target: the drafter's embedding is a copy of its own."""
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=target.decoder.turns.device)
+        theirs = target.embed(zero)[0].detach().to("cpu", torch.float32)
+        if F.cosine_similarity(self.entry.detach().cpu().float(), theirs).item() < ALIKE:
+            raise InputError(
+                f"drafter {source.path} was trained for another target: its embeddings are not this target's"
+            )
+
+    def sees(self, prompt: Tensor) -> Tensor:
+        """prompt [R, T - 1, D] -> as many times entry 0."""
+        return self.entry.to(prompt.dtype).expand_as(prompt)
+
+
+def norm_rows(source: Source) -> tuple[int, int] | None:
+    """Rows of the norms of queries and keys, where a drafter of Chameleon's has them."""
+    shapes = source.shapes()
+    return (shapes[NORM][0], shapes[NORM.replace("q_norm", "k_norm")][0]) if NORM in shapes else None
+
+
+def shape_of(source: Source, target: Target) -> EagleConfig:
+    """The shape of a published drafter: from its tensors, and what they do not say from config.json or the target."""
+    shapes, config = source.shapes(), source.config
+    dim = shapes["fc.weight"][0]
+    heads = int(config.get("num_attention_heads") or target.decoder.config.heads)
+    keys = shapes["layers.0.self_attn.k_proj.weight"][0]
+    return EagleConfig(
+        dim=dim,
+        heads=heads,
+        hidden=shapes["layers.0.mlp.up_proj.weight"][0],
+        layers=1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers.")),
+        bias="fc.bias" in shapes,
+        first_norm="layers.0.input_layernorm.weight" in shapes,
+        final_norm="norm.weight" in shapes,
+        kv_heads=keys * heads // dim,
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        qk_norm=NORM in shapes,
+    )

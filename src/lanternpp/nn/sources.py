@@ -1,0 +1,262 @@
+"""A checkpoint as its authors published it, streamed into one of our modules.
+
+How names map is data: a family's rules, one `Rename` a line. Nothing is read until `fill`, and then one
+tensor at a time, straight into its place in the wanted dtype, so that loading takes little more memory than
+what is loaded. Make the module without weights: `with blank(): module = ...`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lanternpp.errors import InputError
+from lanternpp.nn.checkpoints import CONFIG, SCALE, load_config
+from lanternpp.nn.shards import Shard, shards
+
+CHUNK = 1 << 26  # bytes read before a file is opened anew, which lets go of what was read
+
+
+def halves(tensor: Tensor, head_dim: int) -> Tensor:
+    """Rows [heads * head_dim, ...] whose neighbours are rotary pairs, as half against half within each head."""
+    pairs = tensor.unflatten(0, (-1, head_dim // 2, 2))
+    return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+CHANGES: dict[str, Callable[..., Tensor]] = {
+    "halves": halves,  # "halves:64": neighbouring rotary pairs to halves, heads of 64 channels
+    "transpose": lambda tensor: tensor.t(),
+    "conv1x1": lambda tensor: tensor[..., None, None],  # a linear layer's weight as a convolution's
+    "linear": lambda tensor: tensor.flatten(1),  # and back
+    "row": lambda tensor: tensor[None],
+    "flat": lambda tensor: tensor.flatten(),
+}
+
+
+@dataclass(frozen=True)
+class Rename:
+    """How a tensor of a checkpoint maps into one of ours; every rule that matches a name applies.
+
+    pattern: a regular expression that matches the whole upstream name; name: ours, with \\1, \\2.
+    rows: which rows of the upstream tensor are meant, (first, last), last excluded, or a list of them;
+    part: which rows of ours they fill, (first, last); change: an entry of `CHANGES`, with its integers
+    after colons, applied between the two.
+    """
+
+    pattern: str
+    name: str
+    rows: tuple[int, int] | Tensor | None = None
+    part: tuple[int, int] | None = None
+    change: str | None = None
+
+    def match(self, upstream: str) -> str | None:
+        """Our name for an upstream one, or None."""
+        found = re.fullmatch(self.pattern, upstream)
+        return found.expand(self.name) if found else None
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        """The rows meant, changed."""
+        if isinstance(self.rows, Tensor):
+            tensor = tensor[self.rows.to(tensor.device)]
+        elif self.rows is not None:
+            tensor = tensor[self.rows[0] : self.rows[1]]
+        if self.change is None:
+            return tensor
+        change, *numbers = self.change.split(":")
+        return CHANGES[change](tensor, *map(int, numbers))
+
+
+SAME = Rename(r"(.+)", r"\1")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """An upstream tensor's way into one of ours."""
+
+    upstream: str
+    ours: str
+    rule: Rename
+
+    def place(self, whole: Tensor) -> Tensor:
+        """The rows of ours that it fills."""
+        return whole if self.rule.part is None else whole[self.rule.part[0] : self.rule.part[1]]
+
+
+class Undrawn(TorchFunctionMode):
+    """`torch.nn.init` draws nothing; on the meta device it would load all of torch's compiler to do so."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The function, or its tensor as it is."""
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def blank() -> Iterator[None]:
+    """Modules made within have shapes and no weights, for `Source.fill`."""
+    with torch.device("meta"), Undrawn():
+        yield
+
+
+class Source:
+    """One checkpoint: a folder or a file."""
+
+    def __init__(self, path: Path, files: Sequence[Shard], given: Mapping[str, Any] | None = None):
+        self.path, self._files = path, files
+        self.given = dict(
+            given or {}
+        )  # what the user says of it that lies not beside it: tokenizer, text, size
+
+    @classmethod
+    def open(cls, path: Path, given: Mapping[str, Any] | None = None) -> Source:
+        """A .safetensors, .pt, .pth or .bin file, a folder with one, or an index of shards and its folder."""
+        return cls(path, shards(path), given)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json in the folder or beside the file; empty where there is none."""
+        folder = self.path if self.path.is_dir() else self.path.parent
+        return load_config(folder) if (folder / CONFIG).is_file() else {}
+
+    @property
+    def kinds(self) -> set[str]:
+        """What the config calls the model: our `kind`, transformers' `model_type` and `architectures`."""
+        named = [self.config.get("kind"), self.config.get("model_type")]
+        listed = self.config.get("architectures")
+        return {str(name) for name in [*named, *(listed if isinstance(listed, list) else [])] if name}
+
+    @cached_property
+    def metas(self) -> dict[str, Tensor]:
+        """Every tensor's shape and dtype on the meta device; an int8 tensor and its scale are one of float32."""
+        found = {name: meta for file in self._files for name, meta in file.metas().items()}
+        return {
+            name: meta.float() if scaled(name, found) else meta
+            for name, meta in found.items()
+            if not (name.endswith(SCALE) and scaled(name.removesuffix(SCALE), found))
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes, read from headers."""
+        return {name: tuple(meta.shape) for name, meta in self.metas.items()}
+
+    def fill(
+        self,
+        module: nn.Module,
+        rules: Sequence[Rename],
+        dtype: torch.dtype,
+        skip: Sequence[str] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Put the checkpoint into `module`: parameters in `dtype`, buffers in their own, on `device`.
+
+        skip: patterns of upstream names that have no place in ours. Raises InputError that lists what is
+        missing, unexpected or misshaped, at most ten of them.
+        """
+        wanted = module.state_dict()
+        kept = {name for name, _ in module.named_buffers()}
+        pieces, faults = self._plan(wanted, rules, skip)
+        if faults:
+            more = f", and {len(faults) - 10} more" if len(faults) > 10 else ""
+            raise InputError(
+                f"{self.path} does not fit {type(module).__name__}: {', '.join(faults[:10])}{more}."
+            )
+        filled: dict[str, Tensor] = {}
+        for upstream, tensor in self._read(pieces):
+            for piece in pieces[upstream]:
+                if piece.ours not in filled:
+                    own = wanted[piece.ours]
+                    kind = own.dtype if piece.ours in kept or not own.is_floating_point() else dtype
+                    filled[piece.ours] = torch.empty(own.shape, dtype=kind, device=device)
+                piece.place(filled[piece.ours]).copy_(piece.rule.apply(tensor))
+        module.load_state_dict(filled, assign=True)
+        left = [name for name, x in [*module.named_parameters(), *module.named_buffers()] if x.is_meta]
+        if left:
+            raise RuntimeError(f"{type(module).__name__} was made without {', '.join(left)}")
+
+    def _plan(
+        self, wanted: dict[str, Tensor], rules: Sequence[Rename], skip: Sequence[str]
+    ) -> tuple[dict[str, list[Piece]], list[str]]:
+        """Where every upstream tensor goes, by its name, and what is wrong with that."""
+        pieces: dict[str, list[Piece]] = {}
+        wrong: list[str] = []
+        covered: dict[str, int] = defaultdict(int)
+        for upstream, meta in self.metas.items():
+            if any(re.fullmatch(pattern, upstream) for pattern in skip):
+                continue
+            ways = [(rule, name) for rule in rules if (name := rule.match(upstream)) is not None]
+            found = [Piece(upstream, name, rule) for rule, name in ways if name in wanted]
+            if not found:
+                wrong.append(f"unexpected {upstream}")
+            for piece in found:
+                fault = misfit(piece, meta, wanted[piece.ours])
+                if fault:
+                    wrong.append(fault)
+                covered[piece.ours] += piece.place(wanted[piece.ours]).numel()
+            pieces[upstream] = found
+        missing = [
+            f"missing {name}"
+            if not covered[name]
+            else f"{name} is given {covered[name]} of {own.numel()} numbers"
+            for name, own in wanted.items()
+            if covered[name] != own.numel() or name not in covered
+        ]
+        return pieces, missing + wrong
+
+    def _read(self, pieces: dict[str, list[Piece]]) -> Iterator[tuple[str, Tensor]]:
+        """Every planned tensor once; files are opened anew every so many bytes."""
+        for file in self._files:
+            metas = file.metas()
+            group: list[str] = []
+            size = 0
+            for name, meta in metas.items():
+                if pieces.get(name):
+                    group.append(name)
+                    size += meta.nbytes
+                if size >= CHUNK:
+                    yield from self._group(file, group, metas)
+                    group, size = [], 0
+            yield from self._group(file, group, metas)
+
+    def _group(self, file: Shard, names: list[str], metas: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        if not names:
+            return
+        with file.opened() as get:
+            for name in names:
+                tensor = get(name)
+                if scaled(name, metas):
+                    tensor = tensor.float() * get(name + SCALE).view(-1, *[1] * (tensor.dim() - 1))
+                yield name, tensor
+
+
+def scaled(name: str, metas: Mapping[str, Tensor]) -> bool:
+    """Whether a tensor is one of our int8 ones, whose scale stands beside it."""
+    return name in metas and metas[name].dtype == torch.int8 and name + SCALE in metas
+
+
+def misfit(piece: Piece, meta: Tensor, own: Tensor) -> str:
+    """What is wrong with the shape or the dtype of a tensor for its place; empty where nothing is."""
+    own = own.to("meta")
+    try:
+        given, place = piece.rule.apply(meta), piece.place(own)
+    except (RuntimeError, IndexError) as error:
+        return f"{piece.upstream} is {tuple(meta.shape)}, which {piece.rule.change} cannot take ({str(error).splitlines()[0]})"
+    if given.shape != place.shape:
+        gives = "" if given.shape == meta.shape else f", which gives {tuple(given.shape)}"
+        return f"{piece.upstream} is {tuple(meta.shape)}{gives} where {tuple(place.shape)} is expected"
+    if own.is_floating_point() and not meta.is_floating_point():
+        return f"{piece.upstream} holds {str(meta.dtype).removeprefix('torch.')} where weights are expected"
+    return ""

@@ -1,0 +1,250 @@
+"""LlamaGen (arXiv 2406.06525): pictures of a class, or of a text by way of flan-t5-xl."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from lanternpp.errors import InputError
+from lanternpp.nn import checkpoints
+from lanternpp.nn.checkpoints import Store
+from lanternpp.nn.configs import config_as
+from lanternpp.nn.decoder import Decoder, DecoderConfig
+from lanternpp.nn.llama import llama_rules
+from lanternpp.nn.packed import pack
+from lanternpp.nn.rope import grid_table
+from lanternpp.nn.sources import SAME, Rename, Source, blank
+from lanternpp.targets.base import Target
+from lanternpp.targets.conditions import ClassCondition, Condition, TextCondition
+from lanternpp.targets.text import text_of
+from lanternpp.types import Prompt
+from lanternpp.vq.llamagen import find_tokenizer, read_tokenizer, save_tokenizer
+from lanternpp.vq.vqgan import VQGAN
+
+KIND = "llamagen"
+HEADS = {3200: 32, 4096: 32}  # dims whose heads are not 64 channels wide
+DOWN = 16  # pixels of an image's side per code
+GRIDS = {"t2i": 16, "t2i2": 32}  # codes of an image's side by the `input_type` of Llama-named copies
+OFFICIAL = {"tok_embeddings.weight", "layers.0.attention.wqkv.weight", "output.weight"}
+LLAMA = re.compile(r"(?:model\.)?(?:cls_embedding|caption_embedder)\..*")
+SKIP = (r"freqs_cis", r".*\.rotary_emb\..*", r".*\.kv_cache\..*")
+
+
+@dataclass(frozen=True)
+class LlamaGenConfig:
+    """The shape of a target: of `classes` classes, or of texts whose encoder gives `caption_dim` features."""
+
+    dim: int
+    layers: int
+    heads: int
+    hidden: int
+    grid: int  # codes of an image's side
+    kv_heads: int | None = None
+    vocab: int = 16384
+    classes: int | None = None
+    caption_dim: int | None = None
+    slots: int = 1
+    norm_eps: float = 1e-5
+    rope_base: float = 10000.0
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        """The network's."""
+        return DecoderConfig(
+            self.dim, self.layers, self.heads, self.hidden, self.kv_heads, norm_eps=self.norm_eps
+        )
+
+
+def turns(config: LlamaGenConfig) -> Tensor:
+    """The table of rotations, whose rows of prompt slots are zero.
+
+    The published models were trained with it: queries and keys of the prompt vanish, so that every code
+    sees its slots alike and none of them sees another more than the next.
+    """
+    table = grid_table(config.slots, config.grid, config.decoder.head_dim, config.rope_base)
+    table[: config.slots] = 0
+    return table.float()
+
+
+class LlamaGenTarget(Target):
+    """Codes in raster order after the slots of a condition."""
+
+    about = "LlamaGen's .pt files (c2i and t2i), or their copies under Llama names"
+
+    def __init__(self, config: LlamaGenConfig, turns: Tensor, condition: Condition):
+        super().__init__()
+        self.config, self.vocab = config, config.vocab
+        self.width, self.length = config.grid, config.grid**2
+        self.decoder = Decoder(config.decoder, turns)
+        self.codes_in = nn.Embedding(config.vocab, config.dim)
+        self.codes_out = nn.Linear(config.dim, config.vocab, bias=False)
+        self.condition = condition
+        self._vq: list[VQGAN] = []  # in a list: the tokenizer is not part of this module's weights
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """What the authors' own scripts draw with."""
+        if self.config.classes is None:
+            return {"cfg": 7.5, "top_k": min(1000, self.vocab)}
+        return {"cfg": 4.0, "top_k": min(2000, self.vocab)}
+
+    @classmethod
+    def claims(cls, source: Source) -> bool:
+        """By the names of the tensors: the condition's beside a decoder's."""
+        names = source.metas.keys()
+        return names >= OFFICIAL or (
+            any(LLAMA.fullmatch(name) for name in names)
+            and any(name.endswith("layers.0.self_attn.q_proj.weight") for name in names)
+        )
+
+    @classmethod
+    def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
+        """The target in `source`, with the tokenizer and the text encoder that lie beside it."""
+        ours = source.config.get("kind") == KIND
+        config = config_as(LlamaGenConfig, source.config, source.path) if ours else shape_of(source)
+        beside = source.path if source.path.is_dir() and not ours else source.path.parent
+        vq = find_tokenizer(beside, source.given.get("tokenizer"))
+        target = cls.made(config)
+        target.condition.open(text_of(beside, source.config, source.given.get("text")))
+        source.fill(target, [SAME] if ours else rules(config), dtype, () if ours else SKIP, device)
+        target._vq.append(read_tokenizer(vq, config.grid, dtype, device))
+        if len(target.vq.codebook) != config.vocab:
+            raise InputError(
+                f"{source.path} speaks {config.vocab} codes and the tokenizer {vq.path} has "
+                f"{len(target.vq.codebook)}; use the one it was trained with"
+            )
+        return target.to(device)
+
+    def save(self, folder: Path, store: Store) -> list[str]:
+        """Write target, tokenizer and, where it lies on this machine, the text encoder."""
+        checkpoints.save(folder / "target", {"kind": KIND, **asdict(self.config)}, self.state_dict(), store)
+        save_tokenizer(self.vq, folder / "tokenizer", store)
+        return ["target", "tokenizer", *self.condition.save(folder)]
+
+    @classmethod
+    def made(cls, config: LlamaGenConfig) -> Self:
+        """A target without weights, on the meta device but for its table of rotations."""
+        table = turns(config)
+        with blank():
+            condition: Condition
+            if config.caption_dim is not None:
+                condition = TextCondition(config.dim, config.caption_dim, config.slots)
+            else:
+                condition = ClassCondition(config.dim, config.classes or 1000, config.slots)
+            return cls(config, table, condition)
+
+    @property
+    def vq(self) -> VQGAN:
+        """The decoder that turns codes into pixels."""
+        return self._vq[0]
+
+    @property
+    def codebook(self) -> Tensor:
+        """[V, C] l2-normalised latents."""
+        return self.vq.codebook
+
+    @property
+    def slots(self) -> int:
+        """Slots of a condition: one of a class, 120 of a text."""
+        return self.config.slots
+
+    def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
+        """Classes or texts -> [branches * b, T, D]; the unconditional rows are padded like their texts."""
+        return self.condition.prompt(conditions, branches)
+
+    def embed(self, codes: Tensor) -> Tensor:
+        """codes [R, N] -> [R, N, D]."""
+        return self.codes_in(codes)
+
+    def head(self, features: Tensor) -> Tensor:
+        """features [..., D] -> logits [..., V]."""
+        return self.codes_out(features)
+
+    def pack(self) -> None:
+        """Prepare for passes over few rows."""
+        pack(self)
+
+    def pixels(self, codes: Tensor) -> Tensor:
+        """codes [B, length] -> images [B, 3, H, W] in [-1, 1]."""
+        return self.vq.decode(codes)
+
+
+def rules(config: LlamaGenConfig) -> list[Rename]:
+    """Official names, then those of Llama; queries and keys come in neighbouring pairs and become halves."""
+    shape = config.decoder
+    queries, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    turned, every, halves = queries + keys, queries + 2 * keys, f"halves:{shape.head_dim}"
+    layer, block = r"layers\.(\d+)", r"decoder.blocks.\1"
+    fused, w13, half = f"{block}.wqkv.weight", f"{block}.w13.weight", config.hidden
+    return [
+        *llama_rules(shape, r"model\.layers\.(\d+)", block, paired=True),
+        Rename(rf"{layer}\.attention\.wqkv\.weight", fused, (0, turned), (0, turned), halves),
+        Rename(rf"{layer}\.attention\.wqkv\.weight", fused, (turned, every), (turned, every)),
+        Rename(rf"{layer}\.attention\.wo\.weight", f"{block}.wo.weight"),
+        Rename(rf"{layer}\.feed_forward\.w1\.weight", w13, part=(0, half)),
+        Rename(rf"{layer}\.feed_forward\.w3\.weight", w13, part=(half, 2 * half)),
+        Rename(rf"{layer}\.feed_forward\.w2\.weight", f"{block}.w2.weight"),
+        Rename(rf"{layer}\.(attention|ffn)_norm\.weight", rf"{block}.\2_norm.weight"),
+        Rename(r"(?:model\.)?norm\.weight", "decoder.norm.weight"),
+        Rename(r"(?:model\.)?(?:tok_embeddings|embed_tokens)\.weight", "codes_in.weight"),
+        Rename(r"output\.weight|lm_head\.weight", "codes_out.weight"),
+        Rename(r"(?:model\.)?\w+\.embedding_table\.weight", "condition.table.weight"),
+        Rename(r"(?:model\.)?\w+\.cap_proj\.fc([12])\.weight", r"condition.fc\1.weight"),
+        Rename(r"(?:model\.)?\w+\.uncond_embedding", "condition.null"),
+    ]
+
+
+def shape_of(source: Source) -> LlamaGenConfig:
+    """The shape of a published target: from its tensors, and what they do not say from config.json or the name."""
+    shapes, config = source.shapes(), source.config
+    by_end = {name.removeprefix("model."): shape for name, shape in shapes.items()}
+    vocab, dim = by_end.get("tok_embeddings.weight") or by_end["embed_tokens.weight"]
+    layers = 1 + max(int(n.split(".")[1]) for n in by_end if n.startswith("layers."))
+    heads = int(config.get("num_attention_heads") or HEADS.get(dim, max(dim // 64, 1)))
+    head_dim = dim // heads
+    wqkv = by_end.get("layers.0.attention.wqkv.weight")
+    keys = (wqkv[0] - dim) // 2 if wqkv else by_end["layers.0.self_attn.k_proj.weight"][0]
+    up = by_end.get("layers.0.feed_forward.w3.weight") or by_end["layers.0.mlp.up_proj.weight"]
+    table = next((s for n, s in by_end.items() if n.endswith(".embedding_table.weight")), None)
+    null = next((s for n, s in by_end.items() if n.endswith(".uncond_embedding")), None)
+    return LlamaGenConfig(
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        hidden=up[0],
+        grid=grid_of(source.path, config, source.given.get("size")),
+        kv_heads=keys // head_dim,
+        vocab=vocab,
+        classes=table[0] - 1 if table else None,
+        caption_dim=null[1] if null else None,
+        slots=null[0] if null else 1,
+        norm_eps=float(config.get("rms_norm_eps", 1e-5)),
+    )
+
+
+def grid_of(path: Path, config: Mapping[str, Any], size: str | None = None) -> int:
+    """Codes of an image's side, which no tensor says: given, from the config, or from the pixels in the name."""
+    if size:
+        if not str(size).isdecimal() or int(size) % DOWN:
+            raise InputError(
+                f"size {size} is not a multiple of {DOWN} pixels; LlamaGen draws 256, 384 or 512"
+            )
+        return int(size) // DOWN
+    if config.get("block_size"):
+        return round(int(config["block_size"]) ** 0.5)
+    if config.get("input_type") in GRIDS:
+        return GRIDS[config["input_type"]]
+    for name in (path.name, path.resolve().parent.name):
+        found = re.findall(r"(?<!\d)(256|384|512)(?!\d)", name)
+        if found:
+            return int(found[-1]) // DOWN
+    raise InputError(
+        f"{path} does not say how large its pictures are; put 256, 384 or 512 into its name, as in "
+        "c2i_L_384.pt, or use lanternpp convert with --size"
+    )

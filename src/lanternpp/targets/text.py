@@ -1,0 +1,216 @@
+"""Features of texts for targets that were trained on them: flan-t5-xl's encoder, or a file of its features."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import sys
+import warnings
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_plus
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lanternpp.errors import InputError
+from lanternpp.nn.checkpoints import CONFIG, read_safetensors, replacing
+from lanternpp.targets.base import PromptWarning
+
+ENCODER = "google/flan-t5-xl"
+FEATURES = "embeddings.safetensors"
+KEPT = 64  # texts whose features are remembered
+RUNS_IN = {torch.float16: torch.bfloat16, torch.float64: torch.float32}  # T5 overflows in float16
+
+
+class Text(ABC):
+    """Where the features of a text come from."""
+
+    @abstractmethod
+    def features(self, text: str, like: Tensor) -> Tensor:
+        """[n, C], one row per token, on the device and in the dtype of `like`; InputError where there are none."""
+
+    def store(self, path: Path, texts: Sequence[str]) -> None:
+        """Write the features of some texts as the file that `StoredText` reads, in bfloat16."""
+        rows = {
+            text: self.features(text, torch.empty(0, dtype=torch.bfloat16)).contiguous() for text in texts
+        }
+        with replacing(path) as temporary:
+            save_file(rows, temporary)
+
+    def release(self) -> None:
+        """Let go of what is loaded; the next text loads it again."""
+        return
+
+    def save(self, folder: Path) -> list[str]:
+        """Write it into a model folder where it lies on this machine; the parts written."""
+        return []
+
+
+class StoredText(Text):
+    """Features from a safetensors file whose tensors [n, C] are named by their texts; others from elsewhere."""
+
+    def __init__(self, path: Path, otherwise: Text):
+        self.path, self.otherwise = path, otherwise
+        self._rows = read_safetensors(path)
+
+    def features(self, text: str, like: Tensor) -> Tensor:
+        """Those in the file, or made anew."""
+        if text in self._rows:
+            return self._rows[text].to(like)
+        return self.otherwise.features(text, like)
+
+    def release(self) -> None:
+        """Let go of the encoder behind it."""
+        self.otherwise.release()
+
+    def save(self, folder: Path) -> list[str]:
+        """The features, and the encoder behind them."""
+        shutil.copyfile(self.path, folder / FEATURES)
+        return [FEATURES, *self.otherwise.save(folder)]
+
+
+class T5Text(Text):
+    """The encoder of a T5 (arXiv 1910.10683), loaded once, with its tokenizer, when the first text arrives.
+
+    where: a folder or a hub id. The last features are remembered.
+    """
+
+    def __init__(self, where: str | Path, tokens: int = 120):
+        self.where, self.tokens = str(where), tokens
+        self._encoder: Any = None
+        self._tokenizer: Any = None
+        self._known: OrderedDict[str, Tensor] = OrderedDict()
+
+    def features(self, text: str, like: Tensor) -> Tensor:
+        """The last hidden states of the cleaned text, at most `tokens` of them."""
+        if text not in self._known:
+            self._load(like)
+            self._known[text] = self._encoded(text, like)
+            if len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        return self._known[text].to(like)
+
+    def _encoded(self, text: str, like: Tensor) -> Tensor:
+        plain = clean(text)
+        count = len(self._tokenizer(plain, verbose=False).input_ids)
+        if count > self.tokens:
+            warnings.warn(
+                f"the prompt has {count} tokens; this model reads the first {self.tokens}",
+                PromptWarning,
+                stacklevel=2,
+            )
+        ids = self._tokenizer(plain, max_length=self.tokens, truncation=True, return_tensors="pt").input_ids
+        with torch.inference_mode():
+            states = self._encoder(input_ids=ids.to(like.device)).last_hidden_state[0]
+        return states.clone()
+
+    def release(self) -> None:
+        """Let go of encoder and tokenizer; remembered features stay."""
+        self._encoder = self._tokenizer = None
+
+    def save(self, folder: Path) -> list[str]:
+        """The encoder alone, without the decoder that a T5 also has, and the tokenizer, as `text`."""
+        if not Path(self.where).is_dir():
+            return []
+        self._load(torch.empty(0, dtype=torch.bfloat16))
+        with quiet():
+            self._encoder.save_pretrained(folder / "text")
+            self._tokenizer.save_pretrained(folder / "text")
+        return ["text"]
+
+    def _load(self, like: Tensor) -> None:
+        if self._encoder is not None:
+            return
+        from transformers import AutoTokenizer, T5EncoderModel
+
+        try:
+            with quiet():
+                self._tokenizer = AutoTokenizer.from_pretrained(self.where)
+                encoder = T5EncoderModel.from_pretrained(
+                    self.where, dtype=RUNS_IN.get(like.dtype, like.dtype)
+                )
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise InputError(
+                f"the text encoder {self.where!r} cannot be had ({reason}); put the folder of {ENCODER} "
+                f"beside the model as text/, or the features of your prompts as {FEATURES}"
+            ) from None
+        self._encoder = encoder.eval().requires_grad_(False).to(like.device)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Transformers without its bars where nobody watches, and without its notes."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def text_of(folder: Path, config: Mapping[str, Any], given: Path | None = None) -> Text:
+    """Where a model's features of texts come from.
+
+    `embeddings.safetensors` in its folder, then the folder of a T5 that is given or lies in it, then the hub
+    id that its config gives as `text`, then flan-t5-xl. InputError where what is given is no T5.
+    """
+    if given and not is_t5(given):
+        raise InputError(f"{given} is no folder of a T5; name the one of {ENCODER}")
+    here = [path for path in sorted(folder.iterdir()) if path.is_dir() and is_t5(path)]
+    encoder = T5Text(given or (here[0] if here else str(config.get("text", ENCODER))))
+    stored = folder / FEATURES
+    return StoredText(stored, encoder) if stored.is_file() else encoder
+
+
+def is_t5(folder: Path) -> bool:
+    """Whether a folder's config.json is a T5's."""
+    try:
+        return json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("model_type") == "t5"
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def clean(text: str) -> str:
+    """A text in the form that the captions of training had: lower case, plain quotes and dashes, no markup."""
+    text = html.unescape(html.unescape(unquote_plus(text))).lower()
+    for pattern, plain in CLEANING:
+        text = pattern.sub(plain, text)
+    if len(re.findall(r"[-_]", text)) > 3:
+        text = re.sub(r"[-_]", " ", text)
+    return re.sub(r"^([\"'])(.+)\1$", r"\2", text.strip()).strip()
+
+
+CLEANING = [
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        (r"<person>", "person"),
+        (r"https?:\S+|www\.\S+", ""),  # addresses
+        (r"<[^<>]+>", ""),  # markup
+        (r"@\w+", ""),  # names of accounts
+        (r"\S+\.(?:png|jpe?g|bmp|webp|eps|pdf|apk|mp4)\b", ""),  # names of files
+        (r"\b\d+\.?\d*[x\u00d7]\d+\.?\d*\b", ""),  # sizes
+        (r"[\u2010-\u2015\u2212]", "-"),
+        (r"[`\u00b4\u00ab\u00bb\u201c\u201d\u00a8]", '"'),
+        (r"[\u2018\u2019]", "'"),
+        (r'["\']{2,}', '"'),
+        (r"\.{2,}", " "),
+        (r"[#\u00ae\u2022\u00a9\u2122&\u00b7\u00ba\u00bd\u00be\u00bf\u00a1\u00a7~()\[\]{}|\\/*]+", " "),
+        (r"([^\d\W][,.])(?=\w)", r"\1 "),  # a space behind a comma or a stop within words
+        (r"\s+", " "),
+    )
+]

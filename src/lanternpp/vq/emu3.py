@@ -1,0 +1,90 @@
+"""Emu3's VQ decoder (arXiv 2409.18869), of transformers' parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lanternpp.nn.checkpoints import Store, save
+from lanternpp.nn.sources import SAME, Rename, Source, blank
+
+if TYPE_CHECKING:
+    from transformers.models.emu3.modeling_emu3 import Emu3VQVAE
+
+DRAWING = r"(decoder|post_quant_conv|quantize\.embedding)\."
+
+
+class Emu3Decoder(nn.Module):
+    """Codes -> pixels, for any width and height.
+
+    The decoder is one of video and makes several frames of a code; an image is the first of them, and only
+    that one is drawn here.
+    """
+
+    codebook: Tensor  # [V, C]
+
+    def __init__(self, config: Mapping[str, Any]):
+        super().__init__()
+        from transformers import Emu3VQVAEConfig
+        from transformers.models.emu3.modeling_emu3 import Emu3VQVAE
+
+        shape = Emu3VQVAEConfig(**config)
+        parts: Emu3VQVAE = Emu3VQVAE(shape)
+        self.decoder, self.after = parts.decoder, parts.post_quant_conv
+        self.register_buffer("codebook", torch.empty(shape.codebook_size, shape.embed_dim))
+
+    @property
+    def down(self) -> int:
+        """Pixels of an image's side per code."""
+        return 1 << len(self.decoder.up_block.up) - 1
+
+    @torch.no_grad()
+    def decode(self, codes: Tensor) -> Tensor:
+        """Codes [B, rows, columns] -> images [B, 3, H, W] in [-1, 1], float32."""
+        parts = self.decoder
+        latents = self.codebook[codes].permute(0, 3, 1, 2)[:, :, None].to(parts.conv_in.weight.dtype)
+        both = torch.cat((self.after(latents), latents))  # [2B, C, frames, rows, columns]
+        for layer in parts.time_res_stack:
+            both = layer(both)
+        for layer in parts.time_conv:
+            both = F.silu(layer(both))
+        x, guide = both[:, :, 0].chunk(2)
+        x = parts.middle_block(parts.conv_in(x), guide)
+        x = parts.norm_out(parts.up_block(x, guide), guide)
+        return parts.conv_out(F.silu(x)).float().clamp(-1, 1)
+
+
+def read_emu3(
+    source: Source,
+    prefix: str | None,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Emu3Decoder:
+    """The decoder below `prefix` (a regular expression) in a checkpoint, its codebook in float32.
+
+    prefix None: a tokenizer folder that `save_emu3` wrote.
+    """
+    with blank():
+        vq = Emu3Decoder(config)
+    if prefix is None:
+        source.fill(vq, [SAME], dtype, device=device)
+    else:
+        rules = [
+            Rename(prefix + r"quantize\.embedding\.weight", "codebook"),
+            Rename(prefix + r"post_quant_conv\.(.*)", r"after.\1"),
+            Rename(prefix + r"decoder\.(.*)", r"decoder.\1"),
+        ]
+        source.fill(vq, rules, dtype, [f"(?!{prefix}).*", f"{prefix}(?!{DRAWING}).*"], device)
+    vq.decoder.to(dtype)  # its moving averages too
+    return vq.eval().requires_grad_(False)
+
+
+def save_emu3(vq: Emu3Decoder, folder: Path, store: Store) -> None:
+    """Write a decoder as a tokenizer folder of ours."""
+    save(folder, {"kind": "emu3-vq"}, vq.state_dict(), store, ["codebook"])

@@ -1,0 +1,93 @@
+"""LlamaGen's tokenizer (arXiv 2406.06525, section 2.1) from the files its authors publish."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from lanternpp.errors import InputError
+from lanternpp.nn.checkpoints import Store, save
+from lanternpp.nn.configs import config_as
+from lanternpp.nn.shards import PICKLED, SAFE
+from lanternpp.nn.sources import SAME, Source, blank
+from lanternpp.vq.layouts import LLAMAGEN, rules
+from lanternpp.vq.vqgan import VQGAN, VQGANConfig
+
+MARKS = {"quantize.embedding.weight", "post_quant_conv.weight", "decoder.mid.1.proj_out.weight"}
+SKIP = (r"encoder\..*", r"quant_conv\..*", r"quantize\.codebook_used")
+KIND = "vqgan"
+
+
+def shape_of(source: Source, grid: int) -> VQGANConfig:
+    """The shape of a published tokenizer, from its tensors; the grid is the target's to say."""
+    shapes = source.shapes()
+    stages = 1 + max(int(n.split(".")[2]) for n in shapes if n.startswith("decoder.conv_blocks."))
+    widths = [shapes[f"decoder.conv_blocks.{i}.res.0.conv1.weight"][0] for i in range(stages)][::-1]
+    codes, dim = shapes["quantize.embedding.weight"]
+    return VQGANConfig(
+        grid=grid,
+        codes=codes,
+        dim=dim,
+        channels=widths[0],
+        multiples=tuple(width // widths[0] for width in widths),
+        blocks=sum(f"decoder.conv_blocks.0.res.{i}.conv1.weight" in shapes for i in range(9)),
+        latent=shapes["post_quant_conv.weight"][0],
+        attention="decoder.conv_blocks.0.attn.0.q.weight" in shapes,
+    )
+
+
+def is_tokenizer(source: Source) -> bool:
+    """Whether a checkpoint is a published tokenizer, or one of ours that draws with the same decoder."""
+    return source.config.get("kind") == KIND or source.metas.keys() >= MARKS
+
+
+def find_tokenizer(folder: Path, given: Path | None = None) -> Source:
+    """The tokenizer that is given, or the one in `folder`: its `tokenizer/`, or the file that is one.
+
+    Raises InputError that says what to put there.
+    """
+    sure = given or folder / "tokenizer"
+    for path in [sure] if given or sure.is_dir() else checkpoints_in(folder):
+        try:
+            source = Source.open(path)
+            if is_tokenizer(source):
+                return source
+        except InputError:
+            if path == sure:
+                raise
+    if given:
+        raise InputError(
+            f"{given} is no image tokenizer of LlamaGen's; name vq_ds16_c2i.pt or vq_ds16_t2i.pt"
+        )
+    raise InputError(
+        f"{folder} holds no image tokenizer; put vq_ds16_c2i.pt or vq_ds16_t2i.pt, from the authors of "
+        "LlamaGen, beside the target, or use lanternpp convert TARGET OUT --vq FILE"
+    )
+
+
+def checkpoints_in(folder: Path) -> Iterable[Path]:
+    """The files of tensors in a folder, those whose name speaks of a tokenizer first."""
+    files = [path for path in folder.iterdir() if path.suffix in (SAFE, *PICKLED)]
+    return sorted(files, key=lambda path: ("vq" not in path.name.lower(), path.name))
+
+
+def save_tokenizer(vq: VQGAN, folder: Path, store: Store) -> None:
+    """Write a decoder as a tokenizer folder of ours."""
+    config = asdict(vq.config) | {"unit": False}  # its codebook is normalised, and would round anew
+    save(folder, {"kind": KIND, **config}, vq.state_dict(), store, ["codebook"])
+
+
+def read_tokenizer(source: Source, grid: int, dtype: torch.dtype, device: torch.device | str) -> VQGAN:
+    """The decoder in `source` for images of grid x grid codes; its codebook in float32."""
+    ours = source.config.get("kind") == KIND
+    if ours:
+        config = config_as(VQGANConfig, source.config | {"grid": grid}, source.path)
+    else:
+        config = shape_of(source, grid)
+    with blank():
+        vq = VQGAN(config)
+    source.fill(vq, [SAME] if ours else rules(config, LLAMAGEN), dtype, () if ours else SKIP, device)
+    return vq.settle()

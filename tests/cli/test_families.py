@@ -1,0 +1,93 @@
+"""The command line on tiny checkpoints of Anole, Lumina-mGPT, Janus and Emu3, as published and converted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from families import LANGUAGE, write_chameleon, write_emu3, write_janus
+from PIL import Image
+
+from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.nn import checkpoints
+from lanternpp.nn.rope import line_table
+
+PROMPT = "a photo of the red tulip"
+SIZES = {"anole": (64, 64), "Lumina-mGPT-7B-64": (64, 64), "janus": (64, 64), "emu3": (32, 32)}
+every_family = pytest.mark.parametrize("name", SIZES)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of each, and a random drafter of their width."""
+    place = tmp_path_factory.mktemp("published")
+    write_chameleon(place / "anole")
+    write_chameleon(place / "Lumina-mGPT-7B-64", lumina=True)
+    write_janus(place / "janus")
+    write_emu3(place / "emu3")
+    shape = EagleConfig(LANGUAGE["hidden_size"], LANGUAGE["num_attention_heads"], 48)
+    torch.manual_seed(1)
+    drafter = EagleDrafter(shape, line_table(8, 8))
+    checkpoints.save(place / "drafter", {"kind": "eagle", **asdict(shape)}, drafter.state_dict())
+    return place
+
+
+@every_family
+def test_a_published_folder_is_compared_and_its_size_drawn(name: str, run, models: Path) -> None:
+    done = run(
+        *(
+            "compare",
+            PROMPT,
+            "--model",
+            models / name,
+            "--drafter",
+            models / "drafter",
+            "--json",
+            "--runs",
+            1,
+        ),
+        *("--method", "lantern++", "--neighbours", 8, "-n", 2),
+    )
+    assert (done.code, done.err) == (0, "")
+    figures = json.loads(done.out)
+    assert [side["method"] for side in figures["methods"]] == ["ar", "lantern++"]
+    assert figures["settings"]["cfg"] > 1
+
+
+@every_family
+def test_a_converted_folder_draws_the_same_picture(name: str, run, models: Path, tmp_path: Path) -> None:
+    out, small = tmp_path / "ours", tmp_path / "small"
+    done = run("convert", models / name, out, "--store", "float32")
+    assert (done.code, done.err) == (0, "") and "target, tokenizer, text" in done.out
+    assert run("convert", out, small).code == 0
+    pictures = []
+    for model in (models / name, out, small):
+        file = tmp_path / f"{model.name}.png"
+        args = ("--model", model, "--method", "ar", "--dtype", "float32", "-o", file, "--json")
+        done = run("generate", PROMPT, *args)
+        assert (done.code, done.err) == (0, "")
+        pictures.append(Image.open(file))
+    assert pictures[0].size == SIZES[name] == pictures[2].size
+    assert pictures[0].tobytes() == pictures[1].tobytes()
+    weights = "target/model.safetensors"
+    assert (small / weights).stat().st_size < (out / weights).stat().st_size / 2
+
+
+def test_a_size_is_an_option_of_models_that_draw_several(
+    run, models: Path, model: Path, tmp_path: Path
+) -> None:
+    for name, size in (("Lumina-mGPT-7B-64", "96x32"), ("emu3", "24x16")):
+        args = ("--model", models / name, "--method", "jacobi", "-o", tmp_path / "wide.png")
+        assert run("generate", PROMPT, *args, "--size", size).code == 0
+        assert "{}x{}".format(*Image.open(tmp_path / "wide.png").size) == size
+    refused = run("generate", PROMPT, "--model", models / "anole", "--method", "ar", "--size", "32x32")
+    assert refused.code == 2 and "64x64 pixels alone" in refused.err and refused.err.count("\n") == 1
+    for one_size in (model, models / "janus"):
+        refused = run("generate", PROMPT, "--model", one_size, "--method", "ar", "--size", "32x32")
+        assert refused.code == 2 and "one size; leave out --size 32x32" in refused.err
+    done = run("convert", models / "emu3", tmp_path / "wide", "--size", "24x16")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads((tmp_path / "wide/target/config.json").read_text())["size"] == "24x16"

@@ -1,0 +1,82 @@
+"""Published EAGLE drafters: the authors' block, and the one thing that is odd about them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lanternpp.drafters.published import PublishedDrafter
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Sampling
+from lanternpp.errors import InputError
+from lanternpp.models import read_target
+from lanternpp.nn.sources import Source
+from lanternpp.proposers.tree import TreeProposer
+from lanternpp.targets.base import Target
+from lanternpp.trees import build_tree
+from lanternpp.types import Admission
+
+GOLDEN = load_file(Path(__file__).parent.parent / "golden" / "llamagen.safetensors")
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Target:
+    """The tiny LlamaGen of texts."""
+    return read_target(
+        checkpoints.write_llamagen(tmp_path / "model", text=True), torch.float32
+    ).requires_grad_(False)
+
+
+def read(folder: Path, target: Target) -> PublishedDrafter:
+    """The drafter in a folder."""
+    source = Source.open(folder)
+    assert PublishedDrafter.claims(source)
+    return PublishedDrafter.read(source, target, torch.float32).requires_grad_(False).eval()
+
+
+def test_its_layer_is_the_authors(target: Target, tmp_path: Path) -> None:
+    drafter = read(checkpoints.write_drafter(tmp_path / "drafter", text=True), target)
+    pair = checkpoints.numbers("pairs", (11, 128))[None]
+    features = drafter.teach(pair[..., :64], pair[..., 64:])[0, 6:]
+    assert (features - GOLDEN["drafter"]).abs().max() < 1e-4
+
+
+def test_it_sees_code_0_where_the_prompt_is(target: Target, tmp_path: Path) -> None:
+    drafter = read(checkpoints.write_drafter(tmp_path / "drafter", text=True), target)
+    proposer = TreeProposer(drafter, build_tree("chain-2"))
+    proposer.open(target, Sampling(), Guidance(), 1)
+    prompt = target.prompt(["a red tulip"], 1)
+    features, root = checkpoints.numbers("features", (1, 6, 64)), torch.tensor([9])
+    proposer.begin(Admission(0, torch.tensor([0]), "a red tulip", prompt, features, root))
+    start = int(prompt.start)
+    ahead = target.embed(torch.tensor([[0, 0, 0, 0, 0, 9]]))
+    assert 0 < start < 5
+    wanted = drafter.teach(ahead[:, start:], features[:, start:])  # rows of prompt slots are all alike
+    assert torch.allclose(proposer.features[:, 0], wanted[:, -1], atol=1e-5)
+
+
+def test_another_targets_drafter_is_refused(target: Target, tmp_path: Path) -> None:
+    folder = checkpoints.write_drafter(tmp_path / "drafter", text=True)
+    tensors = torch.load(folder / "pytorch_model.bin")
+    torch.save(
+        tensors | {"embed_tokens.weight": -tensors["embed_tokens.weight"]}, folder / "pytorch_model.bin"
+    )
+    with pytest.raises(InputError, match="another target"):
+        read(folder, target)
+    wide = checkpoints.published_drafter(checkpoints.llamagen(True, dim=128))
+    torch.save(wide, folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match="128 wide and the target 64"):
+        read(folder, target)
+
+
+def test_a_missing_tensor_is_named(target: Target, tmp_path: Path) -> None:
+    folder = checkpoints.write_drafter(tmp_path / "drafter", text=True)
+    tensors = torch.load(folder / "pytorch_model.bin")
+    del tensors["layers.0.mlp.down_proj.weight"]
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"missing decoder\.blocks\.0\.w2\.weight"):
+        read(folder, target)

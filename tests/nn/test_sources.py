@@ -1,0 +1,259 @@
+"""Published checkpoints are streamed into our modules by rules, and what does not fit is named."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lanternpp.errors import InputError
+from lanternpp.nn import checkpoints
+from lanternpp.nn.sources import SAME, Rename, Source, blank, halves
+
+
+class Ours(nn.Module):
+    """A fused projection, a norm, and a codebook that stays in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wqkv = nn.Linear(4, 8, bias=False)
+        self.norm = nn.LayerNorm(4, bias=False)
+        self.register_buffer("codebook", torch.zeros(5, 2))
+        self.register_buffer("turns", torch.ones(3), persistent=False)
+
+
+RULES = (
+    Rename(r"model\.q_proj\.weight", "wqkv.weight", part=(0, 4)),
+    Rename(r"model\.k_proj\.weight", "wqkv.weight", part=(4, 6)),
+    Rename(r"model\.v_proj\.weight", "wqkv.weight", part=(6, 8)),
+    Rename(r"(.*)\.scale", r"\1.weight"),
+    Rename(r"book", "codebook", rows=(2, 4), change="transpose"),
+)
+
+
+def upstream() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    shapes = {"q": (4, 4), "k": (2, 4), "v": (2, 4)}
+    tensors = {f"model.{name}_proj.weight": torch.randn(shape) for name, shape in shapes.items()}
+    return {**tensors, "norm.scale": torch.randn(4), "book": torch.randn(8, 5), "rope.freqs": torch.ones(2)}
+
+
+def made() -> Ours:
+    with blank():
+        ours = Ours()
+    ours.turns = torch.ones(3)
+    return ours
+
+
+def filled(path: Path, dtype: torch.dtype = torch.float32) -> Ours:
+    ours = made()
+    Source.open(path).fill(ours, RULES, dtype, skip=[r"rope\..*"])
+    return ours
+
+
+def write_index(folder: Path, tensors: dict[str, Tensor], suffix: str) -> None:
+    names = {name: f"part-{i % 2 + 1}-of-2{suffix}" for i, name in enumerate(tensors)}
+    for file in set(names.values()):
+        held = {name: tensors[name].contiguous() for name in tensors if names[name] == file}
+        save_file(held, folder / file) if suffix == ".safetensors" else torch.save(held, folder / file)
+    (folder / f"model{suffix}.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def legacy(path: Path) -> None:
+    torch.save(upstream(), path, _use_new_zipfile_serialization=False)
+
+
+LAYOUTS: dict[str, Callable[[Path], Path]] = {
+    "one.safetensors": lambda f: (save_file(upstream(), f / "one.safetensors"), f / "one.safetensors")[1],
+    "folder": lambda f: (save_file(upstream(), f / "model.safetensors"), f)[1],
+    "old.pth": lambda f: (legacy(f / "old.pth"), f / "old.pth")[1],
+    "trained.pt": lambda f: (
+        torch.save({"model": upstream(), "steps": 3, "args": argparse.Namespace(lr=1)}, f / "trained.pt"),
+        f / "trained.pt",
+    )[1],
+    "pytorch_model.bin": lambda f: (torch.save({"state_dict": upstream()}, f / "pytorch_model.bin"), f)[1],
+    "shards": lambda f: (write_index(f, upstream(), ".safetensors"), f)[1],
+    "bin shards": lambda f: (write_index(f, upstream(), ".bin"), f / "model.bin.index.json")[1],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_fills_the_same_module(layout: str, tmp_path: Path) -> None:
+    ours, given = filled(LAYOUTS[layout](tmp_path)), upstream()
+    assert torch.equal(ours.wqkv.weight, torch.cat([given[f"model.{x}_proj.weight"] for x in "qkv"]))
+    assert torch.equal(ours.norm.weight, given["norm.scale"])
+    assert torch.equal(ours.codebook, given["book"][2:4].T)
+
+
+def test_parameters_take_the_dtype_and_buffers_keep_theirs(tmp_path: Path) -> None:
+    ours = filled(LAYOUTS["trained.pt"](tmp_path), torch.bfloat16)
+    assert {ours.wqkv.weight.dtype, ours.norm.weight.dtype} == {torch.bfloat16}
+    assert ours.codebook.dtype == ours.turns.dtype == torch.float32
+
+
+def test_shapes_and_config_are_read_without_the_weights(tmp_path: Path) -> None:
+    save_file(upstream(), tmp_path / "model.safetensors")
+    source = Source.open(tmp_path)
+    assert source.config == {} and source.kinds == set()
+    assert source.shapes() == {name: tuple(tensor.shape) for name, tensor in upstream().items()}
+    (tmp_path / "config.json").write_text('{"model_type": "x", "architectures": ["XForY"]}')
+    assert Source.open(tmp_path / "model.safetensors").kinds == {"x", "XForY"}
+
+
+def test_our_own_8_bit_folders_are_undone(tmp_path: Path) -> None:
+    weight = torch.randn(6, 5)
+    checkpoints.save(tmp_path, {"kind": "toy"}, {"weight": weight}, "int8")
+    source = Source.open(tmp_path)
+    assert source.shapes() == {"weight": (6, 5)}
+    with blank():
+        linear = nn.Linear(5, 6, bias=False)
+    source.fill(linear, [SAME], torch.float32)
+    assert torch.equal(linear.weight, checkpoints.load(tmp_path)[1]["weight"])
+
+
+def test_pairs_become_halves_head_by_head() -> None:
+    rows = torch.arange(8.0)[:, None].expand(8, 3)
+    assert halves(rows, 4)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def faults(change: Callable[[dict[str, Tensor]], object], folder: Path) -> str:
+    tensors = upstream()
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(InputError) as caught:
+        filled(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop("norm.scale"), "missing norm.weight"),
+        (lambda t: t.pop("model.k_proj.weight"), "wqkv.weight is given 24 of 32 numbers"),
+        (lambda t: t.update({"extra.weight": torch.ones(1)}), "unexpected extra.weight"),
+        (lambda t: t.update({"norm.scale": torch.ones(7)}), "norm.scale is (7,) where (4,) is expected"),
+        (
+            lambda t: t.update({"book": torch.ones(2)}),
+            "book is (2,), which gives (0,) where (5, 2) is expected",
+        ),
+        (lambda t: t.update({"book": torch.ones(8, 5, 2)}), "book is (8, 5, 2), which transpose cannot take"),
+        (lambda t: t.update({"book": torch.ones(8, 5).int()}), "book holds int32"),
+    ],
+)
+def test_what_does_not_fit_is_named(change, said: str, tmp_path: Path) -> None:
+    message = faults(change, tmp_path)
+    assert said in message and str(tmp_path) in message
+
+
+def test_at_most_ten_faults_are_listed(tmp_path: Path) -> None:
+    message = faults(lambda t: t.update({f"x{i}": torch.ones(1) for i in range(14)}), tmp_path)
+    assert message.count("unexpected") == 10 and "and 4 more" in message
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[object, ...]:
+        return print, ("boom",)
+
+
+def spoil(name: str, folder: Path) -> Path:
+    """A checkpoint with one thing wrong with it."""
+    path = folder / "model.safetensors"
+    match name:
+        case "nowhere" | "empty folder":
+            return folder / "none" if name == "nowhere" else folder
+        case "truncated" | "truncated.pt" | "cut.pt":
+            path = folder / ("model.safetensors" if name == "truncated" else "x.pt")
+            save_file(upstream(), path) if name == "truncated" else torch.save(upstream(), path)
+            whole = path.read_bytes()
+            path.write_bytes(whole[: len(whole) - 100] if name != "cut.pt" else whole[:60])
+        case "code.pt":
+            torch.save({"model": {"x": Bomb()}}, folder / name)
+        case "empty.pt":
+            torch.save({"epoch": 3}, folder / name)
+        case "two":
+            save_file(upstream(), folder / "a.safetensors")
+            save_file(upstream(), folder / "b.safetensors")
+        case "text":
+            (folder / "x.txt").write_text("words")
+            return folder / "x.txt"
+        case "missing shard" | "missing index" | "broken index":
+            write_index(folder, upstream(), ".safetensors")
+            if name == "missing shard":
+                (folder / "part-2-of-2.safetensors").unlink()
+            elif name == "missing index":
+                (folder / "model.safetensors.index.json").unlink()
+            else:
+                (folder / "model.safetensors.index.json").write_text('{"metadata": {}}')
+    return folder
+
+
+SPOILED = {
+    "nowhere": "is missing",
+    "empty folder": "holds no checkpoint",
+    "truncated": "truncated",
+    "truncated.pt": "truncated",
+    "cut.pt": "truncated",
+    "code.pt": "could run code",
+    "empty.pt": "no named tensors",
+    "two": "(a.safetensors, b.safetensors): name one",
+    "text": "should end in .safetensors",
+    "missing shard": "shards that are missing: part-2-of-2.safetensors",
+    "missing index": "without their index.json",
+    "broken index": "no index of shards",
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_spoiled_files_are_refused_in_one_line(name: str, tmp_path: Path, capsys) -> None:
+    path = spoil(name, tmp_path)
+    with pytest.raises(InputError) as caught:
+        Source.open(path).shapes()
+    assert SPOILED[name] in str(caught.value) and str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "boom" not in capsys.readouterr().out
+
+
+PEAK = """
+import re, sys, torch
+from pathlib import Path
+from torch import nn
+from lanternpp.nn.sources import SAME, Source, blank
+
+def peak():  # getrusage would begin at the peak of the process that started this one
+    return 1024 * int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+with blank():
+    net = nn.ModuleList(nn.Embedding(4096, 4096, dtype=torch.bfloat16) for _ in range(int(sys.argv[2])))
+torch.zeros(8).bfloat16()
+before = peak()
+Source.open(Path(sys.argv[1])).fill(net, [SAME], torch.bfloat16)
+size = sum(p.nbytes for p in net.parameters())
+assert all(p[0, 0] == p[-1, -1] == i for i, p in enumerate(net.parameters()))
+assert "torch._dynamo" not in sys.modules, "seconds of imports that reading needs nothing of"
+print((peak() - before) / size, size)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.parametrize(("name", "count"), [("big.safetensors", 32), ("big.pt", 16)])
+def test_loading_takes_little_more_memory_than_the_weights(name: str, count: int, tmp_path: Path) -> None:
+    big = {f"{i}.weight": torch.full((4096, 4096), float(i), dtype=torch.bfloat16) for i in range(count)}
+    save_file(big, tmp_path / name) if name.endswith("s") else torch.save({"model": big}, tmp_path / name)
+    del big
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, tmp_path / name, str(count)], capture_output=True, text=True, timeout=300
+    )
+    (tmp_path / name).unlink()
+    assert done.returncode == 0, done.stderr
+    ratio, size = map(float, done.stdout.split())
+    assert size == count * 2**25
+    assert ratio < 1.2
