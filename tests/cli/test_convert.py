@@ -8,8 +8,10 @@ from pathlib import Path
 import checkpoints as published
 import pytest
 import torch
+from judges import write_judge
 from PIL import Image
 
+from lanternpp.evaluation.judge import read_judge, read_reference
 from lanternpp.nn import checkpoints
 from lanternpp.targets.text import quiet
 
@@ -108,3 +110,16 @@ def test_what_is_no_tokenizer_or_encoder_is_refused(run, tmp_path: Path) -> None
     done = run("convert", target, tmp_path / "out", "--text", tmp_path)
     assert done.code == 2 and "no folder of a T5" in done.err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_judge_comes_along_with_the_reference_it_made(run, model: Path, tmp_path: Path) -> None:
+    source = write_judge(Path(shutil.copytree(model, tmp_path / "judged")))
+    (source / "prompts.txt").write_text("a red tulip\n")
+    (source / "judge" / "state.pt").write_bytes(b"of the training")
+    done = run("convert", source, tmp_path / "small")
+    assert done.code == 0 and "judge" in done.out
+    names = {path.name for path in (tmp_path / "small" / "judge").iterdir()}
+    assert names == {"config.json", "model.safetensors", "reference.safetensors"}
+    judge = read_judge(tmp_path / "small")
+    assert len(read_reference(tmp_path / "small", judge).features) == 24  # refused if it were another's
+    assert (tmp_path / "small" / "prompts.txt").read_text() == "a red tulip\n"

@@ -69,6 +69,8 @@ def convert(
 
 def rewrite(source: Path, out: Path, store: Any) -> list[str]:
     """A folder of ours, part by part."""
+    from lanternpp.evaluation.judge import JUDGE, REFERENCE, has_judge
+    from lanternpp.evaluation.prompts import PROMPTS
     from lanternpp.models import DEFAULTS
     from lanternpp.nn import checkpoints
     from lanternpp.targets.text import FEATURES
@@ -82,9 +84,15 @@ def rewrite(source: Path, out: Path, store: Any) -> list[str]:
         if told.is_file():
             facts = json.loads(told.read_text(encoding="utf-8")) | {"store": store}
             checkpoints.write_text(out / part / told.name, json.dumps(facts, indent=2) + "\n")
-    for name in (DEFAULTS, "README.md", FEATURES):
+    for name in (DEFAULTS, "README.md", FEATURES, PROMPTS):
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
+    if has_judge(source):  # as it is: its reference was made by these very weights
+        (out / JUDGE).mkdir(exist_ok=True)
+        for name in (checkpoints.CONFIG, checkpoints.WEIGHTS, REFERENCE, "provenance.json"):
+            if (source / JUDGE / name).is_file():
+                shutil.copyfile(source / JUDGE / name, out / JUDGE / name)
+        parts.append(JUDGE)
     if (source / "text").is_dir():
         shutil.copytree(source / "text", out / "text", dirs_exist_ok=True)
         parts.append("text")

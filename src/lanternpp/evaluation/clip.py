@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from lanternpp.errors import InputError
+from lanternpp.targets.text import quiet
 
 USUAL = "openai/clip-vit-base-patch32"
 
@@ -73,19 +73,3 @@ class Clip:
             if progress:
                 progress(start + len(part), len(known))
         return 100 * total / len(known) if known else None
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without transformers' remarks on how it loads; errors are raised, and downloads show, all the same."""
-    from transformers.utils import logging
-
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        if bars:
-            logging.enable_progress_bar()
