@@ -3,7 +3,8 @@
     git clone https://github.com/FoundationVision/LlamaGen
     PYTHONPATH=tests:LlamaGen python tests/golden/make_llamagen.py
 
-writes `llamagen.safetensors` beside this file. Nothing of that repository is kept but logits and pixels.
+writes `llamagen.safetensors` beside this file; the one kept is of commit ce98ec41803a (MIT licence) with torch 2.13.
+Nothing of that repository is kept but logits and pixels.
 """
 
 from __future__ import annotations
