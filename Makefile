@@ -12,7 +12,7 @@ demo: $(STAMP)
 	$(BIN)/lanternpp compare "$(PROMPT)" -n 4 -o out/demo.png
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
