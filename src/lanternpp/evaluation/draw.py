@@ -9,7 +9,7 @@ from typing import Any
 
 from lanternpp.pipeline import Pipeline, Result, Stats
 
-PART = 64  # pictures drawn before they are handed over
+PART = 32  # pictures drawn before they are handed over
 
 
 @dataclass(frozen=True)
