@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from lanternpp.errors import InputError
@@ -11,6 +12,7 @@ from lanternpp.evaluation.report import HEADINGS
 from lanternpp.nn.checkpoints import replacing
 
 COSTS = ("frechet", "clip", "tv_spent")  # the first one measured stands on the plot of speed against quality
+MARKS = "os^"  # so that labels of one colour differ
 
 
 def check() -> None:
@@ -60,16 +62,18 @@ def speed(table: Sequence[Mapping[str, Any]], cost: str) -> Any:
             continue
         spread = row.get(f"{cost}_spread")
         axes.errorbar(
-            row["speedup"], row[cost], yerr=spread, fmt="o", color=f"C{i % 10}", alpha=0.9, capsize=2
-        )
-        axes.annotate(
-            row["method"], (row["speedup"], row[cost]), (6, 4), textcoords="offset points", fontsize=8
+            *(row["speedup"], row[cost], spread),
+            fmt=MARKS[i % len(MARKS)],
+            color=f"C{i % 10}",
+            alpha=0.9,
+            capsize=2,
+            label=lines(row["method"]),
         )
     axes.axvline(1, color="grey", linewidth=0.8)
-    axes.margins(x=0.15)
     axes.set_xlabel("speed-up over plain AR")
     better = "higher is better" if cost == "clip" else "lower is better"
     axes.set_ylabel(f"{HEADINGS[cost]} ({better})")
+    legend(made, axes)
     return made
 
 
@@ -80,7 +84,7 @@ def along(rows: Mapping[str, Sequence[float]]) -> Any:
         axes.plot(
             range(1, len(means) + 1),
             means,
-            label=label,
+            label=lines(label),
             color=f"C{i % 10}",
             linestyle="-" if i < 10 else "--",
         )
@@ -99,7 +103,7 @@ def passes(table: Sequence[Mapping[str, Any]]) -> Any:
         most, total = max(map(int, counts)), sum(counts.values())
         share = [100 * counts.get(k, 0) / total for k in range(1, most + 1)]
         axes.plot(
-            range(1, most + 1), share, marker=".", label=row["method"], color=f"C{i % 10}",
+            range(1, most + 1), share, marker=".", label=lines(row["method"]), color=f"C{i % 10}",
             linestyle="-" if i < 10 else "--",
         )  # fmt: skip
     axes.set_xlabel("codes decided by one pass")
@@ -107,6 +111,11 @@ def passes(table: Sequence[Mapping[str, Any]]) -> Any:
     axes.set_ylim(bottom=0)
     legend(made, axes)
     return made
+
+
+def lines(label: str) -> str:
+    """A long label on several lines."""
+    return fill(label, 22)
 
 
 def legend(made: Any, axes: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median, quantiles
 from typing import Any
 
@@ -128,11 +128,17 @@ def markdown(table: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def counts(numbers: Iterable[int]) -> str:
+    """A count that all share, or the least and the greatest."""
+    found = sorted(set(numbers))
+    return "" if not found else str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
+
+
 def settings_line(table: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
     """What the figures hold for, in one sentence."""
     base = run["methods"][BASELINE]
-    images = min(row["images"] for row in table)
-    spent = max((row["tv_spent_images"] for row in table), default=0)
+    images = counts(row["images"] for row in table)
+    spent = counts(row["tv_spent_images"] for row in table if row["tv_spent"])
     return (
         f"{run['model']}, {images} pictures of {len(run['prompts'])} prompts per method, "
         f"{base['batch_size']} at a time, methods taking turns; medians, quartiles in brackets. "
