@@ -102,7 +102,9 @@ def test_a_code_the_format_forces_is_never_relaxed(name, delta):
         assert rule.spent(forced, laws(VOCAB, 0.1)).max() < 1e-12
 
 
-@pytest.mark.parametrize("rule", [Exact(), Lantern(TABLE, 0.0), LanternPlusPlus(TABLE, 1.0)], ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize(
+    "rule", [Exact(), Lantern(TABLE, 0.0), LanternPlusPlus(TABLE, 1.0)], ids=lambda rule: type(rule).__name__
+)
 def test_a_budget_of_nothing_changes_nothing(rule):
     assert torch.equal(rule.relax(P, CODE), P)
 
