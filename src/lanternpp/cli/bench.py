@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 OUTPUT = Path("out/bench")
 METHODS = "ar, eagle, eagle2, lantern, lantern++, jacobi-coupled, lantern-jacobi"
-PANEL_QUALITY = "Quality"
 
 Prompts = Annotated[
     Path | None, typer.Option(metavar="FILE", help="One prompt per line; default: the model's own list.")
@@ -41,26 +40,7 @@ Measure = Annotated[
 ]
 Plots = Annotated[bool, typer.Option("--plots/--no-plots", help="PNG plots; they need matplotlib.")]
 JudgeIt = Annotated[
-    bool, typer.Option("--quality/--no-quality", help="Quality figures.", rich_help_panel=PANEL_QUALITY)
-]
-Reference = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR", help="Pictures to compare with; default: the model's own figures of them.",
-        rich_help_panel=PANEL_QUALITY,
-    ),
-]  # fmt: skip
-Features = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME", help="What sees the pictures: judge or inception.", rich_help_panel=PANEL_QUALITY
-    ),
-]
-Clip = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR|HUB_ID", help="A CLIP model, for the CLIP score.", rich_help_panel=PANEL_QUALITY
-    ),
+    bool, typer.Option("--quality/--no-quality", help="Quality figures.", rich_help_panel=opt.PANEL_QUALITY)
 ]
 
 
@@ -74,9 +54,9 @@ def bench(
     measure: Measure = True,
     plots: Plots = True,
     quality: JudgeIt = True,
-    reference: Reference = None,
-    features: Features = None,
-    clip: Clip = None,
+    reference: opt.Reference = None,
+    features: opt.Features = None,
+    clip: opt.Clip = None,
     model: opt.Model = opt.MODEL,
     drafter: opt.Drafter = None,
     device: opt.Device = "auto",

@@ -33,24 +33,6 @@ Source = Annotated[
         help="A folder of pictures, or a method whose pictures are drawn first; ./NAME is always a folder.",
     ),
 ]
-Reference = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Pictures to compare with, an imagefolder's val/ where it has one; default: the model's own "
-        "features of its validation photos.",
-    ),
-]
-Features = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="What sees the pictures: judge (the model's own, the default), inception, or module:Class.",
-    ),
-]
-Clip = Annotated[
-    str | None, typer.Option(metavar="DIR|HUB_ID", help="Also the CLIP score, by this CLIP model.")
-]
 Count = Annotated[
     int | None,
     typer.Option(
@@ -80,9 +62,9 @@ Keep = Annotated[
 @takes_overrides
 def evaluate(
     source: Source,
-    reference: Reference = None,
-    features: Features = None,
-    clip: Clip = None,
+    reference: opt.Reference = None,
+    features: opt.Features = None,
+    clip: opt.Clip = None,
     as_json: opt.Json = False,
     model: opt.Model = opt.MODEL,
     drafter: opt.Drafter = None,

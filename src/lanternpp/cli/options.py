@@ -51,7 +51,7 @@ def method_names() -> list[str]:
     return list(METHODS)
 
 
-PANEL_MODEL, PANEL_METHOD, PANEL_SAMPLING = "Model", "Method", "Sampling"
+PANEL_MODEL, PANEL_METHOD, PANEL_SAMPLING, PANEL_QUALITY = "Model", "Method", "Sampling", "Quality"
 
 Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="What to draw.", callback=not_empty)]
 Count = Annotated[int, typer.Option("-n", "--n", help="Pictures.", callback=within(1, 10_000, "1 to 10000"))]
@@ -241,5 +241,31 @@ Seed = Annotated[
         help="Of the first picture; the next has the next seed.",
         callback=within(0, 2**62, "0 to 2**62"),
         rich_help_panel=PANEL_SAMPLING,
+    ),
+]
+
+Reference = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Pictures to compare with, an imagefolder's val/ where it has one; default: the model's own "
+        "features of its validation photos.",
+        rich_help_panel=PANEL_QUALITY,
+    ),
+]
+Features = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="What sees the pictures: judge (the model's own, the default), inception, or module:Class.",
+        rich_help_panel=PANEL_QUALITY,
+    ),
+]
+Clip = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR|HUB_ID",
+        help="Also the CLIP score, by this CLIP model.",
+        rich_help_panel=PANEL_QUALITY,
     ),
 ]

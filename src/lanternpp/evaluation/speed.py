@@ -19,10 +19,11 @@ import torch
 
 from lanternpp.errors import InputError
 from lanternpp.evaluation.stopwatch import Stopwatch
-from lanternpp.methods import METHODS, method
+from lanternpp.methods import method
 from lanternpp.nn import checkpoints
 from lanternpp.picture import save_png
 from lanternpp.pipeline import Pipeline, Result, versions
+from lanternpp.settings import DIALS
 
 RUN, TURNS, PICTURES = "run.json", "turns.jsonl", "pictures"
 BASELINE = "ar"
@@ -80,8 +81,7 @@ def override(word: str, item: str) -> tuple[str, Any]:
     """`key=value` as a field of Settings and its value; InputError names the entry it stands in."""
     key, _, value = word.partition("=")
     key = ALIASES.get(key, key)
-    numbers = [k for k in METHODS[BASELINE].__dataclass_fields__ if k not in (*TEXT, *WHOLE, "about")]
-    if key not in (*TEXT, *WHOLE, *numbers) or not value:
+    if key not in ("proposer", "accept", *DIALS) or not value:
         known = ", ".join((*TEXT, "k", "window", "delta", "lambda", "nu"))
         raise InputError(
             f"{word!r} in method {item.strip()!r} is no override; write key=value with one of: {known}"
