@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "proposers": {
         *BASES,
         *("engine.cache", "engine.guidance", "engine.noise", "engine.sampling"),
-        *("nn.decoder", "trees.chain", "types"),
+        *("nn.decoder", "registry", "trees.chain", "types"),
     },
     "settings": {"registry", "methods", "accept", "trees", "proposers", "drafters.base", "targets.base"},
     "hub": set(),

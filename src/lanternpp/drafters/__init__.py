@@ -8,5 +8,6 @@ from __future__ import annotations
 
 DRAFTERS = {
     "eagle": "lanternpp.drafters.eagle:EagleDrafter",
+    "parallel": "lanternpp.drafters.parallel:ParallelDrafter",
     "eagle-published": "lanternpp.drafters.published:PublishedDrafter",
 }

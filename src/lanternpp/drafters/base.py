@@ -19,6 +19,7 @@ class Drafter(nn.Module, ABC):
 
     decoder: Decoder
     about: ClassVar[str] = ""  # the checkpoints it reads, for the message about one that nobody reads
+    proposer: ClassVar[str] = "lanternpp.proposers.tree:TreeProposer"  # what drafts with it: (drafter, tree)
 
     @classmethod
     def claims(cls, source: Source) -> bool:
@@ -37,3 +38,15 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
         """ahead [R, N, D] embeddings of the codes one ahead, features [R, N, D] -> features [R, N, D]."""
+
+
+class QueryDrafter(Drafter):
+    """Looks at all levels of a draft in one pass, on guided features, in one row per sample.
+
+    `forward` takes N known places and more `nodes` than that: the rest are queries, places where no code is
+    known yet, and it answers at all of them.
+    """
+
+    @abstractmethod
+    def after(self, features: Tensor, before: Tensor) -> Tensor:
+        """Features of a level [..., D] and embeddings of the codes drafted before it [..., D] -> features [..., D]."""

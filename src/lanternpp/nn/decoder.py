@@ -149,15 +149,20 @@ class Decoder(nn.Module):
             x = block(x, turn, attend)
         return self.norm(x)
 
-    def teach(self, x: Tensor) -> Tensor:
-        """x [B, T, D] at positions 0..T-1 -> features [B, T, D], causal and without a cache."""
-        turn = self.turns[None, : x.shape[1], :, None].to(x.dtype)
+    def teach(self, x: Tensor, positions: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
+        """x [B, T, D] -> features [B, T, D], without a cache.
+
+        At positions 0..T-1 and causal, or at positions [T], where seen [1, 1, T, T] is what each may see.
+        """
+        turns = self.turns[: x.shape[1]] if positions is None else self.turns[positions]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            gqa = q.shape[1] != k.shape[1]
+            y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=gqa)
+            return y.transpose(1, 2)
+
+        turn = turns[None, :, :, None].to(x.dtype)
         for block in self.blocks:
-            x = block(x, turn, _causal)
+            x = block(x, turn, attend)
         return self.norm(x)
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return y.transpose(1, 2)

@@ -11,6 +11,7 @@ from lanternpp.drafters.base import Drafter
 from lanternpp.nn.decoder import Memory
 from lanternpp.proposers.base import Parts
 from lanternpp.proposers.drafted import Drafted
+from lanternpp.registry import find
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.types import Admission, Nodes
 
@@ -28,9 +29,10 @@ class TreeProposer(Drafted):
 
     @classmethod
     def build(cls, parts: Parts) -> Self:
-        """From a drafter and a tree builder."""
-        tree = parts.tree()
-        return cls(parts.drafter(), tree)
+        """From a drafter and a tree builder; a drafter may ask for another proposer than this one."""
+        tree, drafter = parts.tree(), parts.drafter()
+        made: Self = find("proposer", drafter.proposer, {})(drafter, tree)
+        return made
 
     @property
     def slots(self) -> int:

@@ -1,0 +1,122 @@
+"""A drafter that looks at all levels of a draft in one pass: learned queries stand where no code is known yet.
+
+It works on guided features: where the head is linear, the head of merged features is the merged logits, so
+one row does for both branches of classifier-free guidance. A query sees everything decided and the queries
+before it (the mask tokens of PaSS, arXiv 2311.13581); what it says of a level is then turned by the code
+drafted just before, through two small layers (the sequential heads of Hydra, arXiv 2402.05109).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lanternpp.drafters.base import QueryDrafter
+from lanternpp.errors import InputError
+from lanternpp.nn.configs import config_as
+from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
+from lanternpp.nn.sources import SAME, Source, blank
+from lanternpp.targets.base import Target
+from lanternpp.types import Nodes
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The shape of a parallel drafter; dim is its target's."""
+
+    dim: int
+    heads: int
+    hidden: int
+    layers: int = 1
+    kv_heads: int | None = None
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
+    queries: int = 8  # levels beyond the first; deeper ones repeat the last query
+    turn: int = 256  # width of the layers that see the code drafted before
+
+
+class ParallelDrafter(QueryDrafter):
+    """fc(2D -> D), a decoder, and a query for every level beyond the first."""
+
+    about = "folders written by lanternpp train drafter --kind parallel"
+    proposer = "lanternpp.proposers.parallel:Parallel"
+
+    def __init__(self, config: ParallelConfig, turns: Tensor):
+        super().__init__()
+        self.config = config
+        dim = config.dim
+        self.fc = nn.Linear(2 * dim, dim)
+        self.queries = nn.Parameter(torch.randn(config.queries, dim) * 0.02)
+        shape = DecoderConfig(
+            dim,
+            config.layers,
+            config.heads,
+            config.hidden,
+            config.kv_heads,
+            norm_eps=config.norm_eps,
+            qk_norm=config.qk_norm,
+        )
+        self.decoder = Decoder(shape, turns)
+        self.down = nn.Linear(dim, config.turn)
+        self.before = nn.Linear(dim, config.turn, bias=False)
+        self.up = nn.Linear(config.turn, dim)
+
+    @classmethod
+    def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:
+        """The drafter in `source` for this target."""
+        config = config_as(ParallelConfig, source.config, source.path)
+        if config.dim != target.decoder.config.dim:
+            raise InputError(
+                f"drafter {source.path} is {config.dim} wide and the target {target.decoder.config.dim}; "
+                "use a drafter trained for this target"
+            )
+        with blank():
+            drafter = cls(config, target.decoder.turns)
+        source.fill(drafter, [SAME], dtype)
+        return drafter
+
+    def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+        """ahead [B, N, D], guided features [B, N, D] -> guided features one ahead at all `nodes`, [B, N + Q, D].
+
+        The last Q nodes are queries: places where no code is known yet.
+        """
+        return self.decoder(
+            self.inputs(ahead, features, nodes.position.shape[1] - ahead.shape[1]), nodes, cache
+        )
+
+    def inputs(self, ahead: Tensor, features: Tensor, levels: int, times: int = 1) -> Tensor:
+        """What the decoder reads: [B, N, D] twice -> [B, N + times * levels, D]."""
+        x = self.fc(torch.cat((ahead, features), -1))
+        if not levels:
+            return x
+        level = torch.arange(levels, device=x.device).clamp_(max=self.config.queries - 1)
+        queries = self.queries[level].repeat(times, 1).expand(len(x), -1, -1)
+        return torch.cat((x, queries.to(x.dtype)), 1)
+
+    def after(self, features: Tensor, before: Tensor) -> Tensor:
+        """What a query said, turned by the code drafted just before it."""
+        return features + self.up(F.silu(self.down(features) + self.before(before)))
+
+    def teach(self, ahead: Tensor, features: Tensor, anchors: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+        """ahead [B, S, D], features [B, S, D], anchors [A] slots to draft from -> first level [B, S, D], more
+        [B, A, levels, D], each query seeing the slots up to its anchor and the queries between."""
+        count = ahead.shape[1]
+        x = self.inputs(ahead, features, levels, len(anchors))
+        out = self.decoder.teach(x, *_lesson(count, anchors, levels))
+        return out[:, :count], out[:, count:].unflatten(1, (len(anchors), levels))
+
+
+def _lesson(count: int, anchors: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Positions [count + A * levels] and mask [1, 1, N, N] of slots and of the queries behind the anchors."""
+    slots = torch.arange(count, device=anchors.device)
+    level = torch.arange(levels, device=anchors.device).repeat(len(anchors))
+    anchor = anchors.repeat_interleave(levels)
+    seen = torch.zeros(count + len(level), count + len(level), dtype=torch.bool, device=anchors.device)
+    seen[:count, :count] = slots[:, None] >= slots
+    seen[count:, :count] = anchor[:, None] >= slots
+    seen[count:, count:] = (anchor[:, None] == anchor) & (level[:, None] >= level)
+    return torch.cat((slots, anchor + 1 + level)), seen[None, None]

@@ -1,0 +1,110 @@
+"""A parallel drafter and a tree builder: one pass of the drafter for a whole draft."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lanternpp.drafters.base import QueryDrafter
+from lanternpp.engine.cache import Cache
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.sampling import Sampling
+from lanternpp.proposers.base import Parts, Proposer
+from lanternpp.targets.base import Target
+from lanternpp.trees.base import TreeBuilder
+from lanternpp.types import Admission, Draft, Frontier, Look
+
+
+class Parallel(Proposer):
+    """Before every pass of the target, one of the drafter, over what was decided since and a query per level.
+
+    Its cache has one row per sample and runs one position behind the target's, as EAGLE's does. What was
+    decided waits, with the target's guided features there, until the next draft.
+    """
+
+    dials = frozenset({"tree"})
+
+    def __init__(self, drafter: QueryDrafter, builder: TreeBuilder):
+        self.drafter, self.builder = drafter, builder
+        self.size, self.depth = builder.size, builder.depth
+
+    @classmethod
+    def build(cls, parts: Parts) -> Self:
+        """From a drafter and a tree builder."""
+        tree = parts.tree()
+        return cls(parts.drafter(), tree)  # type: ignore[arg-type]  # the drafter named this class
+
+    def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
+        """Make room for a batch: the drafter's cache, and what waits to be looked at."""
+        super().open(target, sampling, guidance, batch)
+        self.target, self.sampling, self.guidance = target, sampling, guidance
+        like, depth, dim = next(self.drafter.parameters()), self.depth, self.drafter.decoder.config.dim
+        span = 2 * depth  # what waits, one level more than the draft has, and the queries
+        self.cache = Cache(self.drafter.decoder.config, batch, target.slots + target.length + span, like)
+        self.ahead = torch.zeros(batch, depth + 1, dim, dtype=like.dtype, device=like.device)
+        self.features = torch.zeros_like(self.ahead)
+        self.waiting = torch.zeros_like(self.root)
+        self._row = torch.arange(batch, device=like.device)
+        self._line = torch.arange(span, device=like.device)
+
+    def begin(self, new: Admission) -> None:
+        """Prefill with the prompt's guided features, each beside the conditional input one ahead."""
+        super().begin(new)
+        like = self.ahead
+        features = self.guidance.merge(new.features).to(like.dtype)
+        root = self.target.embed(new.root[:, None]).to(like.dtype)
+        ahead = torch.cat((self.drafter.sees(new.prompt.embeds[:1, 1:].to(like.dtype)), root), 1)
+        slot = self._row[new.slot : new.slot + 1]
+        memory = self.cache.rows(slot, new.prompt.start[:1], features.shape[1])
+        self.drafter(ahead, features, memory.nodes(), memory)
+        self.cache.used[slot] -= 1  # the last waits, so that the queries can follow it
+        self.ahead[slot, 0], self.features[slot, 0] = ahead[:, -1], features[:, -1]
+        self.waiting[slot] = 1
+
+    def propose(self, noise: Noise) -> Draft:
+        """One pass of the drafter, then a tree whose nodes cost a product each."""
+        levels = self._look()  # [B, depth, D]
+
+        def children(q: Tensor, count: int, level: int) -> Tensor:
+            return self.sampling.children(q, count, noise, Noise.DRAFT + level)
+
+        def extend(at: Frontier) -> Tensor:
+            before = self.target.embed(at.codes).to(levels.dtype)
+            here = levels.gather(1, at.depth[..., None].expand(-1, -1, levels.shape[-1]))
+            return self._probs(self.drafter.after(here, before), at.depth)
+
+        q = self._probs(levels[:, :1], torch.zeros_like(self.root[:, None]))[:, 0]
+        return self.builder.grow(self.root, q, extend, children)
+
+    def observe(self, look: Look) -> None:
+        """Keep what was decided, with the target's own features, for the next draft."""
+        super().observe(look)
+        verdict = look.verdict
+        features = self.guidance.merge(look.features)
+        path = verdict.path[..., None].expand(-1, -1, features.shape[-1])
+        self.features.copy_(features.gather(1, path))
+        self.ahead.copy_(self.target.embed(verdict.ahead))
+        self.waiting.copy_(verdict.kept)
+
+    def _look(self) -> Tensor:
+        """The drafter's pass over what waits and the queries -> features of every level, [B, depth, D]."""
+        known, line, waiting = self.ahead.shape[1], self._line, self.waiting[:, None]
+        query = line >= known
+        there = query | (line < waiting)  # [B, N]
+        place = torch.where(query, waiting + line - known, line)  # behind what is decided
+        mask = (line[:, None] >= line) & there[:, None] | (line[:, None] == line)
+        nodes = self.cache.nodes(place, mask)
+        out = self.drafter(self.ahead, self.features, nodes, self.cache)
+        self.cache.used += self.waiting
+        first = out[self._row, (self.waiting - 1).clamp(min=0)]
+        return torch.cat((first[:, None], out[:, known:]), 1)
+
+    def _probs(self, features: Tensor, depth: Tensor) -> Tensor:
+        """Features [B, W, D] of nodes at depth [B, W] -> what their children are drawn from, [B, W, V]."""
+        index = (self.count[:, None] + depth).clamp(max=self.target.length - 1)
+        logits = self.target.head(features)
+        logits = logits if logits.element_size() == 8 else logits.float()
+        return self.sampling.probs(self.target.constrain(logits, index))

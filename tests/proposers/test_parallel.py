@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from toys import ToyTarget
+
+from lanternpp.accept.exact import Exact
+from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
+from lanternpp.engine.decode import Engine
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Sampling
+from lanternpp.proposers.base import Parts
+from lanternpp.proposers.parallel import Parallel
+from lanternpp.proposers.tree import TreeProposer
+from lanternpp.trees.shapes import EAGLE
+from lanternpp.trees.static import StaticTree
+
+SAMPLING = Sampling(0.8, 8)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    """As the engine calls a proposer."""
+    with torch.inference_mode():
+        yield
+
+
+def parallel(target: ToyTarget, queries: int = 4) -> ParallelDrafter:
+    """A random drafter whose queries and turning layers matter."""
+    torch.manual_seed(3)
+    drafter = ParallelDrafter(ParallelConfig(16, 2, 24, queries=queries, turn=12), target.decoder.turns)
+    for weight in drafter.parameters():
+        weight.data.mul_(4 if weight.dim() == 2 else 1)
+    return drafter.double().eval().requires_grad_(False)
+
+
+def engine(target, cfg: float, batch: int = 1, queries: int = 4) -> Engine:
+    proposer = Parallel(parallel(target, queries), StaticTree(EAGLE))
+    return Engine(target, proposer, Exact(), SAMPLING, Guidance(cfg), batch)
+
+
+@pytest.mark.parametrize("cfg", [1.0, 3.0])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, steps):
+    """Off by one here would only lower the codes per pass, silently."""
+    target, guidance = ToyTarget(), Guidance(cfg)
+    loop = engine(target, cfg)
+    drafter = loop.proposer.drafter
+    loop.admit(0, "hill", 5)
+    for _ in range(steps):
+        loop.step()
+    count = int(loop.count[0])
+    assert count + 5 < target.length, "the queries' places lie inside the picture"
+    draft = loop.proposer.propose(loop.noise)
+    prompt = target.prompt(["hill"], guidance.branches)
+    codes = loop.codes[:, :count]
+    features = guidance.merge(target.states(prompt.embeds, guidance.rows(codes)))
+    ahead = torch.cat((prompt.embeds[:1], target.embed(codes)), 1)[:, 1:]
+    anchor = torch.tensor([features.shape[1] - 1])
+    first, more = drafter.teach(ahead, features, anchor, 4)
+    for node in draft.probs[0].sum(-1).nonzero()[:, 0].tolist():  # every node with children
+        depth = int(draft.tree.depth[0, node])
+        if depth == 0:
+            guess = first[:, -1]
+        else:
+            guess = drafter.after(more[:, 0, depth - 1], target.embed(draft.codes[:, node]))
+        wanted = SAMPLING.probs(target.head(guess))
+        assert torch.allclose(draft.probs[:, node], wanted, atol=1e-10), node
+
+
+def test_a_newcomer_leaves_the_others_drafts_alone():
+    target = ToyTarget()
+    loop = engine(target, 3.0, 2)
+    loop.admit(0, "hill", 5)
+    loop.step()
+    alone = engine(target, 3.0, 2)
+    alone.admit(0, "hill", 5)
+    alone.step()
+    loop.admit(1, "sea", 6)
+    one, other = loop.proposer.propose(loop.noise), alone.proposer.propose(alone.noise)
+    assert torch.equal(one.codes[0], other.codes[0])
+    assert torch.allclose(one.probs[0], other.probs[0], atol=1e-12)
+
+
+def test_levels_beyond_the_trained_ones_repeat_the_last_query():
+    target = ToyTarget()
+    loop = engine(target, 3.0, queries=1)
+    loop.admit(0, "hill", 5)
+    draft = loop.proposer.propose(loop.noise)
+    assert torch.allclose(draft.probs[draft.probs.sum(-1) > 0].sum(-1), torch.ones(()).double())
+
+
+def test_a_tree_proposer_is_whatever_its_drafter_asks_for():
+    drafter = parallel(ToyTarget())
+    parts = Parts(lambda: drafter, lambda: None, lambda: StaticTree(EAGLE))
+    assert type(TreeProposer.build(parts)) is Parallel
