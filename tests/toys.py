@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lanternpp.drafters.base import Drafter
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.cache import RowCache
 from lanternpp.engine.decode import Engine
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
@@ -192,6 +193,15 @@ def neighbours(book: Tensor, k: int) -> Tensor:
     """The k nearest codes of every code by l2, nearest first, itself excluded, [V, k]."""
     far = torch.cdist(book, book).fill_diagonal_(float("inf"))
     return far.argsort(-1)[:, :k].int()
+
+
+def parallel(target: ToyTarget, queries: int = 4) -> ParallelDrafter:
+    """A random drafter whose queries and turning layers matter."""
+    torch.manual_seed(3)
+    drafter = ParallelDrafter(ParallelConfig(16, 2, 24, queries=queries, turn=12), target.decoder.turns)
+    for weight in drafter.parameters():
+        weight.data.mul_(4 if weight.dim() == 2 else 1)
+    return drafter.double().eval().requires_grad_(False)
 
 
 def eagle(target: Target, seed: int = 1) -> EagleDrafter:

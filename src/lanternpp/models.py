@@ -29,6 +29,7 @@ MODELS = {
     "nature-128": "128 px photos of flowers and landscapes from a prompt of words; shipped in this package"
 }
 DEFAULTS = "defaults.json"
+DRAWERS = {"drafter": "drafter", "parallel": "parallel drafter"}  # folders of a model, and what is in them
 
 
 def model_folder(model: str) -> Path:
@@ -129,6 +130,7 @@ class Model:
         self.folder, self.device, self.dtype, self.compiled = folder, device, dtype, compiled
         self.size = size
         self._other = model_folder(drafter) if drafter else None
+        self._drafters: dict[str, Drafter] = {}
         if compiled:
             check_compiler(device)
 
@@ -167,13 +169,29 @@ class Model:
             target.pack()
         return target
 
-    @cached_property
+    @property
     def drafter(self) -> Drafter:
-        """The drafter; InputError names what is wrong with a file, or that it is another target's."""
+        """The drafter that looks beyond a code at a time; InputError as `drafting`."""
+        return self.drafting("drafter")
+
+    def drafting(self, kind: str) -> Drafter:
+        """The other folder's drafter, or the model's own in its folder `kind`, read once.
+
+        InputError names what is wrong with a file, or that it is another target's.
+        """
+        if kind not in self._drafters:
+            self._drafters[kind] = self._drafter(kind)
+        return self._drafters[kind]
+
+    def _drafter(self, kind: str) -> Drafter:
         folder = self._other or self.folder
-        inside = folder / "drafter"
+        inside = folder / kind
+        if self._other and not inside.is_dir():
+            inside = folder / "drafter"
         if not inside.is_dir() and folder == self.folder:
-            raise InputError(f"{self.folder} comes without a drafter; name one with --drafter, or train one")
+            raise InputError(
+                f"{self.folder} comes without a {DRAWERS[kind]}; name one with --drafter, or train one"
+            )
         source = Source.open(inside if inside.is_dir() else folder)
         drafter = recognised("drafter", source, DRAFTERS).read(source, self.target, self.dtype)
         drafter.eval().requires_grad_(False).to(self.device)

@@ -127,7 +127,7 @@ class Pipeline:
             model = self._model(settings.compile)
             self._engines[settings] = Engine(
                 model.target,
-                build_proposer(settings, lambda: model.drafter, lambda: model.smaller),
+                build_proposer(settings, model.drafting, lambda: model.smaller),
                 build_rule(settings, self.table),
                 Sampling(settings.temperature, settings.top_k, settings.top_p),
                 Guidance(settings.cfg),

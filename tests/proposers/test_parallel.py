@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import ToyTarget
+from toys import ToyTarget, parallel
 
 from lanternpp.accept.exact import Exact
-from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
@@ -23,15 +22,6 @@ def without_gradients():
     """As the engine calls a proposer."""
     with torch.inference_mode():
         yield
-
-
-def parallel(target: ToyTarget, queries: int = 4) -> ParallelDrafter:
-    """A random drafter whose queries and turning layers matter."""
-    torch.manual_seed(3)
-    drafter = ParallelDrafter(ParallelConfig(16, 2, 24, queries=queries, turn=12), target.decoder.turns)
-    for weight in drafter.parameters():
-        weight.data.mul_(4 if weight.dim() == 2 else 1)
-    return drafter.double().eval().requires_grad_(False)
 
 
 def engine(target, cfg: float, batch: int = 1, queries: int = 4) -> Engine:
@@ -90,7 +80,8 @@ def test_levels_beyond_the_trained_ones_repeat_the_last_query():
     assert torch.allclose(draft.probs[draft.probs.sum(-1) > 0].sum(-1), torch.ones(()).double())
 
 
-def test_a_tree_proposer_is_whatever_its_drafter_asks_for():
+@pytest.mark.parametrize("named", [TreeProposer, Parallel])
+def test_a_drafter_brings_its_own_proposer(named):
     drafter = parallel(ToyTarget())
-    parts = Parts(lambda: drafter, lambda: None, lambda: StaticTree(EAGLE))
-    assert type(TreeProposer.build(parts)) is Parallel
+    parts = Parts(lambda folder: drafter, lambda: None, lambda: StaticTree(EAGLE))
+    assert type(named.build(parts)) is Parallel

@@ -12,7 +12,7 @@ import typer
 from lanternpp.cli.models import megabytes, size
 from lanternpp.errors import InputError
 
-PARTS = ("tokenizer", "target", "drafter")
+PARTS = ("tokenizer", "target", "drafter", "parallel")
 STORES = ("float32", "bfloat16", "int8")
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder, or a published checkpoint.")]

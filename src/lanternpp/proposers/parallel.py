@@ -13,6 +13,8 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.base import Parts, Proposer
+from lanternpp.proposers.drafted import DRAWS
+from lanternpp.registry import find
 from lanternpp.targets.base import Target
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.types import Admission, Draft, Frontier, Look
@@ -33,9 +35,10 @@ class Parallel(Proposer):
 
     @classmethod
     def build(cls, parts: Parts) -> Self:
-        """From a drafter and a tree builder."""
-        tree = parts.tree()
-        return cls(parts.drafter(), tree)  # type: ignore[arg-type]  # the drafter named this class
+        """From a drafter and a tree builder; a drafter may ask for another proposer than this one."""
+        tree, drafter = parts.tree(), parts.drafter("parallel")
+        made: Self = find("proposer", drafter.proposer, {})(drafter, tree)
+        return made
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Make room for a batch: the drafter's cache, and what waits to be looked at."""
@@ -68,8 +71,10 @@ class Parallel(Proposer):
         """One pass of the drafter, then a tree whose nodes cost a product each."""
         levels = self._look()  # [B, depth, D]
 
+        ready = noise.ahead(Noise.DRAFT, self.depth, DRAWS)
+
         def children(q: Tensor, count: int, level: int) -> Tensor:
-            return self.sampling.children(q, count, noise, Noise.DRAFT + level)
+            return self.sampling.children(q, count, ready, Noise.DRAFT + level)
 
         def extend(at: Frontier) -> Tensor:
             before = self.target.embed(at.codes).to(levels.dtype)

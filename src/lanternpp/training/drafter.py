@@ -81,6 +81,8 @@ class DrafterTask(Task):
 
     name = "drafter"
     keep = "lk"
+    model: EagleDrafter
+    average: EagleDrafter
 
     def __init__(
         self,
@@ -96,19 +98,15 @@ class DrafterTask(Task):
         self.guidance = settings.guidance
         self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
         self.target = target.to(device).eval().requires_grad_(False)
-        shape = target.decoder.config
-        self.config = EagleConfig(shape.dim, shape.heads, shape.hidden, layers)
+        drafter = self.begin(layers)
         self.settings = {
             **asdict(self.config),
             **asdict(settings),
             "data": codes.data["codes"],
             "target": origin,
         }
-        drafter = EagleDrafter(self.config, target.decoder.turns)
-        if settings.inherit:
-            inherit(drafter, target)
-        self.model: EagleDrafter = drafter.float().to(device).train()
-        self.average: EagleDrafter = averaged(self.model)  # type: ignore[assignment]
+        self.model = drafter.float().to(device).train()
+        self.average = averaged(self.model)  # type: ignore[assignment]
         self.optimizers = {
             "model": torch.optim.AdamW(
                 self.model.parameters(), settings.lr, (0.9, 0.95), weight_decay=0.0, fused=True
@@ -119,6 +117,15 @@ class DrafterTask(Task):
         )
         self.train, self.val = Captions(target, codes.train), Captions(target, codes.val)
         self.drawn: Tensor | None = None
+
+    def begin(self, layers: int) -> EagleDrafter:
+        """A drafter to train, and its config."""
+        shape = self.target.decoder.config
+        self.config = EagleConfig(shape.dim, shape.heads, shape.hidden, layers)
+        drafter = EagleDrafter(self.config, self.target.decoder.turns)
+        if self.options.inherit:
+            inherit(drafter, self.target)
+        return drafter
 
     def speed_up(self) -> None:
         """Compile target, drafter and loss as one graph of one shape."""
