@@ -9,16 +9,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lanternpp.devices import half_width
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
 from lanternpp.targets.base import Target
 from lanternpp.training import hardware
-from lanternpp.training.codes import Codes, Variants
+from lanternpp.training.codes import Codes, Variants, read_codes, tokenizer_of
 from lanternpp.training.data import Order
+from lanternpp.training.drafter import target_of
 from lanternpp.training.features import Captions, lessons
 from lanternpp.training.losses import acceptance
-from lanternpp.training.run import Task, averaged
+from lanternpp.training.run import Plan, Task, averaged, run
 from lanternpp.training.target import spread
 
 
@@ -191,3 +193,21 @@ class ParallelTask(Task):
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The averaged drafter."""
         return {"kind": "parallel", **asdict(self.config)}, self.average.state_dict()
+
+
+def train(
+    data: Path,
+    model: Path,
+    layers: int,
+    settings: ParallelSettings,
+    plan: Plan,
+    crops: int = 2,
+    limit: int | None = None,
+) -> bool:
+    """Train `model/parallel` on the codes of `data`; False if interrupted."""
+    if layers < 1:
+        raise InputError(f"layers {layers} must be at least 1.")
+    tokenizer_of(model)
+    target, origin = target_of(model, torch.bfloat16 if half_width(plan.device) else torch.float32)
+    codes = read_codes(data, model, crops, plan.device, limit)
+    return run(ParallelTask(settings, layers, target, codes, origin, plan.device), plan)
