@@ -90,10 +90,10 @@ def test_guided_losses_are_those_of_the_merged_rows(ready: Path) -> None:
     made = task(ready, loss="lk", cfg=3.0, noise=0.0)
     index = torch.arange(6)
     codes = made.codes.train.pick(index, torch.zeros_like(index))
-    _, distribution = made.loss(made.train(index, 2), codes)
+    _, distribution = made.loss(*made.train(index, 2), codes)
     p, q = [], []
     with torch.no_grad():
-        for prompts in (made.train(index, 1), made.train(index, 1, torch.ones(6, dtype=torch.bool))):
+        for prompts, _ in (made.train(index, 1), made.train(index, 1, torch.ones(6, dtype=torch.bool))):
             ahead, features = lessons(made.target, prompts, codes)
             guess = made.model.teach(ahead, features[:, :-1])
             p.append(made.target.head(features[:, 3:]))  # of codes 1..15, after 3 prompt slots and code 0
@@ -128,9 +128,9 @@ def test_a_tenth_of_the_captions_is_dropped_under_the_papers_loss(
     ready: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = task(ready, count=60)
-    shares, null = [], made.train.table[0]
+    shares, null = [], made.target.prompt([None], 1).embeds
 
-    def loss(prompts: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(prompts: Tensor, start: Tensor | None, codes: Tensor) -> tuple[Tensor, Tensor]:
         shares.append((prompts == null).flatten(1).all(1).double().mean().item())
         nothing = sum(p.sum() for p in made.model.parameters()) * 0
         return nothing, nothing
@@ -148,7 +148,8 @@ def test_captions_in_two_branches_are_beside_the_null_prompt(ready: Path) -> Non
     captions = Captions(target, Split(torch.zeros(3, 1, 16, dtype=torch.uint16), texts, ("",) * 3))
     assert captions.sayings == ["a blue square", "a red square"]
     wanted = target.prompt(["a red square", None], 2).embeds
-    assert torch.equal(captions(torch.tensor([2, 1]), 2), wanted)
+    prompts, start = captions(torch.tensor([2, 1]), 2)
+    assert torch.equal(prompts, wanted) and start is None
     with pytest.raises(InputError, match="none of the captions"):
         Captions(target, Split(torch.zeros(1, 1, 16, dtype=torch.uint16), ("a photo",), ("",)))
 

@@ -45,14 +45,14 @@ def test_every_level_is_judged_by_the_targets_guided_distribution_at_its_place(r
     made = task(ready, noise=0.0, loss="lk")
     index = torch.arange(3)
     codes = made.codes.train.pick(index, torch.zeros_like(index))
-    ahead, features, first = made.lessons(made.train, index, codes)
+    read = made.lessons(made.train, index, codes)
 
-    def knows(drafter: Any, given: Any, of: Any, anchors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def knows(drafter: Any, given: Any, anchors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         level = torch.arange(1, made.options.levels)
-        return features[:, 1:], features[:, anchors[:, None] + 1 + level]
+        return read.features[:, 1:], read.features[:, anchors[:, None] + 1 + level]
 
     made.guess = knows  # type: ignore[method-assign]
-    figures = made.loss(ahead, features, first, torch.tensor([first - 1, first + 2]))
+    figures = made.loss(read, torch.tensor([read.first - 1, read.first + 2]))
     assert figures["accept"].item() == pytest.approx(1, abs=1e-5)
     assert figures["accept_more"].item() == pytest.approx(1, abs=1e-5)
     assert figures["loss"].item() == pytest.approx(0, abs=1e-5)

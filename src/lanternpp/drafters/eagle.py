@@ -31,6 +31,27 @@ class EagleConfig:
     kv_heads: int | None = None
     norm_eps: float = 1e-5
     qk_norm: bool = False
+    head_dim: int = 0  # 0: dim / heads
+    norm_after: bool = False
+    attention_bias: bool = False
+    ffn_bias: bool = False
+
+    @classmethod
+    def like(cls, shape: DecoderConfig, layers: int = 1) -> Self:
+        """A drafter for a target of this shape, its layers like the target's."""
+        return cls(
+            shape.dim,
+            shape.heads,
+            shape.hidden,
+            layers,
+            kv_heads=shape.kv_heads,
+            norm_eps=shape.norm_eps,
+            qk_norm=shape.qk_norm,
+            head_dim=shape.head_dim,
+            norm_after=shape.norm_after,
+            attention_bias=shape.attention_bias,
+            ffn_bias=shape.ffn_bias,
+        )
 
 
 class EagleDrafter(Drafter):
@@ -52,6 +73,10 @@ class EagleDrafter(Drafter):
             qk_norm=config.qk_norm,
             first_norm=config.first_norm,
             final_norm=config.final_norm,
+            head_dim=config.head_dim,
+            norm_after=config.norm_after,
+            attention_bias=config.attention_bias,
+            ffn_bias=config.ffn_bias,
         )
         self.decoder = Decoder(shape, turns)
 
@@ -73,6 +98,6 @@ class EagleDrafter(Drafter):
         """ahead [R, N, D], features [R, N, D] -> the features one ahead, [R, N, D]."""
         return self.decoder(self.fc(torch.cat((ahead, features), -1)), nodes, cache)
 
-    def teach(self, ahead: Tensor, features: Tensor) -> Tensor:
-        """The same over a whole sequence, causal: [B, T, D] twice -> [B, T, D]."""
-        return self.decoder.teach(self.fc(torch.cat((ahead, features), -1)))
+    def teach(self, ahead: Tensor, features: Tensor, seen: Tensor | None = None) -> Tensor:
+        """The same over a whole sequence: [B, T, D] twice -> [B, T, D]; causal, or seen [B, 1, T, T]."""
+        return self.decoder.teach(self.fc(torch.cat((ahead, features), -1)), seen=seen)

@@ -101,17 +101,22 @@ class ParallelDrafter(QueryDrafter):
         """What a query said, turned by the code drafted just before it."""
         return features + self.up(F.silu(self.down(features) + self.before(before)))
 
-    def teach(self, ahead: Tensor, features: Tensor, anchors: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-        """ahead [B, S, D], features [B, S, D], anchors [A] slots to draft from -> first level [B, S, D], more
-        [B, A, levels, D], each query seeing the slots up to its anchor and the queries between."""
+    def teach(
+        self, ahead: Tensor, features: Tensor, anchors: Tensor, levels: int, start: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """ahead [B, S, D], features [B, S, D], anchors [A] slots to draft from -> features one ahead.
+
+        [B, S, D] of the first level, and [B, A, levels, D] of more: each query sees the slots up to its
+        anchor and the queries between. Rows begin at start [B]; None: at slot 0.
+        """
         count = ahead.shape[1]
         x = self.inputs(ahead, features, levels, len(anchors))
-        out = self.decoder.teach(x, *_lesson(count, anchors, levels))
+        out = self.decoder.teach(x, *_lesson(count, anchors, levels, start))
         return out[:, :count], out[:, count:].unflatten(1, (len(anchors), levels))
 
 
-def _lesson(count: int, anchors: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Positions [count + A * levels] and mask [1, 1, N, N] of slots and of the queries behind the anchors."""
+def _lesson(count: int, anchors: Tensor, levels: int, start: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Positions [count + A * levels] and mask [B or 1, 1, N, N] of slots and of the queries behind the anchors."""
     slots = torch.arange(count, device=anchors.device)
     level = torch.arange(levels, device=anchors.device).repeat(len(anchors))
     anchor = anchors.repeat_interleave(levels)
@@ -119,4 +124,7 @@ def _lesson(count: int, anchors: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     seen[:count, :count] = slots[:, None] >= slots
     seen[count:, :count] = anchor[:, None] >= slots
     seen[count:, count:] = (anchor[:, None] == anchor) & (level[:, None] >= level)
-    return torch.cat((slots, anchor + 1 + level)), seen[None, None]
+    line = torch.arange(len(seen), device=anchors.device)
+    if start is not None:  # a padding slot sees itself alone
+        seen = seen & (line >= start[:, None, None]) | (line[:, None] == line)
+    return torch.cat((slots, anchor + 1 + level)), seen.view(-1, 1, len(line), len(line))

@@ -76,6 +76,14 @@ class Target(nn.Module, ABC):
     def pixels(self, codes: Tensor) -> Tensor:
         """codes [B, length] -> images [B, 3, H, W] in [-1, 1]."""
 
+    def expect(self, prompts: int) -> None:
+        """So many prompts will be asked for again and again: keep of them what is slow to make."""
+        return
+
+    def rest(self) -> None:
+        """Let go of what makes prompts, where it is large; the next new prompt loads it again."""
+        return
+
     def constrain(self, logits: Tensor, index: Tensor) -> Tensor:
         """Forbid what the format forbids: logits [B, N, V] of the codes at `index` [B, N] of the image."""
         return logits

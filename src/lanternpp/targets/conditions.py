@@ -27,6 +27,14 @@ class Condition(nn.Module, ABC):
         """Where features of texts come from, for those that need them."""
         return
 
+    def expect(self, prompts: int) -> None:
+        """Keep what is slow to make of so many more prompts."""
+        return
+
+    def rest(self) -> None:
+        """Let go of what makes prompts."""
+        return
+
     def save(self, folder: Path) -> list[str]:
         """Write what lies beside the target into a model folder; the parts written."""
         return []
@@ -64,6 +72,16 @@ class TextCondition(Condition):
     def open(self, text: Text) -> None:
         """Features come from `text`, which is asked when the first prompt arrives."""
         self._text[:] = [text]
+
+    def expect(self, prompts: int) -> None:
+        """Remember the features of so many more texts."""
+        for text in self._text:
+            text.expect(prompts)
+
+    def rest(self) -> None:
+        """Let go of the encoder."""
+        for text in self._text:
+            text.release()
 
     def save(self, folder: Path) -> list[str]:
         """The encoder, or what stands in for it."""

@@ -158,6 +158,14 @@ class LlamaGenTarget(Target):
         """Classes or texts -> [branches * b, T, D]; the unconditional rows are padded like their texts."""
         return self.condition.prompt(conditions, branches)
 
+    def expect(self, prompts: int) -> None:
+        """Keep the features of so many more texts."""
+        self.condition.expect(prompts)
+
+    def rest(self) -> None:
+        """Let go of the text encoder."""
+        self.condition.rest()
+
     def embed(self, codes: Tensor) -> Tensor:
         """codes [R, N] -> [R, N, D]."""
         return self.codes_in(codes)

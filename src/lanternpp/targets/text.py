@@ -49,6 +49,10 @@ class Text(ABC):
         """Let go of what is loaded; the next text loads it again."""
         return
 
+    def expect(self, texts: int) -> None:
+        """Remember the features of so many more texts."""
+        return
+
     def save(self, folder: Path) -> list[str]:
         """Write it into a model folder where it lies on this machine; the parts written."""
         return []
@@ -71,6 +75,10 @@ class StoredText(Text):
         """Let go of the encoder behind it."""
         self.otherwise.release()
 
+    def expect(self, texts: int) -> None:
+        """Those that are not in the file."""
+        self.otherwise.expect(texts)
+
     def save(self, folder: Path) -> list[str]:
         """The features, and the encoder behind them."""
         shutil.copyfile(self.path, folder / FEATURES)
@@ -88,13 +96,14 @@ class T5Text(Text):
         self._encoder: Any = None
         self._tokenizer: Any = None
         self._known: OrderedDict[str, Tensor] = OrderedDict()
+        self._kept = KEPT
 
     def features(self, text: str, like: Tensor) -> Tensor:
         """The last hidden states of the cleaned text, at most `tokens` of them."""
         if text not in self._known:
             self._load(like)
             self._known[text] = self._encoded(text, like)
-            if len(self._known) > KEPT:
+            if len(self._known) > self._kept:
                 self._known.popitem(last=False)
         return self._known[text].to(like)
 
@@ -115,6 +124,10 @@ class T5Text(Text):
     def release(self) -> None:
         """Let go of encoder and tokenizer; remembered features stay."""
         self._encoder = self._tokenizer = None
+
+    def expect(self, texts: int) -> None:
+        """Remember so many more than usual."""
+        self._kept += texts
 
     def save(self, folder: Path) -> list[str]:
         """The encoder alone, without the decoder that a T5 also has, and the tokenizer, as `text`."""

@@ -25,7 +25,7 @@ from lanternpp.targets.base import Target
 from lanternpp.training import hardware
 from lanternpp.training.codes import Codes, Variants, read_codes, tokenizer_of
 from lanternpp.training.data import Order
-from lanternpp.training.features import Captions, lessons
+from lanternpp.training.features import Captions, lessons, visible
 from lanternpp.training.losses import acceptance, refusal, soft_cross_entropy
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Plan, Task, averaged, run
@@ -121,7 +121,7 @@ class DrafterTask(Task):
     def begin(self, layers: int) -> EagleDrafter:
         """A drafter to train, and its config."""
         shape = self.target.decoder.config
-        self.config = EagleConfig(shape.dim, shape.heads, shape.hidden, layers)
+        self.config = EagleConfig.like(shape, layers)
         drafter = EagleDrafter(self.config, self.target.decoder.turns)
         if self.options.inherit:
             inherit(drafter, self.target)
@@ -138,7 +138,7 @@ class DrafterTask(Task):
         drop = torch.rand(len(index), generator=generator) < self.options.drop_captions
         prompts = self.train(index, 2) if self.guidance.branches == 2 else self.train(index, 1, drop)
         with hardware.autocast(self.device):
-            feature, distribution = self.loss(prompts, codes)
+            feature, distribution = self.loss(*prompts, codes)
             loss = feature + self.options.weight * distribution
         optimizer = self.optimizers["model"]
         optimizer.zero_grad()
@@ -147,15 +147,16 @@ class DrafterTask(Task):
         optimizer.step()
         return {"loss": loss, "feature": feature, "distribution": distribution}
 
-    def loss(self, prompts: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """prompts [R, T, D] and codes [B, length] -> loss on features, loss on distributions."""
+    def loss(self, prompts: Tensor, start: Tensor | None, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """prompts [R, T, D] from start [R] on, codes [B, length] -> loss on features, loss on distributions."""
         rows, merge = self.guidance.rows, self.guidance.merge
         with torch.no_grad():
-            ahead, features = lessons(self.target, prompts, rows(codes))
+            ahead, features = lessons(self.target, prompts, rows(codes), start)
             noise = (torch.rand_like(features, dtype=torch.float32) - 0.5) * self.options.noise
             wanted = features[:, prompts.shape[1] :]
             logits = merge(self.target.head(wanted))
-        guess = self.model.teach(ahead, (features + noise)[:, :-1].to(features.dtype))
+        seen = visible(start, ahead.shape[1])
+        guess = self.model.teach(ahead, (features + noise)[:, :-1].to(features.dtype), seen)
         guess = guess[:, prompts.shape[1] - 1 :]
         distribution = LOSSES[self.options.loss](merge(self.target.head(guess)), logits)
         return F.smooth_l1_loss(guess.float(), wanted.float()), distribution
@@ -178,13 +179,14 @@ class DrafterTask(Task):
         sums: dict[str, float] = {}
         for part in index.split(8):
             codes = guidance.rows(self.codes.val.pick(part, torch.zeros_like(part)).to(self.device))
-            prompts = self.val(part, guidance.branches)
+            prompts, start = self.val(part, guidance.branches)
             first, count = prompts.shape[1], len(part)
             with hardware.autocast(self.device):
-                ahead, features = lessons(self.target, prompts, codes)
-                guess = self.average.teach(ahead, features[:, :-1])
+                ahead, features = lessons(self.target, prompts, codes, start)
+                seen = visible(start, ahead.shape[1])
+                guess = self.average.teach(ahead, features[:, :-1], seen)
                 own = torch.cat((features[:, :first], guess[:, first - 1 : -1]), 1)
-                again = self.average.teach(ahead, own)[:, first:]
+                again = self.average.teach(ahead, own, seen)[:, first:]
                 guess, wanted = guess[:, first - 1 :], features[:, first:]
                 plain, mine, second = (self.target.head(x) for x in (wanted, guess, again))
             p, q, q2 = (guidance.merge(logits) for logits in (plain, mine, second))

@@ -1,50 +1,92 @@
-"""What a drafter learns from: prompts, and a frozen target's features of cached codes."""
+"""What a drafter learns from: prompts, and a frozen target's features of known codes."""
 
 from __future__ import annotations
 
+import warnings
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.targets.base import Target
+from lanternpp.targets.base import PromptWarning, Target
 from lanternpp.training.codes import Split
 
 
 class Captions:
-    """The prompts of a split: made once per distinct caption; one the target cannot follow is the null prompt."""
+    """The prompts of a split, padded on the left to one length; one the target cannot follow is the null prompt."""
 
     def __init__(self, target: Target, split: Split):
-        numbers: dict[str | None, int] = {None: 0}
-        made = [target.prompt([None], 1).embeds[0]]
+        self.target = target
         self.sayings: list[str] = []
-        for text in dict.fromkeys(split.texts):
+        widths, starts = [], []
+        target.expect(len(set(split.texts)))
+        for text in (None, *dict.fromkeys(split.texts)):
             try:
-                made.append(target.prompt([text], 1).embeds[0])
+                made = self._prompt([text], 2)
             except InputError:
-                numbers[text] = 0
                 continue
-            numbers[text] = len(made) - 1
-            self.sayings.append(text)
+            widths.append(made[0].shape[1])
+            starts.append(made[1])
+            if text is not None:
+                self.sayings.append(text)
+        target.rest()
         if not self.sayings:
             raise InputError("the target can follow none of the captions: was it trained on other data?")
-        self.table = torch.stack(made)  # [U, T, D]; row 0 is the null prompt
-        self.number = torch.tensor([numbers[text] for text in split.texts])
+        self.slots = max(widths)
+        self.padded = any(w < self.slots for w in widths) or bool(torch.cat(starts).any())
+        known = set(self.sayings)
+        self.texts = [text if text in known else None for text in split.texts]
 
-    def __call__(self, index: Tensor, branches: int, drop: Tensor | None = None) -> Tensor:
-        """Prompts of pictures index [B] -> [branches * B, T, D]; null where drop [B], and in a second branch."""
-        number = self.number[index]
+    def __call__(
+        self, index: Tensor, branches: int, drop: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Prompts of pictures index [B]: [branches * B, T, D], and the slots [branches * B] they begin at.
+
+        The start is None where no prompt is padded. A second branch holds the unconditional prompts, and so does
+        the first where drop [B].
+        """
+        texts = [self.texts[i] for i in index.tolist()]
+        embeds, start = self._prompt(texts, branches if drop is None else 2)
         if drop is not None:
-            number = number.masked_fill(drop, 0)
-        if branches == 2:
-            number = torch.cat((number, torch.zeros_like(number)))
-        return self.table[number.to(self.table.device)]
+            one, other = embeds.chunk(2)
+            gone = drop.to(embeds.device)
+            kept = torch.where(gone[:, None, None], other, one)
+            begin = torch.where(gone, start.chunk(2)[1], start.chunk(2)[0])
+            embeds = kept if branches == 1 else torch.cat((kept, other))
+            start = begin if branches == 1 else torch.cat((begin, start.chunk(2)[1]))
+        missing = self.slots - embeds.shape[1]
+        if missing:
+            embeds, start = F.pad(embeds, (0, 0, missing, 0)), start + missing
+        return embeds, start if self.padded else None
+
+    def _prompt(self, texts: list[str | None], branches: int) -> tuple[Tensor, Tensor]:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore", PromptWarning)
+            prompt = self.target.prompt(texts, branches)
+        return prompt.embeds, prompt.start
 
 
-def lessons(target: Target, prompts: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """prompts [R, T, D], codes [R, length] -> what a drafter reads and should say.
+def visible(start: Tensor | None, count: int) -> Tensor | None:
+    """What each of `count` slots sees of rows that begin at start [R]: [R, 1, count, count]; None: all before it.
+
+    A padding slot sees itself alone, so that nothing becomes NaN.
+    """
+    if start is None:
+        return None
+    slot = torch.arange(count, device=start.device)
+    seen = (slot[:, None] >= slot) & (slot >= start[:, None, None])
+    return (seen | (slot[:, None] == slot))[:, None]
+
+
+def lessons(
+    target: Target, prompts: Tensor, codes: Tensor, start: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """prompts [R, T, D] that begin at start [R], codes [R, length] -> what a drafter reads and should say.
 
     ahead [R, S - 1, D], the inputs one ahead, and features [R, S, D], for S = T + length - 1 slots: from
     ahead[:, t] and features[:, t] follows features[:, t + 1].
     """
     inputs = torch.cat((prompts, target.embed(codes[:, :-1]).to(prompts.dtype)), 1)
-    return inputs[:, 1:], target.decoder.teach(inputs)
+    seen = visible(start, inputs.shape[1])
+    return inputs[:, 1:], target.decoder.teach(inputs, seen=seen)

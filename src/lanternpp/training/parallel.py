@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +48,16 @@ class ParallelSettings:
     def __post_init__(self) -> None:
         if self.loss not in ("guided", "lk", "both"):
             raise InputError(f"loss {self.loss!r} is unknown: choose guided, lk, both.")
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """What some pictures teach: S slots, of which the first T are the prompt's."""
+
+    ahead: Tensor  # [B, S - 1, D] inputs one ahead
+    features: Tensor  # [B, S, D] guided, float32
+    first: int  # T
+    start: Tensor | None  # [B] where prompts begin; None: all at slot 0
 
 
 class ParallelTask(Task):
@@ -101,24 +111,24 @@ class ParallelTask(Task):
         )
         self.train, self.val = Captions(target, codes.train), Captions(target, codes.val)
 
-    def lessons(self, captions: Captions, index: Tensor, codes: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Pictures index [B] of codes [B, length] -> inputs one ahead [B, S - 1, D], guided features [B, S, D], T."""
-        prompts = captions(index, self.guidance.branches)
+    def lessons(self, captions: Captions, index: Tensor, codes: Tensor) -> Lessons:
+        """What pictures index [B] of codes [B, length] teach."""
+        prompts, start = captions(index, self.guidance.branches)
         with torch.no_grad():
-            ahead, features = lessons(self.target, prompts, self.guidance.rows(codes))
-        return ahead[: len(codes)], self.guidance.merge(features), prompts.shape[1]
+            ahead, features = lessons(self.target, prompts, self.guidance.rows(codes), start)
+        count = len(codes)
+        begin = None if start is None else start[:count]
+        return Lessons(ahead[:count], self.guidance.merge(features), prompts.shape[1], begin)
 
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
         """One update."""
         index, variant, generator = self.order(step)
         codes = self.codes.train.pick(index, variant).to(self.device)
         with hardware.autocast(self.device):
-            ahead, features, first = self.lessons(self.train, index, codes)
-            places = features.shape[1] - first - self.options.levels
-            anchors = (
-                first - 1 + torch.randperm(places, generator=generator)[: self.options.anchors].sort()[0]
-            )
-            figures = self.loss(ahead, features, first, anchors.to(self.device))
+            read = self.lessons(self.train, index, codes)
+            places = read.features.shape[1] - read.first - self.options.levels
+            anchors = torch.randperm(places, generator=generator)[: self.options.anchors].sort()[0]
+            figures = self.loss(read, (read.first - 1 + anchors).to(self.device))
         optimizer = self.optimizers["model"]
         optimizer.zero_grad()
         figures["loss"].backward()
@@ -126,14 +136,15 @@ class ParallelTask(Task):
         optimizer.step()
         return figures
 
-    def loss(self, ahead: Tensor, features: Tensor, first: int, anchors: Tensor) -> dict[str, Tensor]:
-        """What a step minimises, and the acceptance of the first level and of those after it."""
-        noise = (torch.rand_like(features, dtype=torch.float32) - 0.5) * self.options.noise
+    def loss(self, read: Lessons, anchors: Tensor) -> dict[str, Tensor]:
+        """What a step minimises, and the acceptance of the first level and of those after it; anchors [A] are slots."""
+        first, dtype = read.first, read.ahead.dtype
+        noise = (torch.rand_like(read.features) - 0.5) * self.options.noise
         with torch.no_grad():
             p = (
-                self.target.head(features[:, first:].to(ahead.dtype)).float().softmax(-1)
+                self.target.head(read.features[:, first:].to(dtype)).float().softmax(-1)
             )  # of slots first..S - 1
-        one, more = self.guess(self.model, ahead, (features + noise).to(ahead.dtype), anchors)
+        one, more = self.guess(self.model, replace(read, features=read.features + noise), anchors)
         level = torch.arange(1, self.options.levels, device=anchors.device)
         wanted = anchors[:, None] + 1 + level - first  # [A, levels - 1]
         cost, chance = self.cost(self.target.head(one[:, first - 1 :]), p)
@@ -142,11 +153,10 @@ class ParallelTask(Task):
         loss = (cost.mean() + (costs.mean((0, 1)) * fade).sum()) / (1 + fade.sum())
         return {"loss": loss, "accept": chance.mean(), "accept_more": chances.mean()}
 
-    def guess(
-        self, drafter: ParallelDrafter, ahead: Tensor, features: Tensor, anchors: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def guess(self, drafter: ParallelDrafter, read: Lessons, anchors: Tensor) -> tuple[Tensor, Tensor]:
         """Features of the first level [B, S - 1, D] and, beyond the anchors, of the others [B, A, levels - 1, D]."""
-        one, more = drafter.teach(ahead, features[:, :-1], anchors, self.options.levels - 1)
+        levels, ahead = self.options.levels - 1, read.ahead
+        one, more = drafter.teach(ahead, read.features[:, :-1].to(ahead.dtype), anchors, levels, read.start)
         level = torch.arange(1, self.options.levels, device=anchors.device)
         return one, drafter.after(more, ahead[:, anchors[:, None] + level])
 
@@ -169,14 +179,14 @@ class ParallelTask(Task):
         for part in index.split(8):
             codes = self.codes.val.pick(part, torch.zeros_like(part)).to(self.device)
             with hardware.autocast(self.device):
-                ahead, features, first = self.lessons(self.val, part, codes)
-                anchors = torch.arange(
-                    first + 1, features.shape[1] - self.options.levels, 13, device=self.device
-                )
-                one, more = self.guess(self.average, ahead, features.to(ahead.dtype), anchors)
+                read = self.lessons(self.val, part, codes)
+                last = read.features.shape[1] - self.options.levels
+                anchors = torch.arange(read.first + 1, last, 13, device=self.device)
+                one, more = self.guess(self.average, read, anchors)
                 guesses = torch.cat((one[:, anchors, None], more), 2)
                 level = torch.arange(self.options.levels, device=self.device)
-                p = self.target.head(features[:, anchors[:, None] + 1 + level].to(ahead.dtype))
+                wanted = read.features[:, anchors[:, None] + 1 + level]
+                p = self.target.head(wanted.to(read.ahead.dtype))
                 chance = acceptance(self.target.head(guesses), p)
             sums += chance.mean((0, 1)).cpu() * len(part) / len(index)
         chain = 1 + sums.cumprod(0).sum().item()

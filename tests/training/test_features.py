@@ -1,0 +1,73 @@
+"""What a drafter learns from is what it will see: teacher forcing beside the engine, step by step."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import write_llamagen
+from families import write_chameleon, write_janus
+from models import write_model
+
+from lanternpp.accept.exact import Exact
+from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.engine.decode import Engine
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Sampling
+from lanternpp.models import read_target
+from lanternpp.proposers.tree import TreeProposer
+from lanternpp.training.codes import Split
+from lanternpp.training.features import Captions, lessons, visible
+from lanternpp.trees import build_tree
+
+LONG = "the sea at sunset " * 9 + "the red tulip"  # over 32 tokens: shorter prompts are padded beside it
+CASES = {
+    "llamagen": (lambda path: write_llamagen(path, text=True), ("a red tulip of", "blue")),
+    "janus": (write_janus, ("a red tulip", LONG)),
+    "lumina": (lambda path: write_chameleon(path, lumina=True), ("a red tulip", LONG)),
+    "words": (write_model, ("a red tulip", "the sea")),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CASES)
+def test_teacher_forced_features_are_those_of_the_engines_drafter(name: str, tmp_path: Path) -> None:
+    write: Callable[[Path], object]
+    write, texts = CASES[name]
+    write(tmp_path / "Lumina-mGPT-7B-64")
+    target = read_target(tmp_path / "Lumina-mGPT-7B-64", torch.float64).eval()
+    torch.manual_seed(0)
+    config = EagleConfig.like(target.decoder.config)
+    drafter = EagleDrafter(config, target.decoder.turns.double()).double().eval()
+    proposer = TreeProposer(drafter, build_tree("chain-2"))
+    engine = Engine(target, proposer, Exact(), Sampling(), Guidance(3.0), 1)
+    seen: dict[int, torch.Tensor] = {}
+    engine.admit(0, texts[0], 1)
+    while not engine.done():
+        seen[int(engine.count)] = proposer.features[:, 0].clone()
+        engine.step()
+    codes = engine.harvest(0).codes[None].repeat(2, 1)
+
+    captions = Captions(target, Split(codes[:1, None].repeat(2, 1, 1), texts, ("", "")))
+    prompts, start = captions(torch.tensor([0]), 2)
+    assert (start is not None) == (name != "words")
+    ahead, features = lessons(target, prompts, codes, start)
+    guess = drafter.teach(ahead, features[:, :-1], visible(start, ahead.shape[1]))
+    assert guess.isfinite().all()
+    for count, wanted in seen.items():
+        if count < target.length:
+            here = guess[:, prompts.shape[1] + count - 2]
+            assert (here - wanted).abs().max() < 1e-6, f"after {count} codes"  # rotations are kept in float32
+    assert len(seen) > 4
+
+
+def test_a_dropped_caption_is_the_unconditional_prompt_beside_it(tmp_path: Path) -> None:
+    write_llamagen(tmp_path, text=True)
+    target = read_target(tmp_path, torch.float32).eval()
+    texts = ("a red tulip of", "blue")
+    captions = Captions(target, Split(torch.zeros(2, 1, 16, dtype=torch.uint16), texts, ("", "")))
+    both, start = captions(torch.tensor([0, 1]), 2)
+    drawn, begin = captions(torch.tensor([0, 1]), 1, torch.tensor([True, False]))
+    assert start is not None and begin is not None
+    assert torch.equal(drawn[0], both[2]) and torch.equal(drawn[1], both[1])
+    assert begin.tolist() == [start[2], start[1]]
