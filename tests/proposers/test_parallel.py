@@ -11,6 +11,7 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.base import Parts
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
+from lanternpp.training.features import visible
 from lanternpp.trees.shapes import EAGLE
 from lanternpp.trees.static import StaticTree
 
@@ -30,24 +31,26 @@ def engine(target, cfg: float, batch: int = 1, queries: int = 4) -> Engine:
 
 
 @pytest.mark.parametrize("cfg", [1.0, 3.0])
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, steps):
+@pytest.mark.parametrize(("steps", "said"), [(0, "hill"), (1, "hill"), (3, "hill"), (3, "sea")])
+def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, steps, said):
     """Off by one here would only lower the codes per pass, silently."""
     target, guidance = ToyTarget(), Guidance(cfg)
     loop = engine(target, cfg)
     drafter = loop.proposer.drafter
-    loop.admit(0, "hill", 5)
+    loop.admit(0, said, 5)
     for _ in range(steps):
         loop.step()
     count = int(loop.count[0])
     assert count + 5 < target.length, "the queries' places lie inside the picture"
     draft = loop.proposer.propose(loop.noise)
-    prompt = target.prompt(["hill"], guidance.branches)
+    prompt = target.prompt([said], guidance.branches)
+    assert prompt.start[0] == (said == "sea"), "one of the two is padded"
     codes = loop.codes[:, :count]
-    features = guidance.merge(target.states(prompt.embeds, guidance.rows(codes)))
+    read = torch.cat((prompt.embeds, target.embed(guidance.rows(codes))), 1)[:, :-1]
+    features = guidance.merge(target.decoder.teach(read, seen=visible(prompt.start, read.shape[1])))
     ahead = torch.cat((prompt.embeds[:1], target.embed(codes)), 1)[:, 1:]
     anchor = torch.tensor([features.shape[1] - 1])
-    first, more = drafter.teach(ahead, features, anchor, 4)
+    first, more = drafter.teach(ahead, features, anchor, 4, prompt.start[:1])
     for node in draft.probs[0].sum(-1).nonzero()[:, 0].tolist():  # every node with children
         depth = int(draft.tree.depth[0, node])
         if depth == 0:
