@@ -53,6 +53,9 @@ class DrafterSettings:
     lr: float = 1e-3
     noise: float = 0.2  # features are off by up to half of this
     drop_captions: float = 0.1  # only the paper's loss needs it: the others see every caption and none
+    rounds: int = (
+        1  # how often it looks, each time but the first at its own features (HASS, arXiv 2408.15766)
+    )
     inherit: bool = False  # begin as the target's last block: no better in short runs
     seed: int = 0
     decay: float = 0.995
@@ -67,6 +70,8 @@ class DrafterSettings:
             raise InputError(f"lr {self.lr} must lie between 0 and 1; 1e-4 to 1e-3 are usual.")
         if self.weight < 0 or self.noise < 0:
             raise InputError(f"weight {self.weight} and noise {self.noise} must be at least 0.")
+        if self.rounds < 1:
+            raise InputError(f"rounds {self.rounds} must be at least 1.")
         if not 0 <= self.drop_captions < 1:
             raise InputError(f"captions dropped {self.drop_captions} is a share: 0 or more, and below 1.")
 
@@ -155,11 +160,17 @@ class DrafterTask(Task):
             noise = (torch.rand_like(features, dtype=torch.float32) - 0.5) * self.options.noise
             wanted = features[:, prompts.shape[1] :]
             logits = merge(self.target.head(wanted))
-        seen = visible(start, ahead.shape[1])
-        guess = self.model.teach(ahead, (features + noise)[:, :-1].to(features.dtype), seen)
-        guess = guess[:, prompts.shape[1] - 1 :]
-        distribution = LOSSES[self.options.loss](merge(self.target.head(guess)), logits)
-        return F.smooth_l1_loss(guess.float(), wanted.float()), distribution
+        seen, first = visible(start, ahead.shape[1]), prompts.shape[1]
+        given = (features + noise)[:, :-1].to(features.dtype)
+        costs = []
+        for turn in range(self.options.rounds):
+            every = self.model.teach(ahead, given, seen)
+            guess, true = every[:, first - 1 + turn :], wanted[:, turn:]
+            distribution = LOSSES[self.options.loss](merge(self.target.head(guess)), logits[:, turn:])
+            costs.append(torch.stack((F.smooth_l1_loss(guess.float(), true.float()), distribution)))
+            given = torch.cat((features[:, :first], every[:, first - 1 : -1].to(features.dtype)), 1)
+        feature, distribution = torch.stack(costs).mean(0)
+        return feature, distribution
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
