@@ -30,6 +30,19 @@ def engine(target, cfg: float, batch: int = 1, queries: int = 4) -> Engine:
     return Engine(target, proposer, Exact(), SAMPLING, Guidance(cfg), batch)
 
 
+def step_and_recall(loop: Engine) -> torch.Tensor:
+    """A step, and what its pass showed at the places behind those it decided: [depth, D], 0 beyond the draft."""
+    looks = []
+    look, loop.look = loop.look, lambda draft: looks.append((draft, *look(draft))) or looks[0][1:]
+    before = int(loop.count[0])
+    loop.step()
+    loop.look = look
+    (draft, features, _), kept = looks[0], int(loop.count[0]) - before
+    features, depths = loop.guidance.merge(features)[0], draft.tree.depth[0].tolist()
+    spine = [features[depths.index(d)] if d in depths else features[0] * 0 for d in range(12)]
+    return torch.stack(spine[kept : kept + loop.proposer.depth])
+
+
 @pytest.mark.parametrize("cfg", [1.0, 3.0])
 @pytest.mark.parametrize(("steps", "said"), [(0, "hill"), (1, "hill"), (3, "hill"), (3, "sea")])
 def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, steps, said):
@@ -38,8 +51,12 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
     loop = engine(target, cfg)
     drafter = loop.proposer.drafter
     loop.admit(0, said, 5)
+    hints = torch.zeros(
+        1, 40, 16, dtype=torch.float64
+    )  # what each slot of the drafter is told of refused codes
     for _ in range(steps):
-        loop.step()
+        hint = step_and_recall(loop)
+        hints[0, target.slots + int(loop.count[0]) - 2] = hint[0]
     count = int(loop.count[0])
     assert count + 5 < target.length, "the queries' places lie inside the picture"
     draft = loop.proposer.propose(loop.noise)
@@ -49,8 +66,11 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
     read = torch.cat((prompt.embeds, target.embed(guidance.rows(codes))), 1)[:, :-1]
     features = guidance.merge(target.decoder.teach(read, seen=visible(prompt.start, read.shape[1])))
     ahead = torch.cat((prompt.embeds[:1], target.embed(codes)), 1)[:, 1:]
-    anchor = torch.tensor([features.shape[1] - 1])
-    first, more = drafter.teach(ahead, features, anchor, 4, prompt.start[:1])
+    anchor = torch.tensor([[features.shape[1] - 1]])
+    told = hints[:, : features.shape[1] + 4]
+    if steps:
+        told[0, features.shape[1] :] = hint[1:]
+    first, more = drafter.teach(ahead, features, anchor, 4, prompt.start[:1], told)
     for node in draft.probs[0].sum(-1).nonzero()[:, 0].tolist():  # every node with children
         depth = int(draft.tree.depth[0, node])
         if depth == 0:

@@ -11,7 +11,7 @@ from lanternpp.models import read_target
 from lanternpp.nn import checkpoints
 from lanternpp.targets.words import WordsConfig, WordsTarget
 from lanternpp.training.codes import Codes, Split
-from lanternpp.training.parallel import ParallelSettings, ParallelTask, train
+from lanternpp.training.parallel import Lessons, ParallelSettings, ParallelTask, train
 from lanternpp.training.run import Plan
 from lanternpp.vq.folder import read_vq
 
@@ -45,16 +45,16 @@ def test_every_level_is_judged_by_the_targets_guided_distribution_at_its_place(r
     made = task(ready, noise=0.0, loss="lk")
     index = torch.arange(3)
     codes = made.codes.train.pick(index, torch.zeros_like(index))
-    read = made.lessons(made.train, index, codes)
+    read = made.lessons(made.train, index, codes, torch.tensor([0, 3, 14]))
 
-    def knows(drafter: Any, given: Any, anchors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        level = torch.arange(1, made.options.levels)
-        return read.features[:, 1:], read.features[:, anchors[:, None] + 1 + level]
+    def knows(drafter: Any, read: Lessons, noise: Any = None) -> torch.Tensor:
+        level = torch.arange(made.options.levels)
+        slot = (read.anchors[0, :, None] + 1 + level).clamp(max=read.features.shape[1] - 1)
+        return read.features[:, slot]
 
     made.guess = knows  # type: ignore[method-assign]
-    figures = made.loss(read, torch.tensor([read.first - 1, read.first + 2]))
-    assert figures["accept"].item() == pytest.approx(1, abs=1e-5)
-    assert figures["accept_more"].item() == pytest.approx(1, abs=1e-5)
+    figures = made.loss(made.model, read)
+    assert figures["levels"].tolist() == pytest.approx([1] * 4, abs=1e-5)
     assert figures["loss"].item() == pytest.approx(0, abs=1e-5)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,6 @@ from lanternpp.training.codes import Codes, Variants, read_codes, tokenizer_of
 from lanternpp.training.data import Order
 from lanternpp.training.drafter import target_of
 from lanternpp.training.features import Captions, lessons
-from lanternpp.training.losses import acceptance
 from lanternpp.training.run import Plan, Task, averaged, run
 from lanternpp.training.target import spread
 
@@ -37,7 +37,7 @@ class ParallelSettings:
     batch_size: int = 16
     lr: float = 2e-3
     levels: int = 8  # of a draft
-    anchors: int = 24  # places of a picture to draft from, in a step
+    anchors: int = 32  # places of a picture to draft from, in a step
     fade: float = 0.85
     noise: float = 0.1  # features are off by up to half of this
     turn: int = 256
@@ -52,12 +52,14 @@ class ParallelSettings:
 
 @dataclass(frozen=True)
 class Lessons:
-    """What some pictures teach: S slots, of which the first T are the prompt's."""
+    """What some pictures teach: S slots, of which the first T are the prompt's, and drafts of `levels` behind A of them."""
 
     ahead: Tensor  # [B, S - 1, D] inputs one ahead
     features: Tensor  # [B, S, D] guided, float32
     first: int  # T
     start: Tensor | None  # [B] where prompts begin; None: all at slot 0
+    anchors: Tensor  # [B, A] slots
+    hints: Tensor | None = None  # [B, S - 1 + A * (levels - 1), D]
 
 
 class ParallelTask(Task):
@@ -93,6 +95,7 @@ class ParallelTask(Task):
             "target": origin,
         }
         self.model = ParallelDrafter(self.config, target.decoder.turns).float().to(device).train()
+        nn.init.zeros_(self.model.hint.weight)
         nn.init.zeros_(self.model.up.weight)
         nn.init.zeros_(self.model.up.bias)
         self.average = averaged(self.model)  # type: ignore[assignment]
@@ -111,54 +114,78 @@ class ParallelTask(Task):
         )
         self.train, self.val = Captions(target, codes.train), Captions(target, codes.val)
 
-    def lessons(self, captions: Captions, index: Tensor, codes: Tensor) -> Lessons:
-        """What pictures index [B] of codes [B, length] teach."""
+    def lessons(self, captions: Captions, index: Tensor, codes: Tensor, pick: Tensor) -> Lessons:
+        """What pictures index [B] of codes [B, length] teach, drafted behind the places pick [A] of their codes."""
         prompts, start = captions(index, self.guidance.branches)
         with torch.no_grad():
             ahead, features = lessons(self.target, prompts, self.guidance.rows(codes), start)
-        count = len(codes)
+        count, first = len(codes), prompts.shape[1]
         begin = None if start is None else start[:count]
-        return Lessons(ahead[:count], self.guidance.merge(features), prompts.shape[1], begin)
+        anchors = (first - 1 + pick).to(self.device).expand(count, -1)
+        return Lessons(ahead[:count], self.guidance.merge(features), first, begin, anchors)
+
+    def read(self, step: int) -> Lessons:
+        """What a step learns from."""
+        index, variant, generator = self.order(step)
+        codes = self.codes.train.pick(index, variant).to(self.device)
+        places = codes.shape[1] - self.options.levels
+        pick = torch.randperm(places, generator=generator)[: self.options.anchors].sort()[0]
+        return self.lessons(self.train, index, codes, pick)
+
+    def examine(self) -> Iterator[Lessons]:
+        """What is validated on."""
+        for part in spread(len(self.codes.val), 64).split(8):
+            codes = self.codes.val.pick(part, torch.zeros_like(part)).to(self.device)
+            pick = torch.arange(2, codes.shape[1] - self.options.levels, 13)
+            yield self.lessons(self.val, part, codes, pick)
 
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
         """One update."""
-        index, variant, generator = self.order(step)
-        codes = self.codes.train.pick(index, variant).to(self.device)
         with hardware.autocast(self.device):
-            read = self.lessons(self.train, index, codes)
-            places = read.features.shape[1] - read.first - self.options.levels
-            anchors = torch.randperm(places, generator=generator)[: self.options.anchors].sort()[0]
-            figures = self.loss(read, (read.first - 1 + anchors).to(self.device))
+            read = self.read(step)
+            noise = (torch.rand_like(read.features) - 0.5) * self.options.noise
+            figures = self.loss(self.model, read, noise)
         optimizer = self.optimizers["model"]
         optimizer.zero_grad()
         figures["loss"].backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         optimizer.step()
-        return figures
+        return {name: value for name, value in figures.items() if value.dim() == 0}
 
-    def loss(self, read: Lessons, anchors: Tensor) -> dict[str, Tensor]:
-        """What a step minimises, and the acceptance of the first level and of those after it; anchors [A] are slots."""
-        first, dtype = read.first, read.ahead.dtype
-        noise = (torch.rand_like(read.features) - 0.5) * self.options.noise
+    def loss(self, drafter: ParallelDrafter, read: Lessons, noise: Tensor | None = None) -> dict[str, Tensor]:
+        """What a step minimises, the acceptance at all levels, and that of each level [levels]."""
+        slots, width = read.features.shape[1:]
+        level = torch.arange(self.options.levels, device=read.anchors.device)
+        wanted = read.anchors[..., None] + 1 + level  # [B, A, levels] slots
+        there = (wanted < slots).float()
+        place = wanted.clamp(max=slots - 1).flatten(1)[..., None].expand(-1, -1, width)
+        dtype = read.ahead.dtype
         with torch.no_grad():
-            p = (
-                self.target.head(read.features[:, first:].to(dtype)).float().softmax(-1)
-            )  # of slots first..S - 1
-        one, more = self.guess(self.model, replace(read, features=read.features + noise), anchors)
-        level = torch.arange(1, self.options.levels, device=anchors.device)
-        wanted = anchors[:, None] + 1 + level - first  # [A, levels - 1]
-        cost, chance = self.cost(self.target.head(one[:, first - 1 :]), p)
-        costs, chances = self.cost(self.target.head(more), p[:, wanted])
+            p = self.target.head(read.features.gather(1, place).to(dtype)).float().softmax(-1)
+        cost, chance = self.cost(self.target.head(self.guess(drafter, read, noise).flatten(1, 2)), p)
+        cost, chance = (x.view_as(there) * there for x in (cost, chance))
+        counted = there.sum((0, 1)).clamp(min=1)
         fade = self.options.fade**level
-        loss = (cost.mean() + (costs.mean((0, 1)) * fade).sum()) / (1 + fade.sum())
-        return {"loss": loss, "accept": chance.mean(), "accept_more": chances.mean()}
+        loss = (cost.sum((0, 1)) / counted * fade).sum() / fade.sum()
+        levels = chance.sum((0, 1)) / counted
+        return {"loss": loss, "accept": levels.mean(), "levels": levels}
 
-    def guess(self, drafter: ParallelDrafter, read: Lessons, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """Features of the first level [B, S - 1, D] and, beyond the anchors, of the others [B, A, levels - 1, D]."""
+    def guess(self, drafter: ParallelDrafter, read: Lessons, noise: Tensor | None = None) -> Tensor:
+        """Features of every level behind the anchors, [B, A, levels, D]."""
         levels, ahead = self.options.levels - 1, read.ahead
-        one, more = drafter.teach(ahead, read.features[:, :-1].to(ahead.dtype), anchors, levels, read.start)
-        level = torch.arange(1, self.options.levels, device=anchors.device)
-        return one, drafter.after(more, ahead[:, anchors[:, None] + level])
+        given = read.features if noise is None else read.features + noise
+        given = given[:, :-1].to(ahead.dtype)
+        one, more = drafter.teach(ahead, given, read.anchors, levels, read.start, read.hints)
+
+        def at(x: Tensor, slot: Tensor) -> Tensor:
+            slot = slot.clamp(max=x.shape[1] - 1)
+            return x.gather(1, slot.flatten(1)[..., None].expand(-1, -1, x.shape[-1])).unflatten(
+                1, slot.shape[1:]
+            )
+
+        level = torch.arange(1, self.options.levels, device=ahead.device)
+        before = at(ahead, read.anchors[..., None] + level)
+        return torch.cat((at(one, read.anchors[..., None]), drafter.after(more, before)), 2)
 
     def cost(self, logits: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
         """logits and p [..., V] -> the loss and the acceptance at each place, [...]."""
@@ -174,27 +201,14 @@ class ParallelTask(Task):
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
         """Chance that a draft of each level is kept, and the codes per pass of a chain that follow from it."""
-        index = spread(len(self.codes.val), 64)
-        sums = torch.zeros(self.options.levels)
-        for part in index.split(8):
-            codes = self.codes.val.pick(part, torch.zeros_like(part)).to(self.device)
+        found = []
+        for read in self.examine():
             with hardware.autocast(self.device):
-                read = self.lessons(self.val, part, codes)
-                last = read.features.shape[1] - self.options.levels
-                anchors = torch.arange(read.first + 1, last, 13, device=self.device)
-                one, more = self.guess(self.average, read, anchors)
-                guesses = torch.cat((one[:, anchors, None], more), 2)
-                level = torch.arange(self.options.levels, device=self.device)
-                wanted = read.features[:, anchors[:, None] + 1 + level]
-                p = self.target.head(wanted.to(read.ahead.dtype))
-                chance = acceptance(self.target.head(guesses), p)
-            sums += chance.mean((0, 1)).cpu() * len(part) / len(index)
-        chain = 1 + sums.cumprod(0).sum().item()
-        return {
-            "refused": 1 - sums.mean().item(),
-            "chain": chain,
-            **{f"accept{i}": x for i, x in enumerate(sums.tolist())},
-        }
+                found.append(self.loss(self.average, read)["levels"])
+        levels = torch.stack(found).mean(0)
+        chain = 1 + levels.cumprod(0).sum().item()
+        named = {f"accept{i}": x for i, x in enumerate(levels.tolist())}
+        return {"refused": 1 - levels.mean().item(), "chain": chain, **named}
 
     @torch.no_grad()
     def sample(self, path: Path) -> None:
