@@ -154,7 +154,10 @@ class Decoder(nn.Module):
 
         At positions 0..T-1 or positions [b, T]; causal, or where seen [b, 1, T, T] is what each may see; b is B or 1.
         """
-        turns = self.turns[None, : x.shape[1]] if positions is None else self.turns[positions]
+        if positions is None:
+            turns = self.turns[None, : x.shape[1]]
+        else:
+            turns = self.turns[positions.clamp(max=self.turns.shape[0] - 1)]
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -18,6 +18,9 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.targets.base import Target
+from lanternpp.training.codes import Codes, Split
+from lanternpp.training.features import Captions
+from lanternpp.training.parallel import Lessons, ParallelSettings, ParallelTask
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Admission, Look
@@ -30,8 +33,8 @@ class Rollout:
     text: str | None
     codes: Tensor  # [length] int32
     kept: Tensor  # [C] int16 codes decided by each pass after the prefill
-    features: Tensor  # [C, N, D] bfloat16, guided, of every node of each pass
-    prompt: Tensor  # [T, D] bfloat16, guided
+    features: Tensor  # [C, N, D] guided, of every node of each pass, in the target's own dtype
+    prompt: Tensor  # [T, D] guided
     start: int  # the first slot of the conditional prompt
 
 
@@ -47,12 +50,12 @@ class Recorder(Parallel):
         """A sample enters."""
         super().begin(new)
         self.passes[new.slot] = []
-        features = self.guidance.merge(new.features)[0].to(torch.bfloat16)
+        features = self.guidance.merge(new.features)[0].to(new.features.dtype)
         self.prompts[new.slot] = features, int(new.prompt.start[0])
 
     def observe(self, look: Look) -> None:
         """A pass ends."""
-        features = self.guidance.merge(look.features).to(torch.bfloat16)
+        features = self.guidance.merge(look.features).to(look.features.dtype)
         for slot, kept in enumerate(look.verdict.kept.tolist()):
             if kept:
                 self.passes[slot].append((kept, features[slot].clone()))
@@ -105,3 +108,62 @@ def replay(rollout: Rollout, levels: int) -> tuple[Tensor, Tensor, Tensor]:
     )
     hints = torch.cat((torch.zeros_like(found[:1]), found * there[..., None]))
     return features, anchors, hints
+
+
+class RolloutTask(ParallelTask):
+    """A parallel drafter that learns from recorded runs: drafts begin where they did, with the hints they had."""
+
+    def __init__(
+        self,
+        settings: ParallelSettings,
+        layers: int,
+        target: Target,
+        rollouts: Sequence[Rollout],
+        held_out: int,
+        data: dict[str, str],
+        origin: str,
+        device: torch.device,
+    ):
+        self.rollouts = rollouts[held_out:], rollouts[:held_out]
+        codes = Codes(_split(self.rollouts[0]), _split(self.rollouts[1]), data)
+        super().__init__(settings, layers, target, codes, origin, device)
+
+    def read(self, step: int) -> Lessons:
+        """Some runs, and some of their passes."""
+        index, _, generator = self.order(step)
+        return self.drafts(self.train, self.rollouts[0], index, generator)
+
+    def examine(self) -> Iterator[Lessons]:
+        """The runs held out, passes spread over them."""
+        for part in torch.arange(len(self.rollouts[1])).split(8):
+            yield self.drafts(self.val, self.rollouts[1], part, torch.Generator().manual_seed(0))
+
+    def drafts(
+        self, captions: Captions, rollouts: Sequence[Rollout], index: Tensor, generator: torch.Generator
+    ) -> Lessons:
+        """Runs index [B], and `anchors` passes of each."""
+        prompts, start = captions(index, 1)
+        chosen = [rollouts[i] for i in index.tolist()]
+        codes = torch.stack([rollout.codes for rollout in chosen]).to(self.device, torch.int64)
+        embeds = self.target.embed(codes[:, :-1]).to(prompts.dtype)
+        ahead = torch.cat((prompts, embeds), 1)[:, 1:]
+        features, anchors, hints = [], [], []
+        levels, most = self.options.levels, self.options.anchors
+        for rollout in chosen:
+            known, slots, told = replay(rollout, levels)
+            pick = torch.randint(len(slots), (most,), generator=generator)
+            pick = torch.randperm(len(slots), generator=generator)[:most] if len(slots) >= most else pick
+            at_slots = torch.zeros_like(known[:-1])
+            at_slots[slots] = told[:, 0]
+            features.append(known)
+            anchors.append(slots[pick])
+            hints.append(torch.cat((at_slots, told[pick, 1:].flatten(0, 1))))
+        stacked = (torch.stack(x).to(self.device) for x in (features, anchors, hints))
+        known, slots, told = stacked
+        known = known if known.element_size() == 8 else known.float()
+        return Lessons(ahead, known, prompts.shape[1], start, slots, told.to(ahead.dtype))
+
+
+def _split(rollouts: Sequence[Rollout]) -> Split:
+    codes = torch.stack([rollout.codes for rollout in rollouts])[:, None]
+    return Split(codes, tuple(rollout.text or "" for rollout in rollouts), ("",) * len(rollouts))
