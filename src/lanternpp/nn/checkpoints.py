@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import hashlib
 import json
 import os
 import pickle
+import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +24,7 @@ Store = Literal["float32", "bfloat16", "int8"]
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+STALE = 600  # seconds after which what a killed process was writing is removed
 SCALE = ".scale"  # suffix of the tensor that undoes an int8 tensor
 
 
@@ -133,8 +136,8 @@ def read_pt(path: str | Path, mmap: bool = False) -> dict[str, Any]:
 
 def write_pt(path: str | Path, content: Mapping[str, Any]) -> None:
     """A `.pt` of tensors and plain containers, replaced as a whole."""
-    with replacing(Path(path)) as temporary:
-        torch.save(dict(content), temporary)
+    with replacing(Path(path)) as temporary, temporary.open("wb") as file:
+        torch.save(dict(content), file)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -160,11 +163,30 @@ class replacing:
     def __enter__(self) -> Path:
         return self.temporary
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
             os.replace(self.temporary, self.path)
-        else:
-            self.temporary.unlink(missing_ok=True)
+            return
+        self.temporary.unlink(missing_ok=True)
+        if is_full(error):
+            raise InputError(
+                f"{self.path} could not be written, the disk is full: free some room and run the command again."
+            ) from None
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that a disk, or a user's share of it, is full."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "errno", None) in full or any(os.strerror(code) in str(error) for code in full)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what `replacing` left in a folder when its process was killed."""
+    for path in folder.glob(".*.tmp"):
+        owner = path.name.split(".")[-2]
+        alive = Path(f"/proc/{owner}").exists() or not Path("/proc").is_dir()
+        if owner.isdecimal() and not alive and time.time() - path.stat().st_mtime > STALE:
+            path.unlink(missing_ok=True)
 
 
 def checksum(tensor: Tensor) -> str:

@@ -16,6 +16,7 @@ from lanternpp.nn.decoder import Decoder, Memory
 from lanternpp.nn.packed import pack
 from lanternpp.nn.sources import Source
 from lanternpp.types import Nodes, Prompt
+from lanternpp.vq.reading import Reader
 
 
 class PromptWarning(UserWarning):
@@ -76,6 +77,11 @@ class Target(nn.Module, ABC):
     def pixels(self, codes: Tensor) -> Tensor:
         """codes [B, length] -> images [B, 3, H, W] in [-1, 1]."""
 
+    @property
+    def conditions(self) -> Sequence[str]:
+        """Every condition that it can follow, where they can be listed; else none."""
+        return ()
+
     def expect(self, prompts: int) -> None:
         """So many prompts will be asked for again and again: keep of them what is slow to make."""
         return
@@ -83,6 +89,12 @@ class Target(nn.Module, ABC):
     def rest(self) -> None:
         """Let go of what makes prompts, where it is large; the next new prompt loads it again."""
         return
+
+    def reader(self) -> Reader:
+        """What its tokenizer makes of pictures. InputError where it only draws."""
+        raise InputError(
+            f"the tokenizer of this {type(self).__name__} only draws: use --self instead of --data."
+        )
 
     def constrain(self, logits: Tensor, index: Tensor) -> Tensor:
         """Forbid what the format forbids: logits [B, N, V] of the codes at `index` [B, N] of the image."""

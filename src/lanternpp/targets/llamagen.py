@@ -158,6 +158,11 @@ class LlamaGenTarget(Target):
         """Classes or texts -> [branches * b, T, D]; the unconditional rows are padded like their texts."""
         return self.condition.prompt(conditions, branches)
 
+    @property
+    def conditions(self) -> Sequence[str]:
+        """The numbers of the classes; texts cannot be listed."""
+        return [str(number) for number in range(self.config.classes or 0)]
+
     def expect(self, prompts: int) -> None:
         """Keep the features of so many more texts."""
         self.condition.expect(prompts)

@@ -22,6 +22,7 @@ from lanternpp.targets.base import PromptWarning, Target
 from lanternpp.types import Prompt
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ
+from lanternpp.vq.reading import Reader
 
 SILENT = frozenset(["a", "an", "the", "of", "photo", "photograph", "picture", "image", "and", "with"])
 
@@ -192,6 +193,10 @@ class WordsTarget(Target):
     def pixels(self, codes: Tensor) -> Tensor:
         """codes [B, length] -> images [B, 3, H, W] in [-1, 1]."""
         return self.vq.decode(codes)
+
+    def reader(self) -> Reader:
+        """Its tokenizer reads pictures too."""
+        return self.vq.reader()
 
     def folded(self) -> tuple[WordsConfig, dict[str, Tensor]]:
         """The same model with plain code tables: what is written to disk for inference."""

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from lanternpp.devices import half_width
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import CONFIG, checksum, digest, replacing
+from lanternpp.nn.checkpoints import CONFIG, digest, replacing, sweep
 from lanternpp.training.data import Order, Pictures, Rows, generator, read_rows
 from lanternpp.training.report import Report
 from lanternpp.vq.folder import read_vq
-from lanternpp.vq.model import VQ, channels_last
+from lanternpp.vq.reading import Reader
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,21 @@ def read_codes(
     data: Path, model: Path, crops: int, device: torch.device, limit: int | None = None, batch: int = 32
 ) -> Codes:
     """The codes of `data` under the tokenizer of `model`, from `model/codes` or encoded now into it."""
+    vq = read_vq(tokenizer_of(model), torch.bfloat16 if half_width(device) else torch.float32)
+    return codes_of(data, model / "codes", vq.to(device).reader(), crops, limit, batch)
+
+
+def codes_of(
+    data: Path, store: Path, reader: Reader, crops: int, limit: int | None = None, batch: int = 32
+) -> Codes:
+    """The codes that `reader` sees in the pictures of `data`, from the folder `store` or encoded now into it."""
     if crops < 1:
         raise InputError(f"crops {crops} must be at least 1.")
-    folder = tokenizer_of(model)
     rows = {split: read_rows(data, split) for split in ("train", "val")}
-    vq = read_vq(folder, torch.bfloat16 if half_width(device) else torch.float32)
-    parts = [checksum(tensor.view(torch.uint8)) for tensor in vq.encoder.state_dict().values()]
-    key = digest([*parts, checksum(vq.codebook), *(part.key for part in rows.values()), f"{crops} {limit}"])
-    path = model / "codes" / f"{key}.safetensors"
+    key = digest([*reader.key, *(part.key for part in rows.values()), f"{crops} {limit}"])
+    path = store / f"{key}.safetensors"
     if not path.is_file():
-        encode(data, rows, path, channels_last(vq).to(device), crops, limit, batch)
+        encode(data, rows, path, reader, crops, limit, batch)
     return load(path)
 
 
@@ -106,38 +111,36 @@ def load(path: Path) -> Codes:
 
 
 def encode(
-    data: Path, rows: dict[str, Rows], path: Path, vq: VQ, crops: int, limit: int | None, batch: int
+    data: Path, rows: dict[str, Rows], path: Path, reader: Reader, crops: int, limit: int | None, batch: int
 ) -> None:
     """Encode both splits and write them as one file, whole or not at all."""
-    if vq.config.codes > 2**16:
-        raise InputError(
-            f"a tokenizer of {vq.config.codes} codes is too large: training takes up to {2**16}."
-        )
+    if reader.codes > 2**16:
+        raise InputError(f"a tokenizer of {reader.codes} codes is too large: training takes up to {2**16}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     report = Report("codes", path.parent)
-    pictures = {split: Pictures.read(data, split, vq.config.size, limit) for split in rows}
+    pictures = {split: Pictures.read(data, split, reader.size, limit) for split in rows}
     train, val = pictures["train"], pictures["val"]
     total = len(train) * crops * 2 + len(val)
     report.say(
         f"encoding {len(train)} pictures x {crops} crops x 2 ways, and {len(val)} to validate: "
-        f"{total} x {vq.length} codes, {total * vq.length * 2 / 2**20:.0f} MiB in {path}"
+        f"{total} x {reader.length} codes, {total * reader.length * 2 / 2**20:.0f} MiB in {path}"
     )
     began, tally, spoken = time.monotonic(), 0, False
-    device = vq.codebook.device
+    sweep(path.parent)
     tensors = {
-        "train": torch.empty(len(train), 2 * crops, vq.length, dtype=torch.uint16),
-        "val": torch.empty(len(val), 1, vq.length, dtype=torch.uint16),
+        "train": torch.empty(len(train), 2 * crops, reader.length, dtype=torch.uint16),
+        "val": torch.empty(len(val), 1, reader.length, dtype=torch.uint16),
     }
     with report.bar(0.0):
         for name, split in pictures.items():
-            on = split.to(device)
+            on = split.to(reader.device)
             for variant in range(tensors[name].shape[1]):
                 parts = zip(
                     torch.arange(len(split)).split(batch), tensors[name][:, variant].split(batch), strict=True
                 )
                 for number, (index, into) in enumerate(parts):
                     images = on.centre(index) if name == "val" else view(on, index, variant, number)
-                    into.copy_(vq.encode(images))
+                    into.copy_(reader.encode(images))
                     tally += len(index)
                     gone = time.monotonic() - began
                     if not spoken and gone > 3:

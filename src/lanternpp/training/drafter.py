@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,24 +12,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.accept.exact import Exact
-from lanternpp.devices import half_width
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.engine.decode import Engine, generate
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
-from lanternpp.models import read_target
-from lanternpp.nn.checkpoints import CONFIG, WEIGHTS, checksum, digest, read_safetensors
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.targets.base import Target
 from lanternpp.training import hardware
-from lanternpp.training.codes import Codes, Variants, read_codes, tokenizer_of
+from lanternpp.training.codes import Codes, Variants, codes_of
 from lanternpp.training.data import Order
 from lanternpp.training.features import Captions, lessons, visible
 from lanternpp.training.losses import acceptance, refusal, soft_cross_entropy
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Plan, Task, averaged, run
+from lanternpp.training.samples import Own, asked, own_codes
 from lanternpp.training.target import spread
+from lanternpp.training.teacher import key_of, read_teacher
 from lanternpp.trees import build_tree
 
 LOSSES = {"paper": soft_cross_entropy, "guided": soft_cross_entropy, "lk": refusal}
@@ -97,7 +96,9 @@ class DrafterTask(Task):
         codes: Codes,
         origin: str,
         device: torch.device,
+        sampling: Sampling | None = None,
     ):
+        self.sampling = sampling or Sampling()
         torch.manual_seed(settings.seed)
         self.options, self.codes, self.device = settings, codes, device
         self.guidance = settings.guidance
@@ -222,7 +223,7 @@ class DrafterTask(Task):
         prompts = self.val.sayings[:DRAWN]
         proposer = TreeProposer(drafter, build_tree("eagle-25"))
         guidance = Guidance(self.options.cfg)
-        engine = Engine(self.target, proposer, Exact(), Sampling(), guidance, len(prompts))
+        engine = Engine(self.target, proposer, Exact(), self.sampling, guidance, len(prompts))
         harvests = generate(engine, list(prompts), list(range(len(prompts))))
         self.drawn = torch.stack([harvest.codes for harvest in harvests])
         return sum(sum(h.accepted) for h in harvests) / sum(len(h.accepted) for h in harvests)
@@ -254,31 +255,35 @@ def inherit(drafter: EagleDrafter, target: Target) -> None:
         drafter.fc.weight[:, dim:] += torch.eye(dim)
 
 
-def target_of(model: Path, dtype: torch.dtype) -> tuple[Target, str]:
-    """The trained target and a hash of its weights; an error that names the command where there is none."""
-    folder = model / "target"
-    if not (folder / CONFIG).is_file():
-        raise InputError(
-            f"{folder} holds no target: run `lanternpp train target --data DIR --model {model}` first."
-        )
-    return read_target(model, dtype), digest(
-        checksum(x.view(torch.uint8)) for x in read_safetensors(folder / WEIGHTS).values()
-    )
-
-
 def train(
-    data: Path,
-    model: Path,
+    data: Path | None,
+    model: str | Path,
     layers: int,
     settings: DrafterSettings,
     plan: Plan,
     crops: int = 2,
     limit: int | None = None,
+    own: Own | None = None,
+    follow: bool = False,
 ) -> bool:
-    """Train `model/drafter` on the codes of `data`; False if interrupted."""
+    """Train the drafter of `model` in the plan's folder; False if interrupted.
+
+    On the codes of the pictures in `data` or, where `own` says so, of pictures that the target draws.
+    follow: with the guidance that the model draws best with, where it says so.
+    """
     if layers < 1:
         raise InputError(f"layers {layers} must be at least 1.")
-    tokenizer_of(model)
-    target, origin = target_of(model, torch.bfloat16 if half_width(plan.device) else torch.float32)
-    codes = read_codes(data, model, crops, plan.device, limit)
-    return run(DrafterTask(settings, layers, target, codes, origin, plan.device), plan)
+    teacher = read_teacher(model, plan.folder, plan.device)
+    target = teacher.read()
+    origin, sampling = key_of(target), teacher.sampling(target)
+    if follow:
+        settings = replace(settings, cfg=float(teacher.defaults(target).get("cfg", settings.cfg)))
+    if own is not None:
+        words, guidance = asked(own, data, teacher.place, target), Guidance(settings.cfg)
+        codes = own_codes(target, origin, words, own, guidance, sampling, teacher.store)
+        target = teacher.again(target)
+    elif data is not None:
+        codes = codes_of(data, teacher.store, target.reader(), crops, limit)
+    else:
+        raise InputError("a drafter learns from pictures, --data DIR, or from the target's own, --self.")
+    return run(DrafterTask(settings, layers, target, codes, origin, plan.device, sampling), plan)

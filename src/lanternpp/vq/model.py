@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
+from lanternpp.nn.checkpoints import checksum
 from lanternpp.vq.quantiser import Quantiser
+from lanternpp.vq.reading import Reader
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -176,6 +178,19 @@ class VQ(nn.Module):
         if codes.ndim != 2 or codes.shape[1] != self.length:
             raise InputError(f"codes are {tuple(codes.shape)}; it draws from [B, {self.length}].")
         return self.render(self.codebook[codes].to(self.dtype)).clamp(-1, 1)
+
+    def reader(self) -> Reader:
+        """What it makes of pictures, as trainings ask for it; its convolutions are laid out channels last."""
+        channels_last(self)
+        plain = [
+            tensor.clone(memory_format=torch.contiguous_format)
+            for tensor in self.encoder.state_dict().values()
+        ]
+        parts = [checksum(tensor.view(torch.uint8)) for tensor in plain]
+        key = (*parts, checksum(self.codebook))
+        return Reader(
+            self.config.size, self.length, self.config.codes, key, self.encode, self.codebook.device
+        )
 
     @property
     def dtype(self) -> torch.dtype:

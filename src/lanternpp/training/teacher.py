@@ -1,0 +1,109 @@
+"""The frozen target that a drafter learns from, and where what is made for it goes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lanternpp.devices import half_width
+from lanternpp.engine.sampling import Sampling
+from lanternpp.errors import InputError
+from lanternpp.models import MODELS, model_folder, read_defaults, read_target
+from lanternpp.nn.checkpoints import CONFIG, checksum, digest
+from lanternpp.targets.base import Target
+
+SKETCH = 1 << 16  # numbers of a tensor that tell it from another
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A model to train a drafter for."""
+
+    model: str  # as it was named
+    place: Path  # its folder or file
+    out: Path  # of the drafter
+    device: torch.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the target computes in."""
+        return torch.bfloat16 if half_width(self.device) else torch.float32
+
+    def read(self) -> Target:
+        """The target on the device, frozen."""
+        target = read_target(self.place, self.dtype, self.device)
+        return target.eval().requires_grad_(False)
+
+    def again(self, target: Target) -> Target:
+        """A target that has drawn, ready to learn from: read anew where drawing has packed its weights."""
+        if not (self.device.type == "cpu" and self.dtype == torch.bfloat16):
+            return target
+        del target
+        return self.read()
+
+    @cached_property
+    def told(self) -> dict[str, Any]:
+        """What the model's folder says of how it draws best."""
+        return read_defaults(self.place) if self.place.is_dir() else {}
+
+    def defaults(self, target: Target) -> Mapping[str, Any]:
+        """How it draws best: as its folder says, or its family."""
+        return self.told or dict(target.defaults)
+
+    def sampling(self, target: Target) -> Sampling:
+        """How its codes are drawn."""
+        known = self.defaults(target)
+        return Sampling(
+            float(known.get("temperature", 1.0)), int(known.get("top_k", 0)), float(known.get("top_p", 1.0))
+        )
+
+    @property
+    def store(self) -> Path:
+        """Where codes and features of it are kept: beside it where that is the user's, else beside the drafter."""
+        return (self.place if owned(self.model) else self.out) / "codes"
+
+
+def read_teacher(model: str | Path, out: Path, device: torch.device) -> Teacher:
+    """The model by name, path or hub id. InputError where there is none, or its own target is still to train."""
+    place = Path(model)
+    if (place / "tokenizer" / CONFIG).is_file() and not (place / "target" / CONFIG).is_file():
+        raise InputError(
+            f"{place / 'target'} holds no target: run `lanternpp train target --data DIR --model {model}` first."
+        )
+    return Teacher(str(model), model_folder(str(model)), out, device)
+
+
+def owned(model: str | Path) -> bool:
+    """Whether a model is a folder of the user's, to write into."""
+    return str(model) not in MODELS and Path(model).is_dir() and os.access(model, os.W_OK)
+
+
+def drafter_folder(model: str | Path, out: Path | None) -> Path:
+    """Where the drafter goes: `out`, or `drafter` in the model's own folder. InputError where there is neither."""
+    if out is None and Path(model).exists() and not owned(model):
+        raise InputError(f"{model} is no folder to write to: name one for the drafter with --out DIR.")
+    if out is None and not Path(model).exists():
+        model_folder(str(model))  # the clearer error, where there is no such model
+        raise InputError(f"{model} is kept in a cache: name a folder for the drafter with --out DIR.")
+    return out or Path(model) / "drafter"
+
+
+def key_of(target: Target) -> str:
+    """A hash of a target's weights and of what it draws, from a part of every tensor."""
+    parts = [f"{type(target).__name__} {target.vocab} {target.width} {target.length} {target.slots}"]
+    for name, tensor in sorted(target.state_dict().items()):
+        parts += [name, str(tuple(tensor.shape)), checksum(sketch(tensor))]
+    return digest(parts)
+
+
+def sketch(tensor: Tensor) -> Tensor:
+    """At most `SKETCH` numbers of a tensor, evenly over it."""
+    flat = tensor.detach().flatten()
+    return flat[:: -(-flat.numel() // SKETCH) or 1]
