@@ -20,15 +20,15 @@ from lanternpp.errors import InputError
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.targets.base import Target
 from lanternpp.training import hardware
-from lanternpp.training.codes import Codes, Variants, codes_of
+from lanternpp.training.codes import Codes, Variants
 from lanternpp.training.data import Order
 from lanternpp.training.features import Captions, lessons, visible
 from lanternpp.training.losses import acceptance, refusal, soft_cross_entropy
+from lanternpp.training.material import gather
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Plan, Task, averaged, run
-from lanternpp.training.samples import Own, asked, own_codes
+from lanternpp.training.samples import Own
 from lanternpp.training.target import spread
-from lanternpp.training.teacher import key_of, read_teacher
 from lanternpp.trees import build_tree
 
 LOSSES = {"paper": soft_cross_entropy, "guided": soft_cross_entropy, "lk": refusal}
@@ -273,17 +273,8 @@ def train(
     """
     if layers < 1:
         raise InputError(f"layers {layers} must be at least 1.")
-    teacher = read_teacher(model, plan.folder, plan.device)
-    target = teacher.read()
-    origin, sampling = key_of(target), teacher.sampling(target)
-    if follow:
-        settings = replace(settings, cfg=float(teacher.defaults(target).get("cfg", settings.cfg)))
-    if own is not None:
-        words, guidance = asked(own, data, teacher.place, target), Guidance(settings.cfg)
-        codes = own_codes(target, origin, words, own, guidance, sampling, teacher.store)
-        target = teacher.again(target)
-    elif data is not None:
-        codes = codes_of(data, teacher.store, target.reader(), crops, limit)
-    else:
-        raise InputError("a drafter learns from pictures, --data DIR, or from the target's own, --self.")
-    return run(DrafterTask(settings, layers, target, codes, origin, plan.device, sampling), plan)
+    cfg = None if follow else settings.cfg
+    found = gather(model, plan.folder, plan.device, data, own, cfg, crops, limit)
+    settings = replace(settings, cfg=found.cfg)
+    task = DrafterTask(settings, layers, found.target, found.codes, found.origin, plan.device, found.sampling)
+    return run(task, plan)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lanternpp.devices import half_width
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
 from lanternpp.targets.base import Target
 from lanternpp.training import hardware
-from lanternpp.training.codes import Codes, Variants, read_codes, tokenizer_of
+from lanternpp.training.codes import Codes, Variants
 from lanternpp.training.data import Order
-from lanternpp.training.drafter import target_of
 from lanternpp.training.features import Captions, lessons
+from lanternpp.training.material import gather
 from lanternpp.training.run import Plan, Task, averaged, run
+from lanternpp.training.samples import Own
 from lanternpp.training.target import spread
 
 
@@ -220,18 +220,20 @@ class ParallelTask(Task):
 
 
 def train(
-    data: Path,
-    model: Path,
+    data: Path | None,
+    model: str | Path,
     layers: int,
     settings: ParallelSettings,
     plan: Plan,
     crops: int = 2,
     limit: int | None = None,
+    own: Own | None = None,
+    follow: bool = False,
 ) -> bool:
-    """Train `model/parallel` on the codes of `data`; False if interrupted."""
+    """Train a parallel drafter of `model` in the plan's folder; False if interrupted. See `drafter.train`."""
     if layers < 1:
         raise InputError(f"layers {layers} must be at least 1.")
-    tokenizer_of(model)
-    target, origin = target_of(model, torch.bfloat16 if half_width(plan.device) else torch.float32)
-    codes = read_codes(data, model, crops, plan.device, limit)
-    return run(ParallelTask(settings, layers, target, codes, origin, plan.device), plan)
+    cfg = None if follow else settings.cfg
+    found = gather(model, plan.folder, plan.device, data, own, cfg, crops, limit)
+    settings = replace(settings, cfg=found.cfg)
+    return run(ParallelTask(settings, layers, found.target, found.codes, found.origin, plan.device), plan)
