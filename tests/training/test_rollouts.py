@@ -11,7 +11,8 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.training.features import lessons
 from lanternpp.training.parallel import ParallelSettings
-from lanternpp.training.rollouts import Rollout, RolloutTask, record, replay
+from lanternpp.training.rollouts import RolloutTask
+from lanternpp.training.runs import Rollout, record, replay
 
 TEXTS = ["hill", "sea", "stone", "clouds", "a"]
 

@@ -1,113 +1,29 @@
-"""Runs of a target with a drafter, recorded: what the target showed in every pass, kept or refused.
-
-A drafter that hears what the target thought of refused codes can only learn it from runs of that kind.
-"""
+"""Training of a parallel drafter on recorded runs: drafts begin where they did, with the hints they had."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lanternpp.accept.exact import Exact
-from lanternpp.drafters.base import QueryDrafter
-from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
-from lanternpp.engine.sampling import Sampling
-from lanternpp.proposers.parallel import Parallel
+from lanternpp.drafters.parallel import ParallelDrafter
+from lanternpp.errors import InputError
+from lanternpp.nn import checkpoints
+from lanternpp.nn.checkpoints import CONFIG, checksum, digest
+from lanternpp.nn.sources import Source
 from lanternpp.targets.base import Target
 from lanternpp.training.codes import Codes, Split
 from lanternpp.training.features import Captions
+from lanternpp.training.material import gather
 from lanternpp.training.parallel import Lessons, ParallelSettings, ParallelTask
-from lanternpp.trees.shapes import chain
-from lanternpp.trees.static import StaticTree
-from lanternpp.types import Admission, Look
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """One picture drawn without loss, over C passes, from chains of N - 1 guesses."""
-
-    text: str | None
-    codes: Tensor  # [length] int32
-    kept: Tensor  # [C] int16 codes decided by each pass after the prefill
-    features: Tensor  # [C, N, D] guided, of every node of each pass, in the target's own dtype
-    prompt: Tensor  # [T, D] guided
-    start: int  # the first slot of the conditional prompt
-
-
-class Recorder(Parallel):
-    """A proposer that keeps what each pass showed, by slot of the batch."""
-
-    def __init__(self, drafter: QueryDrafter, depth: int):
-        super().__init__(drafter, StaticTree(chain(depth)))
-        self.passes: dict[int, list[tuple[int, Tensor]]] = {}
-        self.prompts: dict[int, tuple[Tensor, int]] = {}
-
-    def begin(self, new: Admission) -> None:
-        """A sample enters."""
-        super().begin(new)
-        self.passes[new.slot] = []
-        features = self.guidance.merge(new.features)[0].to(new.features.dtype)
-        self.prompts[new.slot] = features, int(new.prompt.start[0])
-
-    def observe(self, look: Look) -> None:
-        """A pass ends."""
-        features = self.guidance.merge(look.features).to(look.features.dtype)
-        for slot, kept in enumerate(look.verdict.kept.tolist()):
-            if kept:
-                self.passes[slot].append((kept, features[slot].clone()))
-        super().observe(look)
-
-
-def record(
-    target: Target,
-    drafter: QueryDrafter,
-    texts: Sequence[str | None],
-    cfg: float,
-    depth: int,
-    batch: int = 16,
-    seed: int = 0,
-) -> Iterator[Rollout]:
-    """A rollout per text, as they finish; seeds run from `seed` on."""
-    recorder = Recorder(drafter, depth)
-    engine = Engine(target, recorder, Exact(), Sampling(), Guidance(cfg), batch)
-    waiting, running = list(range(len(texts))), dict[int, int]()
-    while waiting or running:
-        for slot in engine.done():
-            if slot in running:
-                yield _rollout(engine, recorder, slot, texts[running.pop(slot)])
-            if waiting:
-                running[slot] = waiting.pop(0)
-                engine.admit(slot, texts[running[slot]], seed + running[slot])
-        if running:
-            engine.step()
-
-
-def _rollout(engine: Engine, recorder: Recorder, slot: int, text: str | None) -> Rollout:
-    kept, features = zip(*recorder.passes[slot], strict=True)
-    prompt, start = recorder.prompts[slot]
-    codes = engine.harvest(slot).codes.to(torch.int32)
-    return Rollout(text, codes, torch.tensor(kept, dtype=torch.int16), torch.stack(features), prompt, start)
-
-
-def replay(rollout: Rollout, levels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Guided features [S, D] of all slots, the slots [C] drafts began behind, and their hints [C, levels, D]."""
-    depth = rollout.features.shape[1] - 1
-    kept = rollout.kept.long()
-    node = torch.arange(depth + 1)
-    decided = rollout.features[node < kept[:, None]]  # [sum of kept, D], in order
-    features = torch.cat((rollout.prompt, decided))
-    anchors = len(rollout.prompt) - 1 + torch.cat((kept.new_zeros(1), kept.cumsum(0)[:-1]))
-    place = kept[:-1, None] + torch.arange(levels)  # nodes behind those a pass decided
-    there = place <= depth
-    found = rollout.features[:-1].gather(
-        1, place.clamp(max=depth)[..., None].expand(-1, -1, features.shape[-1])
-    )
-    hints = torch.cat((torch.zeros_like(found[:1]), found * there[..., None]))
-    return features, anchors, hints
+from lanternpp.training.run import Plan, run
+from lanternpp.training.runs import Rollout, recorded, replay
+from lanternpp.training.samples import HELD, LEAST, Own
 
 
 class RolloutTask(ParallelTask):
@@ -120,7 +36,7 @@ class RolloutTask(ParallelTask):
         target: Target,
         rollouts: Sequence[Rollout],
         held_out: int,
-        data: dict[str, str],
+        data: dict[str, Any],
         origin: str,
         device: torch.device,
     ):
@@ -167,3 +83,53 @@ class RolloutTask(ParallelTask):
 def _split(rollouts: Sequence[Rollout]) -> Split:
     codes = torch.stack([rollout.codes for rollout in rollouts])[:, None]
     return Split(codes, tuple(rollout.text or "" for rollout in rollouts), ("",) * len(rollouts))
+
+
+def train(
+    data: Path | None,
+    model: str | Path,
+    settings: ParallelSettings,
+    plan: Plan,
+    count: int,
+    own: Own | None = None,
+    follow: bool = False,
+    batch: int = 16,
+) -> bool:
+    """Go on with the parallel drafter in the plan's folder, on `count` runs of the target with it. False if interrupted.
+
+    What it was trained on, `data` or `own`, gives the prompts. Its state lies in a folder of its own below, and
+    the weights are replaced at the end.
+    """
+    folder = plan.folder
+    if not (folder / CONFIG).is_file():
+        raise InputError(
+            f"{folder} holds no parallel drafter to go on with: train one first, without --rollouts."
+        )
+    found = gather(model, folder, plan.device, data, own, None if follow else settings.cfg, 1, None)
+    source = Source.open(folder)
+    drafter = (
+        ParallelDrafter.read(source, found.target, found.teacher.dtype)
+        .to(plan.device)
+        .eval()
+        .requires_grad_(False)
+    )
+    origin = digest(checksum(tensor) for tensor in drafter.state_dict().values())
+    weights = {name: tensor.float() for name, tensor in drafter.state_dict().items()}
+    config = drafter.config
+    texts = [*found.codes.val.texts, *found.codes.train.texts]
+    held = min(len(found.codes.val), max(LEAST, count // HELD))
+    said = [*texts[:held], *(found.codes.train.texts[i % len(found.codes.train)] for i in range(count))]
+    runs = recorded(found, drafter, origin, said, config.queries + 1, batch, settings.seed + 1)
+    target = found.teacher.again(found.target)
+    settings = replace(settings, cfg=found.cfg, levels=config.queries + 1, turn=config.turn)
+    facts = {**found.codes.data, "runs": str(count), "drafter": origin}
+    task = RolloutTask(settings, config.layers, target, runs, held, facts, found.origin, plan.device)
+    task.model.load_state_dict(weights)
+    task.average.load_state_dict(weights)
+    below = replace(plan, folder=folder / "rollouts")
+    if not run(task, below):
+        return False
+    exported, tensors = task.export()
+    checkpoints.save(folder, exported, tensors, plan.store)
+    shutil.copyfile(below.folder / "provenance.json", folder / "provenance.json")
+    return True
