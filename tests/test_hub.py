@@ -109,6 +109,13 @@ def test_weights_of_one_format_come_with_what_stands_beside_them():
         "sub/x.pt",
         "sub/c.json",
     ]
+    both = ["t2i_XL.pt", "vq_ds16_c2i.pt", "vq_ds16_t2i.pt", "sub/vq_t2i.pt"]
+    assert choose(HubId("a/b", "t2i_XL.pt"), both) == ["t2i_XL.pt", "vq_ds16_t2i.pt"]
+    assert choose(HubId("a/b"), [both[0], both[2]]) == [both[0], both[2]]
+    assert choose(HubId("a/b", both[1]), both) == [both[1]]
+    assert choose(HubId("a/b"), ["m.safetensors", "vqgan.ckpt"]) == ["m.safetensors", "vqgan.ckpt"]
+    with pytest.raises(InputError, match=r"name one: a/b/t2i_XL\.pt"):
+        choose(HubId("a/b"), ["c2i_B.pt", *both][::-1])
     with pytest.raises(InputError, match=r"name one: a/b/x\.pt"):
         choose(HubId("a/b"), ["x.pt", "y.pt"])
     with pytest.raises(InputError, match="no weights"):

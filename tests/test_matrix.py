@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from toys import OracleDrafter, ToyTarget, eagle, neighbours, smaller
+from toys import OracleDrafter, ToyTarget, eagle, neighbours, parallel, smaller
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.cool import Cool
@@ -21,6 +21,7 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.independent import Independent
 from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.depth import DepthTree
 from lanternpp.trees.dynamic import DynamicTree
@@ -36,6 +37,9 @@ PROPOSERS = {
     "oracle tree": lambda target: TreeProposer(OracleDrafter(target), StaticTree(EAGLE)),
     "eagle2": lambda target: TreeProposer(eagle(target), DynamicTree(4, 3, 12)),
     "ddd": lambda target: TreeProposer(eagle(target), DepthTree(3, 4, 10, 1, math.log(0.7))),
+    "parallel chain": lambda target: Parallel(parallel(target), StaticTree(chain(4))),
+    "parallel tree": lambda target: Parallel(parallel(target, 2), StaticTree(BUSHY)),
+    "parallel eagle2": lambda target: Parallel(parallel(target), DynamicTree(3, 3, 9)),
     "independent chain": lambda target: Independent(smaller(target), StaticTree(chain(4))),
     "independent tree": lambda target: Independent(smaller(target), StaticTree(BUSHY)),
     "independent eagle2": lambda target: Independent(smaller(target), DynamicTree(3, 3, 9)),

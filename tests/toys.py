@@ -10,12 +10,14 @@ from torch import Tensor
 
 from lanternpp.drafters.base import Drafter
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.cache import RowCache
 from lanternpp.engine.decode import Engine
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
 from lanternpp.nn.rope import grid_table
 from lanternpp.proposers.drafted import Drafted
 from lanternpp.proposers.jacobi import Jacobi
+from lanternpp.proposers.parallel import Parallel
 from lanternpp.targets.base import Target
 from lanternpp.types import Nodes, Prompt
 
@@ -170,6 +172,11 @@ def admit_all(engine: Engine, seeds: Tensor) -> None:
         proposer.cache.used.fill_(target.slots)
         first = engine.guidance.rows(target.embed(root[:, None]))
         proposer.features[:, :1] = proposer.look(root[:, None], first, None, None)
+    if isinstance(proposer, Parallel):
+        proposer.cache.start.fill_(target.slots - 1)  # of the prompt it has seen the last slot alone
+        proposer.cache.used.fill_(target.slots - 1)
+        proposer.ahead[:, 0], proposer.features[:, 0] = target.embed(root), 0
+        proposer.waiting.fill_(1)
     if isinstance(proposer, Jacobi):
         proposer.seen.zero_()
         proposer.held.zero_()
@@ -192,6 +199,18 @@ def neighbours(book: Tensor, k: int) -> Tensor:
     """The k nearest codes of every code by l2, nearest first, itself excluded, [V, k]."""
     far = torch.cdist(book, book).fill_diagonal_(float("inf"))
     return far.argsort(-1)[:, :k].int()
+
+
+def parallel(target: ToyTarget, queries: int = 4) -> ParallelDrafter:
+    """A random drafter whose queries and turning layers matter."""
+    torch.manual_seed(3)
+    dim = target.embed(torch.zeros(1, 1, dtype=torch.int64)).shape[-1]
+    heads = max(1, dim // 8)
+    turns = grid_table(target.slots, target.width, dim // heads)
+    drafter = ParallelDrafter(ParallelConfig(dim, heads, 24, queries=queries, turn=12), turns)
+    for weight in drafter.parameters():
+        weight.data.mul_(4 if weight.dim() == 2 else 1)
+    return drafter.double().eval().requires_grad_(False)
 
 
 def eagle(target: Target, seed: int = 1) -> EagleDrafter:

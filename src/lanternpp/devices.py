@@ -12,6 +12,7 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+INT8 = "int8"  # weights in 8 bits
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -32,17 +33,24 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """A dtype by name; auto: bfloat16 where products run at half width (CUDA, AMX, AVX-512-BF16), else float32."""
-    if name == "auto":
-        return torch.bfloat16 if half_width(device) else torch.float32
+    """A dtype by name; auto: the half-width one that this device multiplies in, else float32.
+
+    int8 is how weights are stored, not what they are multiplied in: for it, the dtype is that of auto.
+    """
+    if name in ("auto", INT8):
+        return half_width(device) or torch.float32
     if name not in DTYPES:
-        raise InputError(f"dtype {name!r} is unknown; use auto, {', '.join(DTYPES)}")
+        raise InputError(f"dtype {name!r} is unknown; use auto, {', '.join(DTYPES)} or {INT8}")
     return DTYPES[name]
 
 
-def half_width(device: torch.device) -> bool:
-    """Whether bfloat16 matrix products have hardware of their own on this device."""
+def half_width(device: torch.device) -> torch.dtype | None:
+    """The 16-bit dtype whose matrix products have hardware of their own: on a GPU bfloat16 or, before Ampere,
+    float16; on a CPU bfloat16 with AMX or AVX-512-BF16. None where there is none.
+    """
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if native else torch.float16
     probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+    found = any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+    return torch.bfloat16 if found else None

@@ -17,6 +17,7 @@ from lanternpp.errors import InputError
 
 SAFE, PICKLED = (".safetensors",), (".pt", ".pth", ".bin")
 BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".yaml")  # configs and tokenizers
+VQ_FILE = re.compile(r"vq.*\.(safetensors|pt|pth|bin|ckpt)")
 PATIENCE = 10.0  # seconds until the hub counts as unreachable
 FORM = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+))?(?:@(?P<revision>[\w./-]+))?")
 
@@ -50,7 +51,8 @@ def fetch(wanted: HubId) -> Path:
     """The folder, or the file, of a hub id on this machine; what is missing is fetched.
 
     Only weights of one format come, safetensors where there are any, with the configs and tokenizers
-    beside them. Without a network, what was fetched before serves. Raises InputError.
+    beside them, and image tokenizers that lie apart from their targets: beside a file, the one most like it
+    in name. Without a network, what was fetched before serves. Raises InputError.
     """
     quiet()
     try:
@@ -120,22 +122,43 @@ def choose(wanted: HubId, files: Sequence[str]) -> list[str]:
             held = ", ".join(name for name in files if PurePosixPath(name).suffix in SAFE + PICKLED)
             raise InputError(f"{wanted.repo} holds no {wanted.file}; its weights are: {held or 'none'}")
         folder = PurePosixPath(wanted.file).parent
-        return [wanted.file, *(name for name in beside if PurePosixPath(name).parent == folder)]
+        near = [name for name in beside if PurePosixPath(name).parent == folder]
+        return [wanted.file, *tokenizer_of(wanted.file, files), *near]
     for suffixes in (SAFE, PICKLED):
         weights = [name for name in files if PurePosixPath(name).suffix in suffixes]
         if not weights:
             continue
-        if (
-            suffixes == PICKLED
-            and len(weights) > 1
-            and not any(name.endswith(".index.json") for name in files)
-        ):
+        targets = [name for name in weights if not is_vq(name)] or weights
+        indexed = any(name.endswith(".index.json") for name in files)
+        if suffixes == PICKLED and len(targets) > 1 and not indexed:
             named = ", ".join(weights[:10])
             raise InputError(
-                f"{wanted.repo} holds several checkpoints ({named}); name one: {wanted.repo}/{weights[0]}"
+                f"{wanted.repo} holds several checkpoints ({named}); name one: {wanted.repo}/{targets[0]}"
             )
-        return [*weights, *beside]
+        return [*weights, *(name for name in files if is_vq(name) and name not in weights), *beside]
     raise InputError(f"{wanted.repo} holds no weights (.safetensors, .pt, .pth or .bin)")
+
+
+def tokenizer_of(file: str, files: Sequence[str]) -> list[str]:
+    """The image tokenizer that lies beside a checkpoint: of those there, the one whose name is most like its own.
+
+    Like names share words: of vq_ds16_c2i.pt and vq_ds16_t2i.pt the second goes with t2i_XL_stage1_256.pt.
+    """
+    path = PurePosixPath(file)
+    beside = [name for name in sorted(files) if is_vq(name) and PurePosixPath(name).parent == path.parent]
+    if file in beside or not beside:
+        return []
+    return [max(beside, key=lambda name: len(words(name) & words(file)))]
+
+
+def is_vq(file: str) -> bool:
+    """Whether a file is an image tokenizer apart from its target, by its name."""
+    return VQ_FILE.fullmatch(PurePosixPath(file).name) is not None
+
+
+def words(file: str) -> set[str]:
+    """The words of a file's name."""
+    return set(re.split(r"[\W_]+", PurePosixPath(file).stem))
 
 
 def cached(wanted: HubId, why: UnreachableError) -> Path:

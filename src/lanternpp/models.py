@@ -17,6 +17,7 @@ from lanternpp.drafters.base import Drafter
 from lanternpp.errors import InputError
 from lanternpp.hub import fetch, hub_id
 from lanternpp.nn.checkpoints import load_config
+from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
 from lanternpp.nn.packed import pack
 from lanternpp.nn.shards import PICKLED, SAFE
 from lanternpp.nn.sources import Source
@@ -29,6 +30,8 @@ MODELS = {
     "nature-128": "128 px photos of flowers and landscapes from a prompt of words; shipped in this package"
 }
 DEFAULTS = "defaults.json"
+DRAWERS = {"drafter": "drafter", "parallel": "parallel drafter"}  # folders of a model, and what is in them
+PROBE = 64  # codes over which rounding to 8 bits is measured
 
 
 def model_folder(model: str) -> Path:
@@ -114,7 +117,8 @@ class Model:
 
     Plain, their weights are packed for passes over few rows; compiled, they go through torch.compile, which
     arranges weights by itself. `drafter` names another folder for whatever drafts than the model's own;
-    `size`, as "768x512", is for families that draw more than one.
+    `size`, as "768x512", is for families that draw more than one. `int8`: the target's weights are kept in 8 bits,
+    and `effect` is what that did to its logits.
     """
 
     def __init__(
@@ -125,23 +129,28 @@ class Model:
         dtype: torch.dtype,
         compiled: bool = False,
         size: str | None = None,
+        int8: bool = False,
     ):
         self.folder, self.device, self.dtype, self.compiled = folder, device, dtype, compiled
-        self.size = size
+        self.size, self.int8 = size, int8
+        self.effect: Effect | None = None
+        if int8:
+            require()
         self._other = model_folder(drafter) if drafter else None
+        self._drafters: dict[str, Drafter] = {}
         if compiled:
             check_compiler(device)
 
     def compile(self) -> Model:
         """The same model, compiled."""
-        other = Model(self.folder, None, self.device, self.dtype, True, self.size)
+        other = Model(self.folder, None, self.device, self.dtype, True, self.size, self.int8)
         other._other = self._other
         return other
 
     @cached_property
     def target(self) -> Target:
         """The target; InputError names what is wrong with a file."""
-        return self._read(self.folder, self.size)
+        return self._read(self.folder, self.size, self.int8)
 
     @cached_property
     def smaller(self) -> Target:
@@ -154,26 +163,44 @@ class Model:
             )
         return self._read(source, self.size)
 
-    def _read(self, folder: Path, size: str | None) -> Target:
+    def _read(self, folder: Path, size: str | None, int8: bool = False) -> Target:
         """The target of a model, prepared for inference."""
         source, family = target_source(folder, {"size": size} if size else None)
         if size and not family.any_size:
             raise InputError(f"{folder.name} draws pictures of one size; leave out --size {size}")
         target = family.read(source, self.dtype, self.device)
         target.eval().requires_grad_(False)
+        if int8:
+            self.effect = in_eight_bits(target)
         if self.compiled:
             target.compile(dynamic=False)
         else:
             target.pack()
         return target
 
-    @cached_property
+    @property
     def drafter(self) -> Drafter:
-        """The drafter; InputError names what is wrong with a file, or that it is another target's."""
+        """The drafter that looks beyond a code at a time; InputError as `drafting`."""
+        return self.drafting("drafter")
+
+    def drafting(self, kind: str) -> Drafter:
+        """The other folder's drafter, or the model's own in its folder `kind`, read once.
+
+        InputError names what is wrong with a file, or that it is another target's.
+        """
+        if kind not in self._drafters:
+            self._drafters[kind] = self._drafter(kind)
+        return self._drafters[kind]
+
+    def _drafter(self, kind: str) -> Drafter:
         folder = self._other or self.folder
-        inside = folder / "drafter"
+        inside = folder / kind
+        if self._other and not inside.is_dir():
+            inside = folder / "drafter"
         if not inside.is_dir() and folder == self.folder:
-            raise InputError(f"{self.folder} comes without a drafter; name one with --drafter, or train one")
+            raise InputError(
+                f"{self.folder} comes without a {DRAWERS[kind]}; name one with --drafter, or train one"
+            )
         source = Source.open(inside if inside.is_dir() else folder)
         drafter = recognised("drafter", source, DRAFTERS).read(source, self.target, self.dtype)
         drafter.eval().requires_grad_(False).to(self.device)
@@ -182,6 +209,19 @@ class Model:
         else:
             pack(drafter)
         return drafter
+
+
+@torch.inference_mode()
+def in_eight_bits(target: Target) -> Effect:
+    """Store a target's layers in 8 bits; what that did to its logits after the null prompt and some random codes."""
+    codes = torch.randint(
+        target.vocab, (1, min(PROBE, target.length)), generator=torch.Generator().manual_seed(0)
+    )
+    codes, prompt = codes.to(target.decoder.turns.device), target.prompt([None], 1).embeds
+    before, size = target.head(target.teach(prompt, codes)), weight_bytes(target.decoder)
+    quantise(target.decoder)
+    after = target.head(target.teach(prompt, codes))
+    return compared(before, after, (size, weight_bytes(target.decoder)))
 
 
 def check_compiler(device: torch.device) -> None:

@@ -14,12 +14,13 @@ from PIL import Image
 from torch import Tensor
 
 import lanternpp
-from lanternpp.devices import pick_device, pick_dtype
+from lanternpp.devices import INT8, pick_device, pick_dtype
 from lanternpp.engine.decode import Engine, Harvest, generate
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.models import MODELS, Model, model_folder, read_defaults
+from lanternpp.nn.int8 import Effect
 from lanternpp.settings import Settings, build_proposer, build_rule, resolve
 from lanternpp.vq.neighbours import cache_folder, neighbours
 
@@ -79,12 +80,15 @@ class Pipeline:
         """A model by name, path or hub id; `drafter` likewise (default: the model's own).
 
         size: "768x512", width first, or "768", in pixels, for models that draw more than one size.
+        dtype: float32, bfloat16, float16, float64, or auto, the fastest here; int8 keeps the target's weights in
+        8 bits and computes in auto's dtype.
         Raises InputError where a name is unknown or a file is missing, truncated or of another model.
         """
         folder, on = model_folder(model), pick_device(device)
         named = model in MODELS or not Path(model).exists()
         name = model if named else folder.resolve().stem if folder.is_file() else folder.name
-        return cls(Model(folder, drafter, on, pick_dtype(dtype, on), size=size), name)
+        kind = pick_dtype(dtype, on)
+        return cls(Model(folder, drafter, on, kind, size=size, int8=dtype == INT8), name)
 
     def __call__(
         self,
@@ -121,13 +125,25 @@ class Pipeline:
             raise InputError(f"top-k {settings.top_k} exceeds the {self.target.vocab} codes of {self.name}")
         return settings
 
+    @property
+    def dtype(self) -> str:
+        """What the target computes in, such as "bfloat16"; "int8, bfloat16" where its weights have 8 bits."""
+        model = self._models[False]
+        computed = str(model.dtype).removeprefix("torch.")
+        return f"{INT8}, {computed}" if model.int8 else computed
+
+    @property
+    def effect(self) -> Effect | None:
+        """What weights in 8 bits did to the target's logits; None where they have their own dtype."""
+        return self._models[False].effect
+
     def engine(self, settings: Settings) -> Engine:
         """The engine for these settings, made once and kept."""
         if settings not in self._engines:
             model = self._model(settings.compile)
             self._engines[settings] = Engine(
                 model.target,
-                build_proposer(settings, lambda: model.drafter, lambda: model.smaller),
+                build_proposer(settings, model.drafting, lambda: model.smaller),
                 build_rule(settings, self.table),
                 Sampling(settings.temperature, settings.top_k, settings.top_p),
                 Guidance(settings.cfg),
@@ -183,8 +199,9 @@ class Pipeline:
         accepted = [count for h in harvests for count in h.accepted]
         spent = [h.tv_spent for h in harvests if h.tv_spent is not None]
         codes = sum(accepted)
-        dtype = str(next(self.target.parameters()).dtype).removeprefix("torch.")
-        where = {"device": str(next(self.target.parameters()).device), "dtype": dtype}
+        where: dict[str, Any] = {"device": str(next(self.target.parameters()).device), "dtype": self.dtype}
+        if self.effect:
+            where["int8"] = asdict(self.effect)
         return Stats(
             method=settings.method,
             model=self.name,

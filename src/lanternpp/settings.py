@@ -94,7 +94,7 @@ def build_rule(settings: Settings, table: Callable[[int], Tensor]) -> Acceptance
 
 
 def build_proposer(
-    settings: Settings, drafter: Callable[[], Drafter], smaller: Callable[[], Target]
+    settings: Settings, drafter: Callable[[str], Drafter], smaller: Callable[[], Target]
 ) -> Proposer:
     """The proposer, with the network it asks for. InputError where a dial is wrong."""
     parts = Parts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from laws import additive, chi_square, drawn, multiplicative, no_relax, point_round_law, round_law, tally
-from toys import MarkovTarget, NoisyMarkovDrafter, OtherMarkovDrafter, admit_all
+from toys import MarkovTarget, NoisyMarkovDrafter, OtherMarkovDrafter, admit_all, parallel
 
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
@@ -18,6 +18,7 @@ from lanternpp.engine.verify import verify
 from lanternpp.proposers.independent import Independent
 from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.shapes import chain
@@ -36,6 +37,7 @@ FULL = ((0,), (1,), (2,), (0, 0), (1, 0), (2, 0), (2, 1))
 LOSSLESS = {
     "nothing": lambda target: Nothing(),
     "chain, flatter q": lambda target: TreeProposer(NoisyMarkovDrafter(target), StaticTree(chain(2))),
+    "all levels at once": lambda target: Parallel(parallel(target), StaticTree(BUSHY)),
     "fewer codes than children": lambda target: TreeProposer(
         OtherMarkovDrafter(target, HOLES), StaticTree(FULL)
     ),

@@ -2,16 +2,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import ToyTarget
+from toys import ToyTarget, parallel
 
 from lanternpp.accept.exact import Exact
-from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.base import Parts
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
+from lanternpp.training.features import visible
 from lanternpp.trees.shapes import EAGLE
 from lanternpp.trees.static import StaticTree
 
@@ -25,39 +25,52 @@ def without_gradients():
         yield
 
 
-def parallel(target: ToyTarget, queries: int = 4) -> ParallelDrafter:
-    """A random drafter whose queries and turning layers matter."""
-    torch.manual_seed(3)
-    drafter = ParallelDrafter(ParallelConfig(16, 2, 24, queries=queries, turn=12), target.decoder.turns)
-    for weight in drafter.parameters():
-        weight.data.mul_(4 if weight.dim() == 2 else 1)
-    return drafter.double().eval().requires_grad_(False)
-
-
 def engine(target, cfg: float, batch: int = 1, queries: int = 4) -> Engine:
     proposer = Parallel(parallel(target, queries), StaticTree(EAGLE))
     return Engine(target, proposer, Exact(), SAMPLING, Guidance(cfg), batch)
 
 
+def step_and_recall(loop: Engine) -> torch.Tensor:
+    """A step, and what its pass showed at the places behind those it decided: [depth, D], 0 beyond the draft."""
+    looks = []
+    look, loop.look = loop.look, lambda draft: looks.append((draft, *look(draft))) or looks[0][1:]
+    before = int(loop.count[0])
+    loop.step()
+    loop.look = look
+    (draft, features, _), kept = looks[0], int(loop.count[0]) - before
+    features, depths = loop.guidance.merge(features)[0], draft.tree.depth[0].tolist()
+    spine = [features[depths.index(d)] if d in depths else features[0] * 0 for d in range(12)]
+    return torch.stack(spine[kept : kept + loop.proposer.depth])
+
+
 @pytest.mark.parametrize("cfg", [1.0, 3.0])
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, steps):
+@pytest.mark.parametrize(("steps", "said"), [(0, "hill"), (1, "hill"), (3, "hill"), (3, "sea")])
+def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, steps, said):
     """Off by one here would only lower the codes per pass, silently."""
     target, guidance = ToyTarget(), Guidance(cfg)
     loop = engine(target, cfg)
     drafter = loop.proposer.drafter
-    loop.admit(0, "hill", 5)
+    loop.admit(0, said, 5)
+    hints = torch.zeros(
+        1, 40, 16, dtype=torch.float64
+    )  # what each slot of the drafter is told of refused codes
     for _ in range(steps):
-        loop.step()
+        hint = step_and_recall(loop)
+        hints[0, target.slots + int(loop.count[0]) - 2] = hint[0]
     count = int(loop.count[0])
     assert count + 5 < target.length, "the queries' places lie inside the picture"
     draft = loop.proposer.propose(loop.noise)
-    prompt = target.prompt(["hill"], guidance.branches)
+    prompt = target.prompt([said], guidance.branches)
+    assert prompt.start[0] == (said == "sea"), "one of the two is padded"
     codes = loop.codes[:, :count]
-    features = guidance.merge(target.states(prompt.embeds, guidance.rows(codes)))
+    read = torch.cat((prompt.embeds, target.embed(guidance.rows(codes))), 1)[:, :-1]
+    features = guidance.merge(target.decoder.teach(read, seen=visible(prompt.start, read.shape[1])))
     ahead = torch.cat((prompt.embeds[:1], target.embed(codes)), 1)[:, 1:]
-    anchor = torch.tensor([features.shape[1] - 1])
-    first, more = drafter.teach(ahead, features, anchor, 4)
+    anchor = torch.tensor([[features.shape[1] - 1]])
+    told = hints[:, : features.shape[1] + 4]
+    if steps:
+        told[0, features.shape[1] :] = hint[1:]
+    first, more = drafter.teach(ahead, features, anchor, 4, prompt.start[:1], told)
     for node in draft.probs[0].sum(-1).nonzero()[:, 0].tolist():  # every node with children
         depth = int(draft.tree.depth[0, node])
         if depth == 0:
@@ -90,7 +103,8 @@ def test_levels_beyond_the_trained_ones_repeat_the_last_query():
     assert torch.allclose(draft.probs[draft.probs.sum(-1) > 0].sum(-1), torch.ones(()).double())
 
 
-def test_a_tree_proposer_is_whatever_its_drafter_asks_for():
+@pytest.mark.parametrize("named", [TreeProposer, Parallel])
+def test_a_drafter_brings_its_own_proposer(named):
     drafter = parallel(ToyTarget())
-    parts = Parts(lambda: drafter, lambda: None, lambda: StaticTree(EAGLE))
-    assert type(TreeProposer.build(parts)) is Parallel
+    parts = Parts(lambda folder: drafter, lambda: None, lambda: StaticTree(EAGLE))
+    assert type(named.build(parts)) is Parallel

@@ -117,6 +117,27 @@ def test_it_learns_six_pictures_by_heart(ready: Path, loss: str) -> None:
     assert after[loss] < before[loss]
 
 
+def test_a_second_round_reads_the_drafters_own_features(ready: Path) -> None:
+    """As it does at the second level of a draft; the first round is the loss of one round."""
+    index = torch.arange(6)
+    found = {}
+    for rounds in (1, 2):
+        made = task(ready, loss="guided", cfg=3.0, noise=0.0, rounds=rounds)
+        codes = made.codes.train.pick(index, torch.zeros_like(index))
+        found[rounds] = made.loss(*made.train(index, 2), codes)[1].item()
+    with torch.no_grad():
+        prompts, _ = made.train(index, 2)
+        ahead, features = lessons(made.target, prompts, codes.repeat(2, 1))
+        first = made.model.teach(ahead, features[:, :-1])
+        own = torch.cat((features[:, :3], first[:, 2:-1]), 1)
+        second = made.model.teach(ahead, own)[:, 3:]
+        p, q = (Guidance(3.0).merge(made.target.head(x)) for x in (features[:, 4:], second))
+    wanted = (found[1] + losses.soft_cross_entropy(q, p).item()) / 2
+    assert found[2] == pytest.approx(wanted, rel=1e-5)
+    with pytest.raises(InputError, match="rounds 0 must be at least 1"):
+        DrafterSettings(rounds=0)
+
+
 def test_the_target_does_not_move(ready: Path) -> None:
     made = task(ready)
     before = {name: tensor.clone() for name, tensor in made.target.state_dict().items()}

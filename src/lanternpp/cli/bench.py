@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lanternpp.cli import options as opt
-from lanternpp.cli.terminal import progress_bar
+from lanternpp.cli.terminal import progress_bar, tell_effect
 from lanternpp.errors import InputError
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def bench(
 
     asked = read_prompts(prompts, model_folder(model))
     pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype)
+    tell_effect(pipe.effect)
     shared = {"cfg": cfg, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     shared |= {"batch_size": batch_size or 1, "compile": compile}
     race = Race(pipe, field, asked, n, seed, shared, measure)

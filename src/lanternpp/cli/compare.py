@@ -14,7 +14,7 @@ import typer
 from lanternpp.cli import options as opt
 from lanternpp.cli.output import notes, png_path
 from lanternpp.cli.overrides import check, takes_overrides
-from lanternpp.cli.terminal import Progress, progress_bar
+from lanternpp.cli.terminal import Progress, progress_bar, tell_effect
 from lanternpp.methods import METHODS
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def compare(
     from lanternpp.picture import save_png
 
     pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
+    tell_effect(pipe.effect)
 
     def draw(name: str, **options: Any) -> Result:
         return pipe(prompt, n=n, seed=seed, method=name, **options)
@@ -174,6 +175,7 @@ def show(prompt: str, base: Side, side: Side, speedup: float) -> None:
 
     runs, spread = len(base.results), max(base.spread, side.spread)
     caption = f"medians of {runs} runs; slowest / fastest: {spread:.2f}" if runs > 1 else "one run"
+    caption += f"; {base.last.stats.settings['dtype']} on {base.last.stats.settings['device']}"
     table = Table(title=Text(prompt), caption=caption, title_justify="left")
     table.add_column("method")
     headings = ["seconds / picture", "passes / picture", "codes / pass", "speed-up"]

@@ -12,10 +12,12 @@ import typer
 from lanternpp.cli.models import megabytes, size
 from lanternpp.errors import InputError
 
-PARTS = ("tokenizer", "target", "drafter")
+PARTS = ("tokenizer", "target", "drafter", "parallel")
 STORES = ("float32", "bfloat16", "int8")
 
-Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder, or a published checkpoint.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A model folder, a published checkpoint, or a hub id.")
+]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Where to write; made where it is missing.")]
 Storage = Annotated[
     str | None,
@@ -26,7 +28,12 @@ Storage = Annotated[
     ),
 ]
 Tokenizer = Annotated[
-    Path | None, typer.Option("--vq", metavar="FILE", help="The image tokenizer of a published checkpoint.")
+    str | None,
+    typer.Option(
+        "--vq",
+        metavar="FILE|HUB_ID",
+        help="The image tokenizer of a published checkpoint, OWNER/NAME/FILE on the hub.",
+    ),
 ]
 Encoder = Annotated[
     Path | None, typer.Option("--text", metavar="DIR", help="The text encoder of a published checkpoint.")
@@ -48,22 +55,28 @@ def convert(
     """Write MODEL as the folder OUT: the quickest to read, and without what only training needs."""
     if store not in (None, *STORES):
         raise InputError(f"--store {store!r} is unknown; use {', '.join(STORES)}")
-    for option, path in (("model", model), ("--vq", vq), ("--text", text)):
-        if path is not None and not path.exists():
-            raise InputError(f"{option} {str(path)!r} does not exist; give a file or a folder")
-    if out.exists() and (not out.is_dir() or out.samefile(model)):
+    if text is not None and not text.exists():
+        raise InputError(f"--text {str(text)!r} does not exist; give a folder")
+    if out.exists() and (not out.is_dir() or (Path(model).exists() and out.samefile(model))):
         raise InputError(
             f"output {str(out)!r} is not another folder; name one that is new or another model's"
         )
-    given = {"tokenizer": vq, "text": text, "size": side}
-    if (model / "target").is_dir():
+
+    from lanternpp.hub import hub_id
+    from lanternpp.models import model_folder
+
+    if vq and not Path(vq).exists() and not hub_id(vq):
+        raise InputError(f"--vq {vq!r} does not exist; give a file, or OWNER/NAME/FILE of the hub")
+    source = model_folder(model)
+    given = {"tokenizer": model_folder(vq) if vq else None, "text": text, "size": side}
+    if (source / "target").is_dir():
         if any(given.values()):
-            raise InputError(f"--vq, --text and --size are for published checkpoints; {str(model)!r} is none")
+            raise InputError(f"--vq, --text and --size are for published checkpoints; {model!r} is none")
         store = store or "int8"
-        parts = rewrite(model, out, store)
+        parts = rewrite(source, out, store)
     else:
         store = store or "bfloat16"
-        parts = adopt(model, out, store, given)
+        parts = adopt(source, out, store, given, source.resolve().name if Path(model).exists() else model)
     typer.echo(f"{out}: {', '.join(parts)}; {megabytes(size(out))} in {store}")
 
 
@@ -99,7 +112,7 @@ def rewrite(source: Path, out: Path, store: Any) -> list[str]:
     return parts
 
 
-def adopt(source: Path, out: Path, store: Any, given: dict[str, Any]) -> list[str]:
+def adopt(source: Path, out: Path, store: Any, given: dict[str, Any], called: str) -> list[str]:
     """A published checkpoint with its tokenizer, and with its text encoder where that lies on this machine."""
     from lanternpp.devices import DTYPES
     from lanternpp.models import DEFAULTS, read_target
@@ -107,7 +120,7 @@ def adopt(source: Path, out: Path, store: Any, given: dict[str, Any]) -> list[st
 
     target = read_target(source, DTYPES["float32" if store == "int8" else store], given=given)
     parts = target.save(out, store)
-    facts = {"converted from": source.resolve().name, "store": store}
+    facts = {"converted from": called, "store": store}
     checkpoints.write_text(out / "target" / "provenance.json", json.dumps(facts, indent=2) + "\n")
     checkpoints.write_text(out / DEFAULTS, json.dumps(dict(target.defaults), indent=2) + "\n")
     return parts

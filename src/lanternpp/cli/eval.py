@@ -12,7 +12,7 @@ import typer
 from lanternpp.cli import options as opt
 from lanternpp.cli.output import notes, png_path
 from lanternpp.cli.overrides import check, takes_overrides
-from lanternpp.cli.terminal import progress_bar
+from lanternpp.cli.terminal import progress_bar, tell_effect
 from lanternpp.errors import InputError
 from lanternpp.methods import METHODS
 from lanternpp.registry import unknown
@@ -106,6 +106,7 @@ def evaluate(
 
         wanted = orders(asked or quality.prompts or read_prompts(None, folder), n or DRAWN, seed)
         pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype)
+        tell_effect(pipe.effect)
         pictures, stats = drawn(pipe, wanted, source, output, overrides)
         figures = measure(quality, pictures, [order.prompt for order in wanted])
         row = stats.to_json() | {"folder": None if output is None else str(output)}

@@ -10,7 +10,7 @@ import typer
 from lanternpp.cli import options as opt
 from lanternpp.cli.output import default_path, notes, png_path
 from lanternpp.cli.overrides import check, takes_overrides
-from lanternpp.cli.terminal import progress_bar
+from lanternpp.cli.terminal import progress_bar, tell_effect
 
 
 @takes_overrides
@@ -37,6 +37,7 @@ def generate(
     from lanternpp.picture import grid, save_png
 
     pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
+    tell_effect(pipe.effect)
     with progress_bar("drawing") as progress:
         result = pipe(prompt, n=n, seed=seed, method=method, progress=progress, **overrides)
     stats = result.stats
@@ -48,6 +49,6 @@ def generate(
         f", spent {stats.tv_spent:.2f} of total variation per picture" if overrides.get("measure") else ""
     )
     typer.echo(
-        f"{path}: {stats.seconds_per_image:.2f} s per picture with {stats.method}, "
+        f"{path}: {stats.seconds_per_image:.2f} s per picture with {stats.method} in {pipe.dtype} on {stats.settings['device']}, "
         f"{stats.codes} codes in {stats.passes} passes, {stats.codes_per_pass:.2f} codes per pass{measured}"
     )

@@ -77,7 +77,11 @@ Size = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=PANEL_MODEL)]
 Dtype = Annotated[
-    str, typer.Option(help="auto, float32, bfloat16, float16 or float64.", rich_help_panel=PANEL_MODEL)
+    str,
+    typer.Option(
+        help="auto, float32, bfloat16, float16, float64, or int8: the target's weights in 8 bits (needs torchao).",
+        rich_help_panel=PANEL_MODEL,
+    ),
 ]
 Compile = Annotated[
     bool | None,

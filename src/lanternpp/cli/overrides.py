@@ -64,7 +64,7 @@ def check(model: str, drafter: str | None, method: str, overrides: Mapping[str, 
     class NetworkWantedError(Exception):
         """The proposer's dials are fine; what it wants next is a network."""
 
-    def ask() -> NoReturn:
+    def ask(*folder: str) -> NoReturn:
         raise NetworkWantedError
 
     settings = resolve(method, read_defaults(model_folder(model)), overrides)

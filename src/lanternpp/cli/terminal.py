@@ -17,6 +17,12 @@ def say(kind: str, message: object) -> None:
     print(f"lanternpp: {kind}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 
 
+def tell_effect(effect: object | None) -> None:
+    """What weights in 8 bits do to the logits, where they have 8 bits: one line."""
+    if effect is not None:
+        say("int8", effect)
+
+
 @contextmanager
 def one_line_warnings() -> Iterator[None]:
     """Warnings as one line each, the same one once."""

@@ -41,11 +41,16 @@ class Drafter(nn.Module, ABC):
 
 
 class QueryDrafter(Drafter):
-    """Looks at all levels of a draft in one pass, on guided features, in one row per sample.
+    """Looks at all levels of a draft in one pass, on guided features, in one row per sample."""
 
-    `forward` takes N known places and more `nodes` than that: the rest are queries, places where no code is
-    known yet, and it answers at all of them.
-    """
+    @abstractmethod
+    def forward(
+        self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory, hints: Tensor | None = None
+    ) -> Tensor:
+        """N known places and Q more `nodes`, queries, where no code is known yet -> features [B, N + Q, D].
+
+        hints [B, N + Q, D]: what the target thought, on codes it refused, of the features asked for; or 0.
+        """
 
     @abstractmethod
     def after(self, features: Tensor, before: Tensor) -> Tensor:

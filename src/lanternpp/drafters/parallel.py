@@ -3,7 +3,9 @@
 It works on guided features: where the head is linear, the head of merged features is the merged logits, so
 one row does for both branches of classifier-free guidance. A query sees everything decided and the queries
 before it (the mask tokens of PaSS, arXiv 2311.13581); what it says of a level is then turned by the code
-drafted just before, through two small layers (the sequential heads of Hydra, arXiv 2402.05109).
+drafted just before, through two small layers (the sequential heads of Hydra, arXiv 2402.05109). What the target
+thought of the refused end of the last draft is a hint of what it will think there next, as in Jacobi decoding
+(arXiv 2410.01699), and is added to the queries.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ class ParallelDrafter(QueryDrafter):
             qk_norm=config.qk_norm,
         )
         self.decoder = Decoder(shape, turns)
+        self.hint = nn.Linear(dim, dim, bias=False)
         self.down = nn.Linear(dim, config.turn)
         self.before = nn.Linear(dim, config.turn, bias=False)
         self.up = nn.Linear(config.turn, dim)
@@ -79,44 +82,68 @@ class ParallelDrafter(QueryDrafter):
         source.fill(drafter, [SAME], dtype)
         return drafter
 
-    def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+    def forward(
+        self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory, hints: Tensor | None = None
+    ) -> Tensor:
         """ahead [B, N, D], guided features [B, N, D] -> guided features one ahead at all `nodes`, [B, N + Q, D].
 
-        The last Q nodes are queries: places where no code is known yet.
+        The last Q nodes are queries: places where no code is known yet. hints [B, N + Q, D]: what the target
+        thought, on a draft that it refused, of the features asked for here; 0 where there is no such thing.
         """
-        return self.decoder(
-            self.inputs(ahead, features, nodes.position.shape[1] - ahead.shape[1]), nodes, cache
-        )
+        queries = nodes.position.shape[1] - ahead.shape[1]
+        return self.decoder(self.inputs(ahead, features, queries, 1, hints), nodes, cache)
 
-    def inputs(self, ahead: Tensor, features: Tensor, levels: int, times: int = 1) -> Tensor:
-        """What the decoder reads: [B, N, D] twice -> [B, N + times * levels, D]."""
+    def inputs(
+        self, ahead: Tensor, features: Tensor, levels: int, times: int, hints: Tensor | None
+    ) -> Tensor:
+        """What the decoder reads: [B, N, D] twice, and hints -> [B, N + times * levels, D]."""
         x = self.fc(torch.cat((ahead, features), -1))
-        if not levels:
-            return x
-        level = torch.arange(levels, device=x.device).clamp_(max=self.config.queries - 1)
-        queries = self.queries[level].repeat(times, 1).expand(len(x), -1, -1)
-        return torch.cat((x, queries.to(x.dtype)), 1)
+        if levels:
+            level = torch.arange(levels, device=x.device).clamp_(max=self.config.queries - 1)
+            queries = self.queries[level].repeat(times, 1).expand(len(x), -1, -1)
+            x = torch.cat((x, queries.to(x.dtype)), 1)
+        return x if hints is None else x + self.hint(hints)
 
     def after(self, features: Tensor, before: Tensor) -> Tensor:
         """What a query said, turned by the code drafted just before it."""
         return features + self.up(F.silu(self.down(features) + self.before(before)))
 
-    def teach(self, ahead: Tensor, features: Tensor, anchors: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-        """ahead [B, S, D], features [B, S, D], anchors [A] slots to draft from -> first level [B, S, D], more
-        [B, A, levels, D], each query seeing the slots up to its anchor and the queries between."""
-        count = ahead.shape[1]
-        x = self.inputs(ahead, features, levels, len(anchors))
-        out = self.decoder.teach(x, *_lesson(count, anchors, levels))
-        return out[:, :count], out[:, count:].unflatten(1, (len(anchors), levels))
+    def teach(
+        self,
+        ahead: Tensor,
+        features: Tensor,
+        anchors: Tensor,
+        levels: int,
+        start: Tensor | None = None,
+        hints: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """ahead [B, S, D], features [B, S, D], anchors [B or 1, A] slots to draft from -> features one ahead.
+
+        [B, S, D] of the first level, and [B, A, levels, D] of more: each query sees the slots up to its
+        anchor and the queries between. Rows begin at start [B]; None: at slot 0. hints [B, S + A * levels, D].
+        """
+        count, times = ahead.shape[1], anchors.shape[1]
+        x = self.inputs(ahead, features, levels, times, hints)
+        out = self.decoder.teach(x, *_lesson(count, anchors, levels, start))
+        return out[:, :count], out[:, count:].unflatten(1, (times, levels))
 
 
-def _lesson(count: int, anchors: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Positions [count + A * levels] and mask [1, 1, N, N] of slots and of the queries behind the anchors."""
-    slots = torch.arange(count, device=anchors.device)
-    level = torch.arange(levels, device=anchors.device).repeat(len(anchors))
-    anchor = anchors.repeat_interleave(levels)
-    seen = torch.zeros(count + len(level), count + len(level), dtype=torch.bool, device=anchors.device)
-    seen[:count, :count] = slots[:, None] >= slots
-    seen[count:, :count] = anchor[:, None] >= slots
-    seen[count:, count:] = (anchor[:, None] == anchor) & (level[:, None] >= level)
-    return torch.cat((slots, anchor + 1 + level)), seen[None, None]
+def _lesson(count: int, anchors: Tensor, levels: int, start: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of N = count + A * levels slots and queries behind the anchors: positions [b, N], mask [b, 1, N, N]."""
+    device, rows = anchors.device, max(len(anchors), 1 if start is None else len(start))
+    slots = torch.arange(count, device=device).expand(rows, -1)
+    level = torch.arange(levels, device=device).repeat(anchors.shape[1]).expand(rows, -1)
+    anchor = anchors.expand(rows, -1).repeat_interleave(levels, 1)
+    none = torch.full_like(slots, -1)
+    last, owner = (
+        torch.cat((slots, anchor), 1),
+        torch.cat((none, anchor), 1),
+    )  # the last slot each sees; whose it is
+    line = torch.arange(last.shape[1], device=device)
+    known = (line < count) & (line <= last[..., None])
+    if start is not None:
+        known = known & (line >= start[:, None, None])
+    rank = torch.cat((none, level), 1)
+    own = (owner[..., None] == owner[:, None]) & (rank[..., None] >= rank[:, None]) & (line >= count)
+    seen = known | own | (line[:, None] == line)  # a padding slot sees itself alone
+    return torch.cat((slots, anchor + 1 + level), 1), seen[:, None]

@@ -41,31 +41,63 @@ class Noise:
 
     def uniform(self, purpose: int, *shape: int) -> Tensor:
         """Uniform float32 in (0, 1), [B, *shape]."""
-        low, high = self._keys(purpose)
         count = 1
         for n in shape:
             count *= n
-        index = torch.arange(count, dtype=torch.int32, device=self.seed.device) * _signed(_GOLDEN)
-        bits = _mix((index + low[:, None]) ^ high[:, None])
-        return (((bits >> 9) & 0x7FFFFF).float() + 0.5).mul_(2.0**-23).view(len(self.seed), *shape)
+        return self._uniform(torch.tensor([purpose], device=self.seed.device), count).view(
+            len(self.seed), *shape
+        )
 
     def fine(self, purpose: int, *shape: int) -> Tensor:
         """Uniform float64 in (0, 1) of 46 random bits, [B, *shape]: for draws from many improbable codes."""
-        coarse, rest = self.uniform(purpose, 2, *shape).double().unbind(1)
-        return coarse + (rest - 0.5) * 2.0**-23
+        return _joined(self.uniform(purpose, *shape, 2))
+
+    def ahead(self, first: int, purposes: int, count: int) -> Ahead:
+        """This noise, with `count` fine numbers of each of some purposes from `first` on made at once."""
+        purpose = torch.arange(first, first + purposes, device=self.seed.device)
+        ready = _joined(self._uniform(purpose, 2 * count).view(-1, purposes, count, 2))
+        return Ahead(self.seed, self.turn, first, ready)
+
+    def _uniform(self, purpose: Tensor, count: int) -> Tensor:
+        """Uniform float32 in (0, 1) of purposes [P], [B, P, count]."""
+        low, high = self._keys(purpose.to(torch.int32))
+        index = torch.arange(count, dtype=torch.int32, device=self.seed.device) * _signed(_GOLDEN)
+        bits = _mix((index + low[..., None]) ^ high[..., None])
+        return (((bits >> 9) & 0x7FFFFF).float() + 0.5).mul_(2.0**-23)
 
     def exponential(self, purpose: int, *shape: int) -> Tensor:
         """Exponential float32 of mean 1, [B, *shape]; argmax(p / e) is a draw from p."""
         return self.uniform(purpose, *shape).log_().neg_()
 
-    def _keys(self, purpose: int) -> tuple[Tensor, Tensor]:
-        """Two 32-bit keys per sample, [B] each."""
-        low, high, turn = (
-            self.seed.to(torch.int32),
-            (self.seed >> 32).to(torch.int32),
-            self.turn.to(torch.int32),
-        )
-        first = _mix(low + _signed(_GOLDEN * (purpose + 1)))
+    def _keys(self, purpose: Tensor) -> tuple[Tensor, Tensor]:
+        """Two 32-bit keys per sample and purpose, [B, P] each."""
+        seed, turn = self.seed[:, None], self.turn[:, None].to(torch.int32)
+        low, high = seed.to(torch.int32), (seed >> 32).to(torch.int32)
+        first = _mix(low + (purpose + 1) * _signed(_GOLDEN))
         first = _mix(first ^ _mix(turn + high * _signed(_MIX_A)))
-        second = _mix(turn + _signed(_MIX_A * (purpose + 1)))
+        second = _mix(turn + (purpose + 1) * _signed(_MIX_A))
         return first, _mix(second ^ _mix(high + low * _signed(_MIX_B)))
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead(Noise):
+    """Noise of which some was made before it was asked for; the numbers are the same."""
+
+    first: int
+    ready: Tensor  # [B, purposes, count] float64
+
+    def fine(self, purpose: int, *shape: int) -> Tensor:
+        """As of any noise; from what is ready where there is enough."""
+        count = 1
+        for n in shape:
+            count *= n
+        place = purpose - self.first
+        if 0 <= place < self.ready.shape[1] and count <= self.ready.shape[2]:
+            return self.ready[:, place, :count].view(len(self.seed), *shape)
+        return Noise(self.seed, self.turn).fine(purpose, *shape)
+
+
+def _joined(pairs: Tensor) -> Tensor:
+    """Pairs of uniform float32 [..., 2] as one of finer steps, float64 [...]."""
+    coarse, rest = pairs.double().unbind(-1)
+    return coarse + (rest - 0.5) * 2.0**-23

@@ -130,7 +130,7 @@ class Race:
             "seed": self.seed,
             "measure": self.measure,
             "device": device_name(like.device),
-            "dtype": str(like.dtype).removeprefix("torch."),
+            "dtype": self.pipe.dtype,
             "threads": torch.get_num_threads(),
             "versions": versions(),
             "methods": {label: asdict(settings) for label, settings in self.settings.items()},

@@ -152,9 +152,12 @@ class Decoder(nn.Module):
     def teach(self, x: Tensor, positions: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
         """x [B, T, D] -> features [B, T, D], without a cache.
 
-        At positions 0..T-1 and causal, or at positions [T], where seen [1, 1, T, T] is what each may see.
+        At positions 0..T-1 or positions [b, T]; causal, or where seen [b, 1, T, T] is what each may see; b is B or 1.
         """
-        turns = self.turns[: x.shape[1]] if positions is None else self.turns[positions]
+        if positions is None:
+            turns = self.turns[None, : x.shape[1]]
+        else:
+            turns = self.turns[positions.clamp(max=self.turns.shape[0] - 1)]
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -162,7 +165,7 @@ class Decoder(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=gqa)
             return y.transpose(1, 2)
 
-        turn = turns[None, :, :, None].to(x.dtype)
+        turn = turns[:, :, :, None].to(x.dtype)
         for block in self.blocks:
             x = block(x, turn, attend)
         return self.norm(x)

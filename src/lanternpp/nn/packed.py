@@ -27,7 +27,8 @@ def packable(weight: Tensor) -> bool:
     """Whether this weight can be packed here: bfloat16 on a CPU with oneDNN's prepacked products."""
     ops = ("_reorder_linear_weight", "_linear_pointwise")
     there = torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, op) for op in ops)
-    return there and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    plain = type(weight.detach()) is Tensor  # not one of torchao's
+    return there and plain and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
 
 def pack(module: nn.Module) -> None:

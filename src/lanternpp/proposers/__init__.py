@@ -5,6 +5,13 @@ from __future__ import annotations
 from lanternpp.proposers.independent import Independent
 from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 
-PROPOSERS = {"nothing": Nothing, "tree": TreeProposer, "independent": Independent, "jacobi": Jacobi}
+PROPOSERS = {
+    "nothing": Nothing,
+    "tree": TreeProposer,
+    "parallel": Parallel,
+    "independent": Independent,
+    "jacobi": Jacobi,
+}

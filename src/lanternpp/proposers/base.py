@@ -23,7 +23,7 @@ from lanternpp.types import Admission, Draft, Look
 class Parts:
     """What a proposer may be built from; each takes what it needs."""
 
-    drafter: Callable[[], Drafter]
+    drafter: Callable[[str], Drafter]  # by the folder of a model that holds it, where none is named
     smaller: Callable[[], Target]  # another target of the same codes
     tree: Callable[[], TreeBuilder]
     window: int | None = None

@@ -13,6 +13,8 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.base import Parts, Proposer
+from lanternpp.proposers.drafted import DRAWS
+from lanternpp.registry import find
 from lanternpp.targets.base import Target
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.types import Admission, Draft, Frontier, Look
@@ -33,9 +35,10 @@ class Parallel(Proposer):
 
     @classmethod
     def build(cls, parts: Parts) -> Self:
-        """From a drafter and a tree builder."""
-        tree = parts.tree()
-        return cls(parts.drafter(), tree)  # type: ignore[arg-type]  # the drafter named this class
+        """From a drafter and a tree builder; a drafter may ask for another proposer than this one."""
+        tree, drafter = parts.tree(), parts.drafter("parallel")
+        made: Self = find("proposer", drafter.proposer, {})(drafter, tree)
+        return made
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Make room for a batch: the drafter's cache, and what waits to be looked at."""
@@ -46,6 +49,7 @@ class Parallel(Proposer):
         self.cache = Cache(self.drafter.decoder.config, batch, target.slots + target.length + span, like)
         self.ahead = torch.zeros(batch, depth + 1, dim, dtype=like.dtype, device=like.device)
         self.features = torch.zeros_like(self.ahead)
+        self.hints = torch.zeros_like(self.ahead[:, 1:])  # [B, depth, D] of the features of every level
         self.waiting = torch.zeros_like(self.root)
         self._row = torch.arange(batch, device=like.device)
         self._line = torch.arange(span, device=like.device)
@@ -62,14 +66,17 @@ class Parallel(Proposer):
         self.drafter(ahead, features, memory.nodes(), memory)
         self.cache.used[slot] -= 1  # the last waits, so that the queries can follow it
         self.ahead[slot, 0], self.features[slot, 0] = ahead[:, -1], features[:, -1]
+        self.hints[slot] = 0
         self.waiting[slot] = 1
 
     def propose(self, noise: Noise) -> Draft:
         """One pass of the drafter, then a tree whose nodes cost a product each."""
         levels = self._look()  # [B, depth, D]
 
+        ready = noise.ahead(Noise.DRAFT, self.depth, DRAWS)
+
         def children(q: Tensor, count: int, level: int) -> Tensor:
-            return self.sampling.children(q, count, noise, Noise.DRAFT + level)
+            return self.sampling.children(q, count, ready, Noise.DRAFT + level)
 
         def extend(at: Frontier) -> Tensor:
             before = self.target.embed(at.codes).to(levels.dtype)
@@ -88,6 +95,7 @@ class Parallel(Proposer):
         self.features.copy_(features.gather(1, path))
         self.ahead.copy_(self.target.embed(verdict.ahead))
         self.waiting.copy_(verdict.kept)
+        self.hints.copy_(refused(look, features))
 
     def _look(self) -> Tensor:
         """The drafter's pass over what waits and the queries -> features of every level, [B, depth, D]."""
@@ -97,7 +105,9 @@ class Parallel(Proposer):
         place = torch.where(query, waiting + line - known, line)  # behind what is decided
         mask = (line[:, None] >= line) & there[:, None] | (line[:, None] == line)
         nodes = self.cache.nodes(place, mask)
-        out = self.drafter(self.ahead, self.features, nodes, self.cache)
+        last = (line[:known] == waiting - 1)[..., None]  # the hint of the first level belongs to the root
+        hints = torch.cat((self.hints[:, :1] * last, self.hints[:, 1:]), 1)
+        out = self.drafter(self.ahead, self.features, nodes, self.cache, hints)
         self.cache.used += self.waiting
         first = out[self._row, (self.waiting - 1).clamp(min=0)]
         return torch.cat((first[:, None], out[:, known:]), 1)
@@ -108,3 +118,16 @@ class Parallel(Proposer):
         logits = self.target.head(features)
         logits = logits if logits.element_size() == 8 else logits.float()
         return self.sampling.probs(self.target.constrain(logits, index))
+
+
+def refused(look: Look, features: Tensor) -> Tensor:
+    """What a pass showed of the places behind what it decided, [B, depth, D]; guided features [B, N, D].
+
+    At every depth it is the feature of the draft's first node there; 0 where the draft ended before.
+    """
+    tree, kept = look.draft.tree, look.verdict.kept
+    depth = look.verdict.path.shape[1] - 1
+    level = torch.arange(depth, device=kept.device)
+    at = tree.depth[:, None] == (kept[:, None] + level)[..., None]  # [B, depth, N]
+    first = at.byte().argmax(-1)[..., None].expand(-1, -1, features.shape[-1])
+    return features.gather(1, first) * at.any(-1, keepdim=True)

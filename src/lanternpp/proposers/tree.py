@@ -30,7 +30,7 @@ class TreeProposer(Drafted):
     @classmethod
     def build(cls, parts: Parts) -> Self:
         """From a drafter and a tree builder; a drafter may ask for another proposer than this one."""
-        tree, drafter = parts.tree(), parts.drafter()
+        tree, drafter = parts.tree(), parts.drafter("drafter")
         made: Self = find("proposer", drafter.proposer, {})(drafter, tree)
         return made
 

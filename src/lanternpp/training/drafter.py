@@ -20,15 +20,15 @@ from lanternpp.errors import InputError
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.targets.base import Target
 from lanternpp.training import hardware
-from lanternpp.training.codes import Codes, Variants, codes_of
+from lanternpp.training.codes import Codes, Variants
 from lanternpp.training.data import Order
 from lanternpp.training.features import Captions, lessons, visible
 from lanternpp.training.losses import acceptance, refusal, soft_cross_entropy
+from lanternpp.training.material import gather
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Plan, Task, averaged, run
-from lanternpp.training.samples import Own, asked, own_codes
+from lanternpp.training.samples import Own
 from lanternpp.training.target import spread
-from lanternpp.training.teacher import key_of, read_teacher
 from lanternpp.trees import build_tree
 
 LOSSES = {"paper": soft_cross_entropy, "guided": soft_cross_entropy, "lk": refusal}
@@ -52,6 +52,9 @@ class DrafterSettings:
     lr: float = 1e-3
     noise: float = 0.2  # features are off by up to half of this
     drop_captions: float = 0.1  # only the paper's loss needs it: the others see every caption and none
+    rounds: int = (
+        1  # how often it looks, each time but the first at its own features (HASS, arXiv 2408.15766)
+    )
     inherit: bool = False  # begin as the target's last block: no better in short runs
     seed: int = 0
     decay: float = 0.995
@@ -66,6 +69,8 @@ class DrafterSettings:
             raise InputError(f"lr {self.lr} must lie between 0 and 1; 1e-4 to 1e-3 are usual.")
         if self.weight < 0 or self.noise < 0:
             raise InputError(f"weight {self.weight} and noise {self.noise} must be at least 0.")
+        if self.rounds < 1:
+            raise InputError(f"rounds {self.rounds} must be at least 1.")
         if not 0 <= self.drop_captions < 1:
             raise InputError(f"captions dropped {self.drop_captions} is a share: 0 or more, and below 1.")
 
@@ -80,6 +85,8 @@ class DrafterTask(Task):
 
     name = "drafter"
     keep = "lk"
+    model: EagleDrafter
+    average: EagleDrafter
 
     def __init__(
         self,
@@ -97,19 +104,15 @@ class DrafterTask(Task):
         self.guidance = settings.guidance
         self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
         self.target = target.to(device).eval().requires_grad_(False)
-        shape = target.decoder.config
-        self.config = EagleConfig.like(shape, layers)
+        drafter = self.begin(layers)
         self.settings = {
             **asdict(self.config),
             **asdict(settings),
             "data": codes.data["codes"],
             "target": origin,
         }
-        drafter = EagleDrafter(self.config, target.decoder.turns)
-        if settings.inherit:
-            inherit(drafter, target)
-        self.model: EagleDrafter = drafter.float().to(device).train()
-        self.average: EagleDrafter = averaged(self.model)  # type: ignore[assignment]
+        self.model = drafter.float().to(device).train()
+        self.average = averaged(self.model)  # type: ignore[assignment]
         self.optimizers = {
             "model": torch.optim.AdamW(
                 self.model.parameters(), settings.lr, (0.9, 0.95), weight_decay=0.0, fused=True
@@ -120,6 +123,15 @@ class DrafterTask(Task):
         )
         self.train, self.val = Captions(target, codes.train), Captions(target, codes.val)
         self.drawn: Tensor | None = None
+
+    def begin(self, layers: int) -> EagleDrafter:
+        """A drafter to train, and its config."""
+        shape = self.target.decoder.config
+        self.config = EagleConfig.like(shape, layers)
+        drafter = EagleDrafter(self.config, self.target.decoder.turns)
+        if self.options.inherit:
+            inherit(drafter, self.target)
+        return drafter
 
     def speed_up(self) -> None:
         """Compile target, drafter and loss as one graph of one shape."""
@@ -149,11 +161,17 @@ class DrafterTask(Task):
             noise = (torch.rand_like(features, dtype=torch.float32) - 0.5) * self.options.noise
             wanted = features[:, prompts.shape[1] :]
             logits = merge(self.target.head(wanted))
-        seen = visible(start, ahead.shape[1])
-        guess = self.model.teach(ahead, (features + noise)[:, :-1].to(features.dtype), seen)
-        guess = guess[:, prompts.shape[1] - 1 :]
-        distribution = LOSSES[self.options.loss](merge(self.target.head(guess)), logits)
-        return F.smooth_l1_loss(guess.float(), wanted.float()), distribution
+        seen, first = visible(start, ahead.shape[1]), prompts.shape[1]
+        given = (features + noise)[:, :-1].to(features.dtype)
+        costs = []
+        for turn in range(self.options.rounds):
+            every = self.model.teach(ahead, given, seen)
+            guess, true = every[:, first - 1 + turn :], wanted[:, turn:]
+            distribution = LOSSES[self.options.loss](merge(self.target.head(guess)), logits[:, turn:])
+            costs.append(torch.stack((F.smooth_l1_loss(guess.float(), true.float()), distribution)))
+            given = torch.cat((features[:, :first], every[:, first - 1 : -1].to(features.dtype)), 1)
+        feature, distribution = torch.stack(costs).mean(0)
+        return feature, distribution
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
@@ -255,17 +273,8 @@ def train(
     """
     if layers < 1:
         raise InputError(f"layers {layers} must be at least 1.")
-    teacher = read_teacher(model, plan.folder, plan.device)
-    target = teacher.read()
-    origin, sampling = key_of(target), teacher.sampling(target)
-    if follow:
-        settings = replace(settings, cfg=float(teacher.defaults(target).get("cfg", settings.cfg)))
-    if own is not None:
-        words, guidance = asked(own, data, teacher.place, target), Guidance(settings.cfg)
-        codes = own_codes(target, origin, words, own, guidance, sampling, teacher.store)
-        target = teacher.again(target)
-    elif data is not None:
-        codes = codes_of(data, teacher.store, target.reader(), crops, limit)
-    else:
-        raise InputError("a drafter learns from pictures, --data DIR, or from the target's own, --self.")
-    return run(DrafterTask(settings, layers, target, codes, origin, plan.device, sampling), plan)
+    cfg = None if follow else settings.cfg
+    found = gather(model, plan.folder, plan.device, data, own, cfg, crops, limit)
+    settings = replace(settings, cfg=found.cfg)
+    task = DrafterTask(settings, layers, found.target, found.codes, found.origin, plan.device, found.sampling)
+    return run(task, plan)

@@ -19,4 +19,8 @@ def pick(name: str) -> torch.device:
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:
     """bfloat16 on devices that multiply it in hardware, float32 elsewhere."""
-    return torch.autocast(device.type, dtype=torch.bfloat16) if half_width(device) else nullcontext()
+    return (
+        torch.autocast(device.type, dtype=torch.bfloat16)
+        if half_width(device) is torch.bfloat16
+        else nullcontext()
+    )

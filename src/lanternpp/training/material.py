@@ -1,0 +1,58 @@
+"""What a drafter learns from: a frozen target, and the codes of pictures or of what the target draws itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Sampling
+from lanternpp.errors import InputError
+from lanternpp.targets.base import Target
+from lanternpp.training.codes import Codes, codes_of
+from lanternpp.training.samples import Own, asked, own_codes
+from lanternpp.training.teacher import Teacher, key_of, read_teacher
+
+
+@dataclass(frozen=True)
+class Material:
+    """A target on its device, where it came from, how it draws, and the codes."""
+
+    teacher: Teacher
+    target: Target
+    origin: str  # a hash of the target's weights
+    sampling: Sampling
+    cfg: float
+    codes: Codes
+
+
+def gather(
+    model: str | Path,
+    out: Path,
+    device: torch.device,
+    data: Path | None,
+    own: Own | None,
+    cfg: float | None,
+    crops: int,
+    limit: int | None,
+) -> Material:
+    """The codes of the pictures in `data` or, where `own` says so, of pictures that the target draws at `cfg`.
+
+    cfg None: the guidance that the model draws best with. InputError where there is nothing to learn from.
+    """
+    teacher = read_teacher(model, out, device)
+    target = teacher.read()
+    origin, sampling = key_of(target), teacher.sampling(target)
+    if cfg is None:
+        cfg = float(teacher.defaults(target).get("cfg", 3.0))
+    if own is not None:
+        words = asked(own, data, teacher.place, target)
+        codes = own_codes(target, origin, words, own, Guidance(cfg), sampling, teacher.store)
+        target = teacher.again(target)
+    elif data is not None:
+        codes = codes_of(data, teacher.store, target.reader(), crops, limit)
+    else:
+        raise InputError("a drafter learns from pictures, --data DIR, or from the target's own, --self.")
+    return Material(teacher, target, origin, sampling, cfg, codes)

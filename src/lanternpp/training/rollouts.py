@@ -1,0 +1,135 @@
+"""Training of a parallel drafter on recorded runs: drafts begin where they did, with the hints they had."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lanternpp.drafters.parallel import ParallelDrafter
+from lanternpp.errors import InputError
+from lanternpp.nn import checkpoints
+from lanternpp.nn.checkpoints import CONFIG, checksum, digest
+from lanternpp.nn.sources import Source
+from lanternpp.targets.base import Target
+from lanternpp.training.codes import Codes, Split
+from lanternpp.training.features import Captions
+from lanternpp.training.material import gather
+from lanternpp.training.parallel import Lessons, ParallelSettings, ParallelTask
+from lanternpp.training.run import Plan, run
+from lanternpp.training.runs import Rollout, recorded, replay
+from lanternpp.training.samples import HELD, LEAST, Own
+
+
+class RolloutTask(ParallelTask):
+    """A parallel drafter that learns from recorded runs: drafts begin where they did, with the hints they had."""
+
+    def __init__(
+        self,
+        settings: ParallelSettings,
+        layers: int,
+        target: Target,
+        rollouts: Sequence[Rollout],
+        held_out: int,
+        data: dict[str, Any],
+        origin: str,
+        device: torch.device,
+    ):
+        self.rollouts = rollouts[held_out:], rollouts[:held_out]
+        codes = Codes(_split(self.rollouts[0]), _split(self.rollouts[1]), data)
+        super().__init__(settings, layers, target, codes, origin, device)
+
+    def read(self, step: int) -> Lessons:
+        """Some runs, and some of their passes."""
+        index, _, generator = self.order(step)
+        return self.drafts(self.train, self.rollouts[0], index, generator)
+
+    def examine(self) -> Iterator[Lessons]:
+        """The runs held out, passes spread over them."""
+        for part in torch.arange(len(self.rollouts[1])).split(8):
+            yield self.drafts(self.val, self.rollouts[1], part, torch.Generator().manual_seed(0))
+
+    def drafts(
+        self, captions: Captions, rollouts: Sequence[Rollout], index: Tensor, generator: torch.Generator
+    ) -> Lessons:
+        """Runs index [B], and `anchors` passes of each."""
+        prompts, start = captions(index, 1)
+        chosen = [rollouts[i] for i in index.tolist()]
+        codes = torch.stack([rollout.codes for rollout in chosen]).to(self.device, torch.int64)
+        embeds = self.target.embed(codes[:, :-1]).to(prompts.dtype)
+        ahead = torch.cat((prompts, embeds), 1)[:, 1:]
+        features, anchors, hints = [], [], []
+        levels, most = self.options.levels, self.options.anchors
+        for rollout in chosen:
+            known, slots, told = replay(rollout, levels)
+            pick = torch.randint(len(slots), (most,), generator=generator)
+            pick = torch.randperm(len(slots), generator=generator)[:most] if len(slots) >= most else pick
+            at_slots = torch.zeros_like(known[:-1])
+            at_slots[slots] = told[:, 0]
+            features.append(known)
+            anchors.append(slots[pick])
+            hints.append(torch.cat((at_slots, told[pick, 1:].flatten(0, 1))))
+        stacked = (torch.stack(x).to(self.device) for x in (features, anchors, hints))
+        known, slots, told = stacked
+        known = known if known.element_size() == 8 else known.float()
+        return Lessons(ahead, known, prompts.shape[1], start, slots, told.to(ahead.dtype))
+
+
+def _split(rollouts: Sequence[Rollout]) -> Split:
+    codes = torch.stack([rollout.codes for rollout in rollouts])[:, None]
+    return Split(codes, tuple(rollout.text or "" for rollout in rollouts), ("",) * len(rollouts))
+
+
+def train(
+    data: Path | None,
+    model: str | Path,
+    settings: ParallelSettings,
+    plan: Plan,
+    count: int,
+    own: Own | None = None,
+    follow: bool = False,
+    batch: int = 16,
+) -> bool:
+    """Go on with the parallel drafter in the plan's folder, on `count` runs of the target with it. False if interrupted.
+
+    What it was trained on, `data` or `own`, gives the prompts. Its state lies in a folder of its own below, and
+    the weights are replaced at the end.
+    """
+    folder = plan.folder
+    if not (folder / CONFIG).is_file():
+        raise InputError(
+            f"{folder} holds no parallel drafter to go on with: train one first, without --rollouts."
+        )
+    found = gather(model, folder, plan.device, data, own, None if follow else settings.cfg, 1, None)
+    source = Source.open(folder)
+    drafter = (
+        ParallelDrafter.read(source, found.target, found.teacher.dtype)
+        .to(plan.device)
+        .eval()
+        .requires_grad_(False)
+    )
+    origin = digest(checksum(tensor) for tensor in drafter.state_dict().values())
+    weights = {name: tensor.float() for name, tensor in drafter.state_dict().items()}
+    config = drafter.config
+    texts = [*found.codes.val.texts, *found.codes.train.texts]
+    held = min(len(found.codes.val), max(LEAST, count // HELD))
+    said = [*texts[:held], *(found.codes.train.texts[i % len(found.codes.train)] for i in range(count))]
+    runs = recorded(found, drafter, origin, said, config.queries + 1, batch, settings.seed + 1)
+    target = found.teacher.again(found.target)
+    settings = replace(settings, cfg=found.cfg, levels=config.queries + 1, turn=config.turn)
+    facts = {**found.codes.data, "runs": str(count), "drafter": origin}
+    task = RolloutTask(settings, config.layers, target, runs, held, facts, found.origin, plan.device)
+    task.model.load_state_dict(weights)
+    task.average.load_state_dict(weights)
+    below = replace(plan, folder=folder / "rollouts")
+    if not run(task, below):
+        return False
+    exported, tensors = task.export()
+    checkpoints.save(folder, exported, tensors, plan.store)
+    shutil.copyfile(below.folder / "provenance.json", folder / "provenance.json")
+    return True

@@ -1,0 +1,173 @@
+"""Runs of a target with a parallel drafter, recorded: what the target showed in every pass, kept or refused.
+
+A drafter that hears what the target thought of refused codes can only learn it from runs of that kind.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lanternpp.accept.exact import Exact
+from lanternpp.drafters.base import QueryDrafter
+from lanternpp.drafters.parallel import ParallelDrafter
+from lanternpp.engine.decode import Engine
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Sampling
+from lanternpp.nn.checkpoints import digest
+from lanternpp.nn.packed import pack
+from lanternpp.proposers.parallel import Parallel
+from lanternpp.targets.base import Target
+from lanternpp.training.material import Material
+from lanternpp.training.report import Report
+from lanternpp.training.shards import Shards, check_room, in_bytes
+from lanternpp.trees.shapes import chain
+from lanternpp.trees.static import StaticTree
+from lanternpp.types import Admission, Look
+
+PART = 32  # runs in a file
+PARTS = ("codes", "kept", "features", "prompt")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One picture drawn without loss, over C passes, from chains of N - 1 guesses."""
+
+    text: str | None
+    codes: Tensor  # [length] int32
+    kept: Tensor  # [C] int16 codes decided by each pass after the prefill
+    features: Tensor  # [C, N, D] guided, of every node of each pass, in the target's own dtype
+    prompt: Tensor  # [T, D] guided
+    start: int  # the first slot of the conditional prompt
+
+
+class Recorder(Parallel):
+    """A proposer that keeps what each pass showed, by slot of the batch."""
+
+    def __init__(self, drafter: QueryDrafter, depth: int):
+        super().__init__(drafter, StaticTree(chain(depth)))
+        self.passes: dict[int, list[tuple[int, Tensor]]] = {}
+        self.prompts: dict[int, tuple[Tensor, int]] = {}
+
+    def begin(self, new: Admission) -> None:
+        """A sample enters."""
+        super().begin(new)
+        self.passes[new.slot] = []
+        features = self.guidance.merge(new.features)[0].to(new.features.dtype)
+        self.prompts[new.slot] = features, int(new.prompt.start[0])
+
+    def observe(self, look: Look) -> None:
+        """A pass ends."""
+        features = self.guidance.merge(look.features).to(look.features.dtype)
+        for slot, kept in enumerate(look.verdict.kept.tolist()):
+            if kept:
+                self.passes[slot].append((kept, features[slot].clone()))
+        super().observe(look)
+
+
+def record(
+    target: Target,
+    drafter: QueryDrafter,
+    texts: Sequence[str | None],
+    cfg: float,
+    depth: int,
+    batch: int = 16,
+    seed: int = 0,
+) -> Iterator[Rollout]:
+    """A rollout per text, as they finish; seeds run from `seed` on."""
+    recorder = Recorder(drafter, depth)
+    engine = Engine(target, recorder, Exact(), Sampling(), Guidance(cfg), batch)
+    waiting, running = list(range(len(texts))), dict[int, int]()
+    while waiting or running:
+        for slot in engine.done():
+            if slot in running:
+                yield _rollout(engine, recorder, slot, texts[running.pop(slot)])
+            if waiting:
+                running[slot] = waiting.pop(0)
+                engine.admit(slot, texts[running[slot]], seed + running[slot])
+        if running:
+            engine.step()
+
+
+def _rollout(engine: Engine, recorder: Recorder, slot: int, text: str | None) -> Rollout:
+    kept, features = zip(*recorder.passes[slot], strict=True)
+    prompt, start = recorder.prompts[slot]
+    codes = engine.harvest(slot).codes.to(torch.int32)
+    return Rollout(text, codes, torch.tensor(kept, dtype=torch.int16), torch.stack(features), prompt, start)
+
+
+def replay(rollout: Rollout, levels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Guided features [S, D] of all slots, the slots [C] drafts began behind, and their hints [C, levels, D]."""
+    depth = rollout.features.shape[1] - 1
+    kept = rollout.kept.long()
+    node = torch.arange(depth + 1)
+    decided = rollout.features[node < kept[:, None]]  # [sum of kept, D], in order
+    features = torch.cat((rollout.prompt, decided))
+    anchors = len(rollout.prompt) - 1 + torch.cat((kept.new_zeros(1), kept.cumsum(0)[:-1]))
+    place = kept[:-1, None] + torch.arange(levels)  # nodes behind those a pass decided
+    there = place <= depth
+    found = rollout.features[:-1].gather(
+        1, place.clamp(max=depth)[..., None].expand(-1, -1, features.shape[-1])
+    )
+    hints = torch.cat((torch.zeros_like(found[:1]), found * there[..., None]))
+    return features, anchors, hints
+
+
+def recorded(
+    found: Material,
+    drafter: ParallelDrafter,
+    origin: str,
+    texts: Sequence[str],
+    depth: int,
+    batch: int,
+    seed: int,
+) -> list[Rollout]:
+    """Runs of the texts with a drafter of weights `origin`, kept in shards beside the codes; what is missing is recorded now."""
+    target = found.target
+    name = digest([found.origin, origin, *texts, f"{found.cfg} {depth} {batch} {seed}"])
+    parts = [list(range(first, min(first + PART, len(texts)))) for first in range(0, len(texts), PART)]
+    shards = Shards(found.teacher.store / f"runs-{name}", len(parts))
+    missing = shards.missing
+    if missing:
+        count = sum(len(parts[i]) for i in missing)
+        size = target.length * target.decoder.config.dim * next(target.parameters()).element_size()
+        room = count * size * (depth + 1) // 2  # a pass keeps two codes at least, or little is gained
+        check_room(shards.folder, room, "the recorded runs")
+        target.pack()
+        pack(drafter)
+        report = Report("runs", shards.folder)
+        report.say(
+            f"recording {count} runs of the target with the drafter: up to {in_bytes(room)} in {shards.folder}"
+        )
+        began, done = time.monotonic(), 0
+        with report.bar(0.0):
+            for number in missing:
+                said = [texts[i] for i in parts[number]]
+                first = (seed << 32) + parts[number][0]
+                runs = []
+                for drawn in record(target, drafter, said, found.cfg, depth, batch, first):
+                    runs.append(drawn)
+                    done += 1
+                    report.advance(time.monotonic() - began, done / count, f"{done}/{count} runs")
+                _write(shards, number, runs)
+    return [run for number in range(shards.count) for run in _read(shards, number)]
+
+
+def _write(shards: Shards, number: int, runs: Sequence[Rollout]) -> None:
+    tensors = {f"{i} {name}": getattr(run, name) for i, run in enumerate(runs) for name in PARTS}
+    shards.write(
+        number, tensors, {"texts": [run.text for run in runs], "starts": [run.start for run in runs]}
+    )
+
+
+def _read(shards: Shards, number: int) -> list[Rollout]:
+    tensors, facts = shards.read(number)
+    said = zip(facts["texts"], facts["starts"], strict=True)
+    return [
+        Rollout(text, **{name: tensors[f"{i} {name}"] for name in PARTS}, start=start)
+        for i, (text, start) in enumerate(said)
+    ]

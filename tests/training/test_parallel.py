@@ -1,0 +1,90 @@
+"""The training of a drafter of all levels at once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lanternpp.errors import InputError
+from lanternpp.models import read_target
+from lanternpp.nn import checkpoints
+from lanternpp.targets.words import WordsConfig, WordsTarget
+from lanternpp.training.codes import Codes, Split
+from lanternpp.training.parallel import Lessons, ParallelSettings, ParallelTask, train
+from lanternpp.training.run import Plan
+from lanternpp.vq.folder import read_vq
+
+CPU = torch.device("cpu")
+CONFIG = WordsConfig(("red", "blue", "square"), ("square",), 32, 2, 2, 48, grid=4, vocab=64, slots=3)
+
+
+@pytest.fixture
+def ready(model: Path) -> Path:
+    """A model folder with a tokenizer and a target of random weights."""
+    torch.manual_seed(1)
+    target = WordsTarget(CONFIG, read_vq(model / "tokenizer"))
+    for name, parameter in target.named_parameters():
+        if "table" in name or "prefix" in name:
+            torch.nn.init.normal_(parameter, std=0.4)
+    config, tensors = target.folded()
+    checkpoints.save(model / "target", {"kind": "words", **vars(config)}, tensors)
+    return model
+
+
+def task(ready: Path, count: int = 6, **settings: Any) -> ParallelTask:
+    codes = torch.randint(64, (count, 1, 16), generator=torch.Generator().manual_seed(1)).to(torch.uint16)
+    split = Split(codes, ("a red square", "a blue square", "a photo") * (count // 3), ("",) * count)
+    options = ParallelSettings(**{"batch_size": count, "levels": 4, "anchors": 6, "turn": 16, **settings})
+    target = read_target(ready, torch.float32)
+    return ParallelTask(options, 1, target, Codes(split, split, {"codes": "made"}), "made", CPU)
+
+
+def test_every_level_is_judged_by_the_targets_guided_distribution_at_its_place(ready: Path) -> None:
+    """A drafter that answers with the target's own features is kept everywhere: an anchor off by one is not."""
+    made = task(ready, noise=0.0, loss="lk")
+    index = torch.arange(3)
+    codes = made.codes.train.pick(index, torch.zeros_like(index))
+    read = made.lessons(made.train, index, codes, torch.tensor([0, 3, 14]))
+
+    def knows(drafter: Any, read: Lessons, noise: Any = None) -> torch.Tensor:
+        level = torch.arange(made.options.levels)
+        slot = (read.anchors[0, :, None] + 1 + level).clamp(max=read.features.shape[1] - 1)
+        return read.features[:, slot]
+
+    made.guess = knows  # type: ignore[method-assign]
+    figures = made.loss(made.model, read)
+    assert figures["levels"].tolist() == pytest.approx([1] * 4, abs=1e-5)
+    assert figures["loss"].item() == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["guided", "lk", "both"])
+def test_training_raises_the_chance_that_drafts_are_kept(ready: Path, loss: str) -> None:
+    made = task(ready, loss=loss, lr=5e-3)
+    before = made.validate()
+    for step in range(40):
+        figures = made.step(step, 0.0)
+    made.average.load_state_dict(made.model.state_dict())
+    after = made.validate()
+    assert figures["accept"] > 0.3
+    assert after["chain"] > before["chain"] + 0.2
+    assert after["refused"] < before["refused"]
+
+
+def test_an_unknown_loss_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match="'mse' is unknown: choose guided, lk, both"):
+        ParallelSettings(loss="mse")  # type: ignore[arg-type]
+
+
+def test_an_interrupted_training_ends_as_one_that_was_not(ready: Path, data: Path, tmp_path: Path) -> None:
+    def go(stop: int | None = None, restart: bool = False) -> bool:
+        plan = Plan(ready / "parallel", 4, stop_after=stop, log_steps=1, checks=1, restart=restart)
+        options = ParallelSettings(batch_size=4, warmup=2, levels=3, anchors=4, turn=8)
+        return train(data, ready, 1, options, plan, crops=1)
+
+    assert go()
+    whole = checkpoints.load(ready / "parallel")[1]
+    assert not go(2, restart=True)
+    assert go()
+    again = checkpoints.load(ready / "parallel")[1]
+    assert all(torch.equal(whole[name], again[name]) for name in whole)

@@ -1,0 +1,86 @@
+"""Recorded runs: they hold what the engine saw, and a drafter learns from them as the engine will use it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from toys import ToyTarget, parallel
+
+from lanternpp.engine.guidance import Guidance
+from lanternpp.proposers.parallel import Parallel
+from lanternpp.training.features import lessons
+from lanternpp.training.parallel import ParallelSettings
+from lanternpp.training.rollouts import RolloutTask
+from lanternpp.training.runs import Rollout, record, replay
+
+TEXTS = ["hill", "sea", "stone", "clouds", "a"]
+
+
+def runs(target: ToyTarget, count: int = 5) -> list[Rollout]:
+    return sorted(
+        record(target, parallel(target), TEXTS[:count], 3.0, 4, batch=2),
+        key=lambda r: TEXTS.index(r.text or ""),
+    )
+
+
+def test_a_run_holds_the_features_of_the_picture_it_drew() -> None:
+    target = ToyTarget()
+    for run in runs(target):
+        features, anchors, hints = replay(run, 4)
+        prompt = target.prompt([run.text], 2)
+        codes = run.codes[None].long().expand(2, -1)
+        whole = lessons(target, prompt.embeds, codes, prompt.start)[1]
+        wanted = Guidance(3.0).merge(whole)[0]
+        assert torch.allclose(features.double(), wanted, atol=1e-9)
+        assert anchors[0] == 2 and len(anchors) == len(run.kept) == len(hints)
+        assert not hints[0].any(), "nothing was refused before the first draft"
+
+
+def test_hints_lie_where_the_refused_nodes_were() -> None:
+    features = torch.arange(2.0 * 4).view(2, 4, 1)  # two passes over three guesses
+    run = Rollout(
+        "x", torch.zeros(7, dtype=torch.int32), torch.tensor([2, 4]), features, torch.zeros(1, 1), 0
+    )
+    known, anchors, hints = replay(run, 3)
+    assert known[:, 0].tolist() == [
+        0,
+        0,
+        1,
+        4,
+        5,
+        6,
+        7,
+    ]  # the prompt, two of the first pass, four of the second
+    assert anchors.tolist() == [0, 2]
+    assert hints[1, :, 0].tolist() == [2, 3, 0]
+
+
+def test_training_drafts_as_the_engine_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a recorded run follow the very distributions that its guesses were drawn from, hints and all."""
+    target, seen = ToyTarget(), []
+    propose = Parallel.propose
+
+    def spy(self: Parallel, noise: Any) -> Any:
+        seen.append(propose(self, noise))
+        seen[-1] = replace(seen[-1], probs=seen[-1].probs.clone())
+        return seen[-1]
+
+    monkeypatch.setattr(Parallel, "propose", spy)
+    (run,) = record(target, parallel(target), ["stone"], 3.0, 4, batch=1)
+    assert run.kept.max() > 1 and len(seen) == len(run.kept) > 4
+    made = task(target, [run, run, run], anchors=len(seen), levels=4, noise=0.0)
+    read = made.drafts(made.train, [run], torch.tensor([0]), torch.Generator())
+    assert read.hints is not None and read.hints.any() and read.start is not None and read.start[0] == 1
+    with torch.no_grad():
+        guesses = target.head(made.guess(parallel(target), read)).softmax(-1)[0]
+    for guess, anchor in zip(guesses, read.anchors[0].tolist(), strict=True):
+        turn = replay(run, 4)[1].tolist().index(anchor)
+        known = min(int(run.kept[turn]), 4, 15 - (anchor - 2))  # levels drafted behind codes that were kept
+        assert torch.allclose(guess[:known], seen[turn].probs[0, :known], atol=1e-9), turn
+
+
+def task(target: ToyTarget, rollouts: list[Rollout], **settings: Any) -> RolloutTask:
+    options = ParallelSettings(**{"batch_size": 2, "levels": 4, "turn": 16, **settings})
+    cpu = torch.device("cpu")
+    return RolloutTask(options, 1, target, rollouts, 2, {"codes": "runs"}, "made", cpu)
