@@ -99,7 +99,7 @@ def test_a_tokenizer_without_an_encoder_names_the_other_way(tmp_path: Path) -> N
     write_janus(tmp_path / "janus")
     target = read_target(tmp_path / "janus", torch.float32)
     target.save(tmp_path / "ours", "float32")
-    with pytest.raises(InputError, match="kept without its encoder.*use --self"):
+    with pytest.raises(InputError, match=r"kept without its encoder.*use --self"):
         read_target(tmp_path / "ours", torch.float32).reader()
     shutil.copytree(tmp_path / "janus", tmp_path / "broken")
     rewrite(tmp_path / "broken", {r"vqmodel\.encoder\.conv_out": "vqmodel.encoder.other"})
