@@ -16,8 +16,9 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.models import read_target
-from lanternpp.training import samples
+from lanternpp.training import parallel, rollouts, samples
 from lanternpp.training.drafter import DrafterSettings, train
+from lanternpp.training.parallel import ParallelSettings
 from lanternpp.training.run import Plan
 from lanternpp.training.samples import Asked, Own, asked, own_codes, parted
 
@@ -121,5 +122,30 @@ def test_a_drafter_of_every_family_learns_from_its_own_pictures(name: str, tmp_p
     text = prompts.read_text().splitlines()[0]
     plain = pipe(text, method="ar", temperature=0.0)
     fast = pipe(text, method="eagle", temperature=0.0)
+    assert torch.equal(plain.codes, fast.codes)
+    assert fast.stats.passes <= plain.stats.passes
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_parallel_drafter_of_every_family_goes_on_from_recorded_runs(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    FAMILIES[name](folder)
+    prompts = tmp_path / "prompts"
+    prompts.write_text("1\n2\n3\n" if name == "c2i" else "a red tulip\nthe red\na photo of a tulip\n")
+    plan = Plan(folder / "parallel", 2, checks=1, log_steps=1)
+    own = Own(prompts, count=4, batch=4)
+    settings = ParallelSettings(batch_size=2, warmup=1, levels=3, anchors=4, turn=8)
+    with pytest.raises(InputError, match="no parallel drafter to go on with"):
+        rollouts.train(None, folder, settings, plan, 3, own)
+    assert parallel.train(None, folder, 1, settings, plan, own=own, follow=True)
+    first = (folder / "parallel" / "model.safetensors").read_bytes()
+    assert rollouts.train(None, folder, settings, plan, 3, own, follow=True)
+    assert (folder / "parallel" / "model.safetensors").read_bytes() != first
+    facts = json.loads((folder / "parallel" / "provenance.json").read_text())
+    assert facts["data"]["runs"] == "3" and facts["validation"].keys() >= {"chain", "accept0", "accept2"}
+    pipe = Pipeline.from_pretrained(str(folder), device="cpu", dtype="float64")
+    text = prompts.read_text().splitlines()[0]
+    plain = pipe(text, method="ar", temperature=0.0)
+    fast = pipe(text, method="eagle", proposer="parallel", temperature=0.0)
     assert torch.equal(plain.codes, fast.codes)
     assert fast.stats.passes <= plain.stats.passes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -163,13 +163,36 @@ def drafter(
     ] = None,
     sample_batch: Annotated[int, typer.Option(help="Pictures it draws at once.")] = 8,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the drafter goes; default: drafter/ in MODEL.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the drafter goes; default: drafter/ or parallel/ in MODEL."),
+    ] = None,
+    kind: Annotated[
+        Literal["eagle", "parallel"],
+        typer.Option(help="eagle: a code at a time; parallel: all levels of a draft in one pass."),
+    ] = "eagle",
+    rollouts: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Go on with a parallel drafter, on N runs of the target with it, recorded first.",
+        ),
     ] = None,
     loss: Annotated[
-        Literal["paper", "guided", "lk"],
-        typer.Option(help="paper: the target's distribution; guided: after guidance; lk: the acceptance."),
-    ] = "paper",
-    weight: Annotated[float, typer.Option(help="Of that loss beside SmoothL1 on the features.")] = 0.1,
+        Literal["paper", "guided", "lk", "both"] | None,
+        typer.Option(
+            help="paper: the target's distribution; guided: after guidance; lk: the acceptance; both: the last "
+            "two. Default: paper of eagle, both of parallel."
+        ),
+    ] = None,
+    weight: Annotated[
+        float | None, typer.Option(help="eagle: of that loss beside SmoothL1 on the features. Default: 0.1.")
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            help="eagle: how often it looks, each time but the first at its own features. Default: 1."
+        ),
+    ] = None,
     cfg: Annotated[
         float | None,
         typer.Option(
@@ -180,9 +203,21 @@ def drafter(
     steps: Steps = None,
     minutes: Minutes = None,
     batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 16,
-    lr: Annotated[float, typer.Option(help="Peak learning rate; the papers' long runs use 1e-4.")] = 1e-3,
-    noise: Annotated[float, typer.Option(help="Width of the uniform noise on the features.")] = 0.2,
-    inherit: Annotated[bool, typer.Option(help="Begin as the target's last block.")] = False,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            help="Peak learning rate; the papers' long runs use 1e-4. Default: 1e-3 of eagle, 2e-3 of parallel."
+        ),
+    ] = None,
+    noise: Annotated[
+        float | None,
+        typer.Option(
+            help="Width of the uniform noise on the features. Default: 0.2 of eagle, 0.1 of parallel."
+        ),
+    ] = None,
+    inherit: Annotated[
+        bool | None, typer.Option("--inherit", help="eagle: begin as the target's last block.")
+    ] = None,
     crops: Crops = 2,
     decay: Decay = 0.995,
     warmup: Warmup = 100,
@@ -195,29 +230,40 @@ def drafter(
     save_minutes: Annotated[float, typer.Option(help="A state to resume from is saved this often.")] = 5.0,
     limit: Limit = None,
 ) -> None:
-    """Train an EAGLE drafter for a target, on pictures or, with --self, on what the target draws."""
-    from lanternpp.training.drafter import DrafterSettings, train
+    """Train a drafter for a target, on pictures or, with --self, on what the target draws."""
+    from lanternpp.training import drafter as eagle
+    from lanternpp.training import parallel
+    from lanternpp.training import rollouts as runs
     from lanternpp.training.samples import Own
     from lanternpp.training.teacher import drafter_folder
 
     check_self(own, data, prompts=prompts, samples=samples)
-    settings = DrafterSettings(
-        loss,
-        weight,
-        3.0 if cfg is None else cfg,
-        batch_size,
-        lr,
-        noise,
-        inherit=inherit,
-        seed=seed,
-        decay=decay,
-        warmup=warmup,
-    )
-    where = plan(
-        drafter_folder(model, out), steps, minutes, device, compiled, resume, checks, store, save_minutes
-    )
+    shared: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "decay": decay, "warmup": warmup}
+    shared |= given(loss=loss, lr=lr, noise=noise, cfg=cfg)
+    folder = drafter_folder(model, out, "drafter" if kind == "eagle" else kind)
+    where = plan(folder, steps, minutes, device, compiled, resume, checks, store, save_minutes)
     drawn = Own(prompts, samples, sample_batch, seed) if own else None
-    leave(train(data, model, layers, settings, where, crops, limit, drawn, follow=cfg is None))
+    only = given(weight=weight, rounds=rounds, inherit=inherit)
+    if kind == "eagle":
+        if rollouts is not None:
+            raise InputError(
+                "--rollouts is for drafters of --kind parallel: an EAGLE drafter hears nothing of them."
+            )
+        settings = eagle.DrafterSettings(**shared, **only)
+        leave(eagle.train(data, model, layers, settings, where, crops, limit, drawn, follow=cfg is None))
+        return
+    if only:
+        raise InputError(f"--{next(iter(only))} is for drafters of --kind eagle: leave it out.")
+    asked = parallel.ParallelSettings(**shared)
+    if rollouts is None:
+        leave(parallel.train(data, model, layers, asked, where, crops, limit, drawn, follow=cfg is None))
+    else:
+        leave(runs.train(data, model, asked, where, rollouts, drawn, follow=cfg is None))
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Those that were given."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def check_self(own: bool, data: Path | None, **wanted: object) -> None:

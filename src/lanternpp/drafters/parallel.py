@@ -11,7 +11,7 @@ thought of the refused end of the last draft is a hint of what it will think the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +37,16 @@ class ParallelConfig:
     kv_heads: int | None = None
     norm_eps: float = 1e-5
     qk_norm: bool = False
-    queries: int = 8  # levels beyond the first; deeper ones repeat the last query
+    head_dim: int = 0  # 0: dim / heads
+    queries: int = 7  # levels beyond the first; deeper ones repeat the last query
     turn: int = 256  # width of the layers that see the code drafted before
+
+    @classmethod
+    def like(cls, shape: DecoderConfig, layers: int, queries: int, turn: int) -> Self:
+        """A drafter for a target of this shape."""
+        heads: dict[str, Any] = {"kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+        norms: dict[str, Any] = {"norm_eps": shape.norm_eps, "qk_norm": shape.qk_norm}
+        return cls(shape.dim, shape.heads, shape.hidden, layers, **heads, **norms, queries=queries, turn=turn)
 
 
 class ParallelDrafter(QueryDrafter):
@@ -60,6 +68,7 @@ class ParallelDrafter(QueryDrafter):
             config.hidden,
             config.kv_heads,
             norm_eps=config.norm_eps,
+            head_dim=config.head_dim,
             qk_norm=config.qk_norm,
         )
         self.decoder = Decoder(shape, turns)

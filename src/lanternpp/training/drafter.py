@@ -23,7 +23,7 @@ from lanternpp.training.cached import Features, features_of
 from lanternpp.training.codes import Codes, Variants
 from lanternpp.training.data import Order
 from lanternpp.training.features import Captions, lessons, visible
-from lanternpp.training.losses import acceptance, refusal, soft_cross_entropy
+from lanternpp.training.losses import acceptance, both, refusal, soft_cross_entropy
 from lanternpp.training.material import gather
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Plan, Task, averaged, run
@@ -31,7 +31,7 @@ from lanternpp.training.samples import Own
 from lanternpp.training.target import spread
 from lanternpp.trees import build_tree
 
-LOSSES = {"paper": soft_cross_entropy, "guided": soft_cross_entropy, "lk": refusal}
+LOSSES = {"paper": soft_cross_entropy, "guided": soft_cross_entropy, "lk": refusal, "both": both}
 GLIMPSE = 96  # validation pictures a check looks at; the end looks at all
 DRAWN = 4  # pictures a check draws
 
@@ -42,10 +42,10 @@ class DrafterSettings:
 
     The loss is SmoothL1 on features + `weight` x a loss on distributions: `paper`, cross-entropy to the
     target's; `guided`, the same after guidance, which is what verification sees; `lk`, -log of the
-    acceptance itself, after guidance.
+    acceptance itself, after guidance; `both`, the sum of these two.
     """
 
-    loss: Literal["paper", "guided", "lk"] = "paper"
+    loss: Literal["paper", "guided", "lk", "both"] = "paper"
     weight: float = 0.1
     cfg: float = 3.0
     batch_size: int = 16

@@ -39,6 +39,11 @@ def acceptance(logits: Tensor, wanted: Tensor) -> Tensor:
     return torch.minimum(logits.float().softmax(-1), wanted.float().softmax(-1)).sum(-1)
 
 
+def both(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Soft cross-entropy and the LK loss together."""
+    return soft_cross_entropy(logits, wanted) + refusal(logits, wanted)
+
+
 def refusal(logits: Tensor, wanted: Tensor) -> Tensor:
     """Mean of -log acceptance (the LK loss)."""
     return -acceptance(logits, wanted).log().mean()

@@ -85,9 +85,7 @@ class ParallelTask(Task):
         self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
         self.target = target.to(device).eval().requires_grad_(False)
         shape = target.decoder.config
-        self.config = ParallelConfig(
-            shape.dim, shape.heads, shape.hidden, layers, queries=settings.levels - 1, turn=settings.turn
-        )
+        self.config = ParallelConfig.like(shape, layers, settings.levels - 1, settings.turn)
         self.settings = {
             **asdict(self.config),
             **asdict(settings),

@@ -77,10 +77,11 @@ def record(
     depth: int,
     batch: int = 16,
     seed: int = 0,
+    sampling: Sampling | None = None,
 ) -> Iterator[Rollout]:
     """A rollout per text, as they finish; seeds run from `seed` on."""
     recorder = Recorder(drafter, depth)
-    engine = Engine(target, recorder, Exact(), Sampling(), Guidance(cfg), batch)
+    engine = Engine(target, recorder, Exact(), sampling or Sampling(), Guidance(cfg), batch)
     waiting, running = list(range(len(texts))), dict[int, int]()
     while waiting or running:
         for slot in engine.done():
@@ -149,7 +150,7 @@ def recorded(
                 said = [texts[i] for i in parts[number]]
                 first = (seed << 32) + parts[number][0]
                 runs = []
-                for drawn in record(target, drafter, said, found.cfg, depth, batch, first):
+                for drawn in record(target, drafter, said, found.cfg, depth, batch, first, found.sampling):
                     runs.append(drawn)
                     done += 1
                     report.advance(time.monotonic() - began, done / count, f"{done}/{count} runs")

@@ -85,14 +85,14 @@ def owned(model: str | Path) -> bool:
     return str(model) not in MODELS and Path(model).is_dir() and os.access(model, os.W_OK)
 
 
-def drafter_folder(model: str | Path, out: Path | None) -> Path:
-    """Where the drafter goes: `out`, or `drafter` in the model's own folder. InputError where there is neither."""
+def drafter_folder(model: str | Path, out: Path | None, kind: str = "drafter") -> Path:
+    """Where the drafter goes: `out`, or `kind` in the model's own folder. InputError where there is neither."""
     if out is None and Path(model).exists() and not owned(model):
         raise InputError(f"{model} is no folder to write to: name one for the drafter with --out DIR.")
     if out is None and not Path(model).exists():
         model_folder(str(model))  # the clearer error, where there is no such model
         raise InputError(f"{model} is kept in a cache: name a folder for the drafter with --out DIR.")
-    return out or Path(model) / "drafter"
+    return out or Path(model) / kind
 
 
 def key_of(target: Target) -> str:
