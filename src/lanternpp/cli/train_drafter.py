@@ -1,0 +1,174 @@
+"""`lanternpp train drafter`: a drafter for a target trained here or published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from lanternpp.cli.train import (
+    Checks,
+    Crops,
+    Decay,
+    Device,
+    Limit,
+    Minutes,
+    Resume,
+    Seed,
+    Steps,
+    Store,
+    Warmup,
+    app,
+    leave,
+    plan,
+)
+from lanternpp.errors import InputError
+
+__all__ = ["app", "drafter"]
+
+
+@app.command()
+def drafter(
+    model: Annotated[
+        str, typer.Option(metavar="NAME|DIR|HUB_ID", help="The target, trained here or published.")
+    ],
+    data: Annotated[
+        Path | None, typer.Option(help="Imagefolder to learn from; with --self, only its captions are used.")
+    ] = None,
+    own: Annotated[
+        bool, typer.Option("--self", help="Learn from pictures that the target draws itself.")
+    ] = False,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="What it draws, one prompt a line; default: --data's captions, or its own."
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Pictures it draws; default: one of every prompt, at least 100."),
+    ] = None,
+    sample_batch: Annotated[int, typer.Option(help="Pictures it draws at once.")] = 8,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the drafter goes; default: drafter/ or parallel/ in MODEL."),
+    ] = None,
+    kind: Annotated[
+        Literal["eagle", "parallel"],
+        typer.Option(help="eagle: a code at a time; parallel: all levels of a draft in one pass."),
+    ] = "eagle",
+    rollouts: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Go on with a parallel drafter, on N runs of the target with it, recorded first.",
+        ),
+    ] = None,
+    loss: Annotated[
+        Literal["paper", "guided", "lk", "both"] | None,
+        typer.Option(
+            help="paper: the target's distribution; guided: after guidance; lk: the acceptance; both: the last "
+            "two. Default: paper of eagle, both of parallel."
+        ),
+    ] = None,
+    weight: Annotated[
+        float | None, typer.Option(help="eagle: of that loss beside SmoothL1 on the features. Default: 0.1.")
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            help="eagle: how often it looks, each time but the first at its own features. Default: 1."
+        ),
+    ] = None,
+    cfg: Annotated[
+        float | None,
+        typer.Option(
+            help="Guidance that --self, guided, lk and the figures suppose; default: the model's own."
+        ),
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Blocks.")] = 1,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 16,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            help="Peak learning rate; the papers' long runs use 1e-4. Default: 1e-3 of eagle, 2e-3 of parallel."
+        ),
+    ] = None,
+    noise: Annotated[
+        float | None,
+        typer.Option(
+            help="Width of the uniform noise on the features. Default: 0.2 of eagle, 0.1 of parallel."
+        ),
+    ] = None,
+    inherit: Annotated[
+        bool | None, typer.Option("--inherit", help="eagle: begin as the target's last block.")
+    ] = None,
+    crops: Crops = 2,
+    decay: Decay = 0.995,
+    warmup: Warmup = 100,
+    seed: Seed = 0,
+    device: Device = "auto",
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
+    resume: Resume = True,
+    checks: Checks = 12,
+    cache_features: Annotated[
+        bool | None,
+        typer.Option(
+            "--cache-features",
+            help="eagle: keep the target's features on disk; takes room, saves its passes.",
+        ),
+    ] = None,
+    store: Store = "float32",
+    save_minutes: Annotated[float, typer.Option(help="A state to resume from is saved this often.")] = 5.0,
+    limit: Limit = None,
+) -> None:
+    """Train a drafter for a target, on pictures or, with --self, on what the target draws."""
+    from lanternpp.training import drafter as eagle
+    from lanternpp.training import parallel
+    from lanternpp.training import rollouts as runs
+    from lanternpp.training.samples import Own
+    from lanternpp.training.teacher import drafter_folder
+
+    check_self(own, data, prompts=prompts, samples=samples)
+    shared: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "decay": decay, "warmup": warmup}
+    shared |= given(loss=loss, lr=lr, noise=noise, cfg=cfg)
+    folder = drafter_folder(model, out, "drafter" if kind == "eagle" else kind)
+    where = plan(folder, steps, minutes, device, compiled, resume, checks, store, save_minutes)
+    drawn = Own(prompts, samples, sample_batch, seed) if own else None
+    only = given(weight=weight, rounds=rounds, inherit=inherit)
+    keep = bool(cache_features)
+    if kind == "eagle":
+        if rollouts is not None:
+            raise InputError(
+                "--rollouts is for drafters of --kind parallel: an EAGLE drafter hears nothing of them."
+            )
+        settings = eagle.DrafterSettings(**shared, **only)
+        leave(eagle.train(data, model, layers, settings, where, crops, limit, drawn, cfg is None, keep))
+        return
+    only |= given(cache_features=cache_features)
+    if only:
+        raise InputError(
+            f"--{next(iter(only)).replace('_', '-')} is for drafters of --kind eagle: leave it out."
+        )
+    asked = parallel.ParallelSettings(**shared)
+    if rollouts is None:
+        leave(parallel.train(data, model, layers, asked, where, crops, limit, drawn, follow=cfg is None))
+    else:
+        leave(runs.train(data, model, asked, where, rollouts, drawn, follow=cfg is None))
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Those that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def check_self(own: bool, data: Path | None, **wanted: object) -> None:
+    """Refuse a drafter without anything to learn from, and options that only --self reads."""
+    given = [name for name, value in wanted.items() if value is not None]
+    if given and not own:
+        raise InputError(f"--{given[0]} says what the target draws itself: add --self.")
+    if data is None and not own:
+        raise InputError("a drafter learns from pictures, --data DIR, or from what its target draws, --self.")
