@@ -15,6 +15,7 @@ from parity import Peer, greedy
 
 from lanternpp import Pipeline
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.errors import InputError
 from lanternpp.methods import METHODS
 from lanternpp.models import read_target
@@ -54,8 +55,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         family.write(folder / "independent")
         shape = EagleConfig(LANGUAGE["hidden_size"], LANGUAGE["num_attention_heads"], 48)
         torch.manual_seed(1)
-        drafter = EagleDrafter(shape, read_target(folder, torch.float32).decoder.turns)
+        target = read_target(folder, torch.float32)
+        drafter = EagleDrafter(shape, target.decoder.turns)
         checkpoints.save(folder / "drafter", {"kind": "eagle", **asdict(shape)}, drafter.state_dict())
+        many = ParallelConfig.like(target.decoder.config, 1, 3, 8)
+        tensors = ParallelDrafter(many, target.decoder.turns).state_dict()
+        checkpoints.save(folder / "parallel", {"kind": "parallel", **asdict(many)}, tensors)
     return place
 
 
