@@ -23,6 +23,7 @@ from lanternpp.nn.sources import Rename, Source
 from lanternpp.targets.base import Target
 from lanternpp.targets.tokens import Text, check_length, left_padded
 from lanternpp.types import Prompt
+from lanternpp.vq.reading import Reader
 
 SLOTS = 512  # the longest prompt, unless the model's own positions end before
 
@@ -65,6 +66,12 @@ class Raster:
             )
         return raster
 
+    def lay(self, grid: Tensor, end: int) -> Tensor:
+        """Codes of a grid [B, rows, columns] -> [B, length], the code `end` behind every row but the last."""
+        if self.ends:
+            grid = nn.functional.pad(grid, (0, 1), value=end)
+        return grid.flatten(1)[:, : self.length]
+
     def grid(self, codes: Tensor) -> Tensor:
         """codes [B, length] -> [B, rows, columns] without the row ends."""
         full = nn.functional.pad(codes, (0, int(self.ends)))
@@ -81,6 +88,7 @@ class LanguageTarget(Target):
     kind: ClassVar[str]  # in a config of ours
     text: Text
     config: Any  # a dataclass
+    _vq: list[Any]  # the VQ decoder; in a list: not among this module's weights
 
     def __init__(self, shape: DecoderConfig, turns: Tensor, codes: int, raster: Raster, tokens: int):
         super().__init__()
@@ -155,6 +163,15 @@ class LanguageTarget(Target):
             check_length(row, self.slots, condition or "")
         ids, start = left_padded(rows, self.slots, self.token_table.device)
         return Prompt(self.token_table[ids], start)
+
+    def reader(self) -> Reader:
+        """Its published tokenizer reads pictures too; square ones here."""
+        raster, vq = self.raster, self._vq[0]
+        if raster.rows != raster.columns:
+            raise InputError(
+                f"pictures of {raster.columns}x{raster.rows} codes cannot be read, square ones can: use --self."
+            )
+        return Reader.of(vq, raster.rows * vq.down, self.length, lambda grid: raster.lay(grid, self.codes))
 
     def constrain(self, logits: Tensor, index: Tensor) -> Tensor:
         """A row end at the end of a row, a code everywhere else."""

@@ -25,6 +25,7 @@ from lanternpp.targets.conditions import ClassCondition, Condition, TextConditio
 from lanternpp.targets.text import text_of
 from lanternpp.types import Prompt
 from lanternpp.vq.llamagen import find_tokenizer, read_tokenizer, save_tokenizer
+from lanternpp.vq.reading import Reader
 from lanternpp.vq.vqgan import VQGAN
 
 KIND = "llamagen"
@@ -157,6 +158,10 @@ class LlamaGenTarget(Target):
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
         """Classes or texts -> [branches * b, T, D]; the unconditional rows are padded like their texts."""
         return self.condition.prompt(conditions, branches)
+
+    def reader(self) -> Reader:
+        """The published tokenizers read pictures too."""
+        return Reader.of(self.vq, self.width * self.vq.down, self.length, lambda grid: grid.flatten(1))
 
     @property
     def conditions(self) -> Sequence[str]:

@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.accept.exact import Exact
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
-from lanternpp.engine.decode import Engine, generate
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.targets.base import Target
 from lanternpp.training import hardware
+from lanternpp.training.acceptance import watch
+from lanternpp.training.cached import Features, features_of
 from lanternpp.training.codes import Codes, Variants
 from lanternpp.training.data import Order
 from lanternpp.training.features import Captions, lessons, visible
@@ -97,6 +97,7 @@ class DrafterTask(Task):
         origin: str,
         device: torch.device,
         sampling: Sampling | None = None,
+        cache: Path | None = None,
     ):
         self.sampling = sampling or Sampling()
         torch.manual_seed(settings.seed)
@@ -123,6 +124,9 @@ class DrafterTask(Task):
         )
         self.train, self.val = Captions(target, codes.train), Captions(target, codes.val)
         self.drawn: Tensor | None = None
+        self.features: Features | None = None
+        if cache is not None:
+            self.features = features_of(target, self.train, origin, codes.train, codes.data["codes"], cache)
 
     def begin(self, layers: int) -> EagleDrafter:
         """A drafter to train, and its config."""
@@ -142,9 +146,12 @@ class DrafterTask(Task):
         index, variant, generator = self.order(step)
         codes = self.codes.train.pick(index, variant).to(self.device)
         drop = torch.rand(len(index), generator=generator) < self.options.drop_captions
-        prompts = self.train(index, 2) if self.guidance.branches == 2 else self.train(index, 1, drop)
+        branches, dropped = (2, None) if self.guidance.branches == 2 else (1, drop)
+        prompts, known = self.train(index, branches, dropped), None
+        if self.features is not None:
+            known = self.features(index, variant, branches, dropped).to(self.device)
         with hardware.autocast(self.device):
-            feature, distribution = self.loss(*prompts, codes)
+            feature, distribution = self.loss(*prompts, codes, known)
             loss = feature + self.options.weight * distribution
         optimizer = self.optimizers["model"]
         optimizer.zero_grad()
@@ -153,11 +160,16 @@ class DrafterTask(Task):
         optimizer.step()
         return {"loss": loss, "feature": feature, "distribution": distribution}
 
-    def loss(self, prompts: Tensor, start: Tensor | None, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """prompts [R, T, D] from start [R] on, codes [B, length] -> loss on features, loss on distributions."""
+    def loss(
+        self, prompts: Tensor, start: Tensor | None, codes: Tensor, known: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """prompts [R, T, D] from start [R] on, codes [B, length] -> loss on features, loss on distributions.
+
+        known [R, S, D]: the target's features, where they are kept.
+        """
         rows, merge = self.guidance.rows, self.guidance.merge
         with torch.no_grad():
-            ahead, features = lessons(self.target, prompts, rows(codes), start)
+            ahead, features = lessons(self.target, prompts, rows(codes), start, known)
             noise = (torch.rand_like(features, dtype=torch.float32) - 0.5) * self.options.noise
             wanted = features[:, prompts.shape[1] :]
             logits = merge(self.target.head(wanted))
@@ -174,10 +186,10 @@ class DrafterTask(Task):
         return feature, distribution
 
     @torch.no_grad()
-    def validate(self) -> dict[str, float]:
-        """Figures on some validation pictures, and the codes per pass of four pictures drawn with it."""
+    def validate(self) -> dict[str, Any]:
+        """Figures on some validation pictures, and what is kept of drafts by depth and rank as four are drawn."""
         figures = self.judge(spread(len(self.codes.val), GLIMPSE))
-        return {**figures, "codes_per_pass": self.draw()}
+        return {**figures, **self.draw()}
 
     @torch.no_grad()
     def final(self) -> dict[str, Any]:
@@ -216,17 +228,14 @@ class DrafterTask(Task):
                 sums[name] = sums.get(name, 0.0) + value.item() * count
         return {name: value / len(index) for name, value in sums.items()}
 
-    def draw(self) -> float:
-        """Codes per pass, lossless on a static tree, of four pictures, which `sample` shows."""
+    def draw(self) -> dict[str, Any]:
+        """What is kept, lossless on a static tree, of drafts of four pictures, which `sample` shows."""
         dtype = next(self.target.parameters()).dtype
-        drafter = copy.deepcopy(self.average).to(dtype)
-        prompts = self.val.sayings[:DRAWN]
-        proposer = TreeProposer(drafter, build_tree("eagle-25"))
-        guidance = Guidance(self.options.cfg)
-        engine = Engine(self.target, proposer, Exact(), self.sampling, guidance, len(prompts))
-        harvests = generate(engine, list(prompts), list(range(len(prompts))))
-        self.drawn = torch.stack([harvest.codes for harvest in harvests])
-        return sum(sum(h.accepted) for h in harvests) / sum(len(h.accepted) for h in harvests)
+        proposer = TreeProposer(copy.deepcopy(self.average).to(dtype), build_tree("eagle-25"))
+        guidance, prompts = Guidance(self.options.cfg), self.val.sayings[:DRAWN]
+        found = watch(self.target, proposer, self.sampling, guidance, prompts)
+        self.drawn = found.codes
+        return found.figures
 
     @torch.no_grad()
     def sample(self, path: Path) -> None:

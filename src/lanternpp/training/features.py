@@ -80,13 +80,19 @@ def visible(start: Tensor | None, count: int) -> Tensor | None:
 
 
 def lessons(
-    target: Target, prompts: Tensor, codes: Tensor, start: Tensor | None = None
+    target: Target,
+    prompts: Tensor,
+    codes: Tensor,
+    start: Tensor | None = None,
+    features: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """prompts [R, T, D] that begin at start [R], codes [R, length] -> what a drafter reads and should say.
 
     ahead [R, S - 1, D], the inputs one ahead, and features [R, S, D], for S = T + length - 1 slots: from
-    ahead[:, t] and features[:, t] follows features[:, t + 1].
+    ahead[:, t] and features[:, t] follows features[:, t + 1]. Where features are given, the target is not asked.
     """
     inputs = torch.cat((prompts, target.embed(codes[:, :-1]).to(prompts.dtype)), 1)
+    if features is not None:
+        return inputs[:, 1:], features
     seen = visible(start, inputs.shape[1])
     return inputs[:, 1:], target.decoder.teach(inputs, seen=seen)

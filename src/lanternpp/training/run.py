@@ -1,106 +1,24 @@
-"""The skeleton all three trainings share: budget, schedule, average, checks, state, resume, export."""
+"""The skeleton all trainings share: budget, schedule, average, checks, state, resume, export."""
 
 from __future__ import annotations
 
-import copy
 import math
 import signal
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
 from lanternpp.training.report import Report, provenance
+from lanternpp.training.state import STATE, State, begin, write_state
+from lanternpp.training.task import Plan, Task, averaged, groups
 
-STATE = "state.pt"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How long, where and how to run: what may change between a run and its resumption."""
-
-    folder: Path
-    steps: int | None = None
-    minutes: float | None = None
-    restart: bool = False
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    compile: bool = False
-    checks: int = 20  # validations, samples and saved states, evenly over the run
-    save_minutes: float = 5.0  # a state is also saved this often
-    log_steps: int = 25
-    store: checkpoints.Store = "float32"
-    stop_after: int | None = None  # pause at this step as if interrupted (a lease that ends, a test)
-
-    def __post_init__(self) -> None:
-        if self.steps is None and self.minutes is None:
-            raise InputError("a training needs a budget: give --steps N, --minutes M or both.")
-        for name, value in (("--steps", self.steps), ("--minutes", self.minutes)):
-            if value is not None and value <= 0:
-                raise InputError(f"{name} {value} must be above 0.")
-
-    def progress(self, step: int, seconds: float) -> float:
-        """0..1: how much of the budget is spent."""
-        parts = [step / self.steps] if self.steps else []
-        parts += [seconds / 60 / self.minutes] if self.minutes else []
-        return min(max(parts), 1.0)
-
-
-class Task(ABC):
-    """What is trained. `settings` are the values that a resumed run must share."""
-
-    name: str
-    settings: dict[str, Any]
-    data: dict[str, Any]  # for the provenance
-    model: nn.Module  # trained
-    average: nn.Module  # its moving average: validated and exported
-    optimizers: dict[str, torch.optim.Optimizer]
-    decay: float = 0.999
-    warmup: int = 200
-    keep: str | None = None  # the validation figure whose least value decides which average is exported
-
-    @abstractmethod
-    def step(self, step: int, progress: float) -> dict[str, Tensor]:
-        """One update of `model`; returns scalars still on the device."""
-
-    @abstractmethod
-    def validate(self) -> dict[str, float]:
-        """Figures of `average` on held-out data."""
-
-    @abstractmethod
-    def sample(self, path: Path) -> None:
-        """A PNG that shows what `average` does."""
-
-    @abstractmethod
-    def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Config and tensors of `average`, as a model folder holds them."""
-
-    def modules(self) -> dict[str, nn.Module]:
-        """Everything a resumed run needs the weights of."""
-        return {"model": self.model, "average": self.average}
-
-    def extra(self) -> dict[str, Any]:
-        """Plain values a resumed run needs."""
-        return {}
-
-    def restore(self, extra: dict[str, Any]) -> None:  # noqa: B027 (nothing to undo by default)
-        """Undo `extra`."""
-
-    def speed_up(self) -> None:
-        """Compile what is worth compiling."""
-        self.model.compile()
-
-    def final(self) -> dict[str, Any]:
-        """More figures for the provenance, measured once at the end."""
-        return {}
+__all__ = ["STATE", "Plan", "Task", "averaged", "run"]
 
 
 def run(task: Task, plan: Plan, report: Report | None = None) -> bool:
@@ -111,8 +29,8 @@ def run(task: Task, plan: Plan, report: Report | None = None) -> bool:
         task.speed_up()
     report = report or Report(task.name, plan.folder)
     started = time.monotonic() - state.seconds
-    saved, counted = time.monotonic(), 0
-    sums: dict[str, Tensor] = {}
+    saved = time.monotonic()
+    sums, counted = state.sums, state.counted
     with report.bar(plan.progress(state.step, state.seconds)), stoppable() as stop:
         while (progress := plan.progress(state.step, state.seconds)) < 1:
             rate(task, progress, state.step)
@@ -135,6 +53,7 @@ def run(task: Task, plan: Plan, report: Report | None = None) -> bool:
                 judge(task, state, report, plan)
             interrupted = stop.is_set() or state.step == plan.stop_after
             if check or interrupted or time.monotonic() - saved > 60 * plan.save_minutes:
+                state.sums, state.counted = sums, counted
                 write_state(task, state, plan)
                 saved = time.monotonic()
             if interrupted and progress < 1:
@@ -142,59 +61,6 @@ def run(task: Task, plan: Plan, report: Report | None = None) -> bool:
                 return False
     finish(task, state, plan, report)
     return True
-
-
-@dataclass
-class State:
-    """Where a run stands."""
-
-    step: int = 0
-    seconds: float = 0.0
-    checked: int = 0
-    best: dict[str, Any] | None = None  # {"figure", "step", "weights"} where the task keeps its best
-
-
-def begin(task: Task, plan: Plan) -> State:
-    """A fresh state, or the one saved in the folder; refused where that was trained with other settings."""
-    path = plan.folder / STATE
-    if plan.restart or not path.exists():
-        for group in groups(task):
-            group["initial_lr"] = group["lr"]
-        if plan.restart:
-            (plan.folder / "log.jsonl").unlink(missing_ok=True)
-        return State()
-    content = checkpoints.read_pt(path)
-    old, new = content.get("settings", {}), task.settings
-    changed = [
-        f"{name} {old.get(name)!r} -> {new.get(name)!r}"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
-    ]
-    if changed:
-        raise InputError(
-            f"{path} was trained with other settings ({'; '.join(changed)}): "
-            "repeat its settings to resume, or pass --restart to start over."
-        )
-    for name, module in task.modules().items():
-        checkpoints.fill(module, content["modules"][name], path)
-    for name, optimizer in task.optimizers.items():
-        optimizer.load_state_dict(content["optimizers"][name])
-    task.restore(content["extra"])
-    return State(**content["state"])
-
-
-def write_state(task: Task, state: State, plan: Plan) -> None:
-    """All a resumed run needs; data order and noise are functions of (seed, step), so the step is enough."""
-    checkpoints.write_pt(
-        plan.folder / STATE,
-        {
-            "settings": task.settings,
-            "state": vars(state),
-            "extra": task.extra(),
-            "modules": {name: module.state_dict() for name, module in task.modules().items()},
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in task.optimizers.items()},
-        },
-    )
 
 
 def judge(task: Task, state: State, report: Report, plan: Plan) -> None:
@@ -236,12 +102,6 @@ def finish(task: Task, state: State, plan: Plan, report: Report) -> None:
     report.say(f"done after {state.step} steps: {report.text(figures)}; weights in {plan.folder}")
 
 
-def groups(task: Task) -> Iterator[dict[str, Any]]:
-    """The parameter groups of all optimizers."""
-    for optimizer in task.optimizers.values():
-        yield from optimizer.param_groups
-
-
 def rate(task: Task, progress: float, step: int) -> None:
     """Linear warm-up over steps, then a cosine over the budget down to 2 % of the rate."""
     factor = min((step + 1) / task.warmup, 1.0) * (0.02 + 0.98 * (0.5 + 0.5 * math.cos(math.pi * progress)))
@@ -256,11 +116,6 @@ def follow(average: nn.Module, model: nn.Module, decay: float) -> None:
     mine, other = list(average.buffers()), list(model.buffers())
     if mine:
         torch._foreach_copy_(mine, other)
-
-
-def averaged(model: nn.Module) -> nn.Module:
-    """A copy of a model to hold its moving average."""
-    return copy.deepcopy(model).eval().requires_grad_(False)
 
 
 def check_finite(figures: dict[str, float], step: int) -> None:

@@ -1,8 +1,9 @@
-"""Emu3's VQ decoder (arXiv 2409.18869), of transformers' parts."""
+"""Emu3's VQ decoder and encoder (arXiv 2409.18869), of transformers' parts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from lanternpp.nn.sources import SAME, Rename, Source, blank
 if TYPE_CHECKING:
     from transformers.models.emu3.modeling_emu3 import Emu3VQVAE
 
+READING = r"encoder\.|quant_conv\."
 DRAWING = r"(decoder|post_quant_conv|quantize\.embedding)\."
 
 
@@ -27,6 +29,7 @@ class Emu3Decoder(nn.Module):
     """
 
     codebook: Tensor  # [V, C]
+    encoder: Callable[[], nn.Module] | None = None  # reads it, where the checkpoint has one
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__()
@@ -59,6 +62,43 @@ class Emu3Decoder(nn.Module):
         return parts.conv_out(F.silu(x)).float().clamp(-1, 1)
 
 
+class Emu3Encoder(nn.Module):
+    """Pixels -> latents; an image is as many equal frames of a video as make one of the code's."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        super().__init__()
+        from transformers import Emu3VQVAEConfig
+        from transformers.models.emu3.modeling_emu3 import Emu3VQVAE
+
+        shape = Emu3VQVAEConfig(**config)
+        parts: Emu3VQVAE = Emu3VQVAE(shape)
+        self.encoder, self.before, self.frames = (
+            parts.encoder,
+            parts.quant_conv,
+            shape.temporal_downsample_factor,
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [B, 3, H, W] in [-1, 1] -> latents [B, C, rows, columns]."""
+        video = images[:, None].repeat(1, self.frames, 1, 1, 1)
+        return self.before(self.encoder(video).transpose(1, 2))[:, :, 0]
+
+
+def read_encoder(
+    source: Source, prefix: str, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device | str
+) -> Emu3Encoder:
+    """The encoder below `prefix` (a regular expression) in a checkpoint."""
+    with blank():
+        encoder = Emu3Encoder(config)
+    rules = [
+        Rename(prefix + r"quant_conv\.(.*)", r"before.\1"),
+        Rename(prefix + r"encoder\.(.*)", r"encoder.\1"),
+    ]
+    source.fill(encoder, rules, dtype, [f"(?!{prefix}({READING})).*"], device)
+    encoder.encoder.to(dtype)  # its moving averages too
+    return encoder.eval().requires_grad_(False)
+
+
 def read_emu3(
     source: Source,
     prefix: str | None,
@@ -81,6 +121,7 @@ def read_emu3(
             Rename(prefix + r"decoder\.(.*)", r"decoder.\1"),
         ]
         source.fill(vq, rules, dtype, [f"(?!{prefix}).*", f"{prefix}(?!{DRAWING}).*"], device)
+        vq.encoder = partial(read_encoder, source, prefix, config, dtype, device)
     vq.decoder.to(dtype)  # its moving averages too
     return vq.eval().requires_grad_(False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from lanternpp.nn.checkpoints import Store, save
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.shards import PICKLED, SAFE
 from lanternpp.nn.sources import SAME, Source, blank
-from lanternpp.vq.layouts import LLAMAGEN, rules
+from lanternpp.vq.layouts import LLAMAGEN, read_encoder, rules
 from lanternpp.vq.vqgan import VQGAN, VQGANConfig
 
 MARKS = {"quantize.embedding.weight", "post_quant_conv.weight", "decoder.mid.1.proj_out.weight"}
@@ -90,4 +91,7 @@ def read_tokenizer(source: Source, grid: int, dtype: torch.dtype, device: torch.
     with blank():
         vq = VQGAN(config)
     source.fill(vq, [SAME] if ours else rules(config, LLAMAGEN), dtype, () if ours else SKIP, device)
-    return vq.settle()
+    vq.settle()
+    if not ours:
+        vq.encoder = partial(read_encoder, source, config, LLAMAGEN, "", dtype, device)
+    return vq

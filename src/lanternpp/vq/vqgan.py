@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -93,9 +94,10 @@ class Stage(nn.Module):
 
 
 class VQGAN(nn.Module):
-    """A codebook and the decoder over it. There is no encoder: nothing here reads pictures."""
+    """A codebook and the decoder over it; the encoder is read only where pictures are to be read."""
 
     codebook: Tensor  # [V, C] float32, as it is looked up
+    encoder: Callable[[], nn.Module] | None = None  # reads it, where the checkpoint may have one
 
     def __init__(self, config: VQGANConfig):
         super().__init__()
@@ -113,6 +115,11 @@ class VQGAN(nn.Module):
             )
         )
         self.exit = nn.Sequential(norm(widths[-1]), nn.SiLU(), nn.Conv2d(widths[-1], 3, 3, padding=1))
+
+    @property
+    def down(self) -> int:
+        """Pixels of an image's side per code."""
+        return self.config.down
 
     @property
     def length(self) -> int:

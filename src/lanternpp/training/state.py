@@ -1,0 +1,90 @@
+"""Where a training stands, kept so that a killed run goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lanternpp.errors import InputError
+from lanternpp.nn import checkpoints
+from lanternpp.training.task import Plan, Task, groups
+
+STATE, LOG = "state.pt", "log.jsonl"
+
+
+@dataclass
+class State:
+    """Where a run stands."""
+
+    step: int = 0
+    seconds: float = 0.0
+    checked: int = 0
+    best: dict[str, Any] | None = None  # {"figure", "step", "weights"} where the task keeps its best
+    sums: dict[str, Tensor] = field(default_factory=dict)  # of the losses since the log was last written
+    counted: int = 0
+
+
+def begin(task: Task, plan: Plan) -> State:
+    """A fresh state, or the one saved in the folder; refused where that was trained with other settings."""
+    path = plan.folder / STATE
+    checkpoints.sweep(plan.folder)
+    if plan.restart or not path.exists():
+        for group in groups(task):
+            group["initial_lr"] = group["lr"]
+        if plan.restart:
+            (plan.folder / LOG).unlink(missing_ok=True)
+        return State()
+    content = checkpoints.read_pt(path)
+    old, new = content.get("settings", {}), task.settings
+    changed = [
+        f"{name} {old.get(name)!r} -> {new.get(name)!r}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    ]
+    if changed:
+        raise InputError(
+            f"{path} was trained with other settings ({'; '.join(changed)}): "
+            "repeat its settings to resume, or pass --restart to start over."
+        )
+    for name, module in task.modules().items():
+        checkpoints.fill(module, content["modules"][name], path)
+    for name, optimizer in task.optimizers.items():
+        optimizer.load_state_dict(content["optimizers"][name])
+    task.restore(content["extra"])
+    state = State(**content["state"])
+    state.sums = {name: value.to(plan.device) for name, value in state.sums.items()}
+    rewind(plan.folder / LOG, state.step)
+    return state
+
+
+def rewind(log: Path, step: int) -> None:
+    """Take out of a log what a killed run wrote after its last saved step; a line it broke off goes too."""
+    if not log.exists():
+        return
+    kept = []
+    for line in log.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if row.get("step", 0) <= step:
+            kept.append(line + "\n")
+    checkpoints.write_text(log, "".join(kept))
+
+
+def write_state(task: Task, state: State, plan: Plan) -> None:
+    """All a resumed run needs; data order and noise are functions of (seed, step), so the step is enough."""
+    checkpoints.write_pt(
+        plan.folder / STATE,
+        {
+            "settings": task.settings,
+            "state": vars(state),
+            "extra": task.extra(),
+            "modules": {name: module.state_dict() for name, module in task.modules().items()},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in task.optimizers.items()},
+        },
+    )
