@@ -29,9 +29,7 @@ class Features:
         self.shards, self.each = shards, pictures
         self._files: dict[int, Any] = {}
 
-    def __call__(
-        self, index: Tensor, variant: Tensor, branches: int, drop: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, index: Tensor, variant: Tensor, branches: int, drop: Tensor | None = None) -> Tensor:
         """Of pictures index [B] in variants [B]: [branches * B, S, D] on the CPU; unconditional where drop [B]."""
         rows = [self._one(i, v) for i, v in zip(index.tolist(), variant.tolist(), strict=True)]
         one, other = torch.stack(rows, 1)  # [B, S, D] twice
@@ -76,7 +74,9 @@ def features_of(
             index = torch.arange(number * each, min((number + 1) * each, pictures))
             parts = []
             for part in index.split(BATCH):
-                parts.append(torch.stack([made(target, captions, codes, part, v) for v in range(variants)], 1))
+                parts.append(
+                    torch.stack([made(target, captions, codes, part, v) for v in range(variants)], 1)
+                )
                 done += len(part)
                 report.advance(time.monotonic() - began, done / total, f"{done}/{total} pictures")
             shards.write(number, {"features": torch.cat(parts).to(like.dtype)}, {"pictures": len(index)})
