@@ -151,7 +151,7 @@ def test_a_tenth_of_the_captions_is_dropped_under_the_papers_loss(
     made = task(ready, count=60)
     shares, null = [], made.target.prompt([None], 1).embeds
 
-    def loss(prompts: Tensor, start: Tensor | None, codes: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(prompts: Tensor, start: Tensor | None, codes: Tensor, known: None) -> tuple[Tensor, Tensor]:
         shares.append((prompts == null).flatten(1).all(1).double().mean().item())
         nothing = sum(p.sum() for p in made.model.parameters()) * 0
         return nothing, nothing

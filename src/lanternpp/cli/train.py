@@ -226,6 +226,13 @@ def drafter(
     compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
     resume: Resume = True,
     checks: Checks = 12,
+    cache_features: Annotated[
+        bool | None,
+        typer.Option(
+            "--cache-features",
+            help="eagle: keep the target's features on disk; takes room, saves its passes.",
+        ),
+    ] = None,
     store: Store = "float32",
     save_minutes: Annotated[float, typer.Option(help="A state to resume from is saved this often.")] = 5.0,
     limit: Limit = None,
@@ -244,16 +251,20 @@ def drafter(
     where = plan(folder, steps, minutes, device, compiled, resume, checks, store, save_minutes)
     drawn = Own(prompts, samples, sample_batch, seed) if own else None
     only = given(weight=weight, rounds=rounds, inherit=inherit)
+    keep = bool(cache_features)
     if kind == "eagle":
         if rollouts is not None:
             raise InputError(
                 "--rollouts is for drafters of --kind parallel: an EAGLE drafter hears nothing of them."
             )
         settings = eagle.DrafterSettings(**shared, **only)
-        leave(eagle.train(data, model, layers, settings, where, crops, limit, drawn, follow=cfg is None))
+        leave(eagle.train(data, model, layers, settings, where, crops, limit, drawn, cfg is None, keep))
         return
+    only |= given(cache_features=cache_features)
     if only:
-        raise InputError(f"--{next(iter(only))} is for drafters of --kind eagle: leave it out.")
+        raise InputError(
+            f"--{next(iter(only)).replace('_', '-')} is for drafters of --kind eagle: leave it out."
+        )
     asked = parallel.ParallelSettings(**shared)
     if rollouts is None:
         leave(parallel.train(data, model, layers, asked, where, crops, limit, drawn, follow=cfg is None))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lanternpp.errors import InputError
 from lanternpp.nn.decoder import Decoder, Memory
 from lanternpp.nn.sources import Source
 from lanternpp.targets.base import Target
 from lanternpp.types import Nodes
+
+ALIKE = 0.98  # least cosine of a target's probe with that of the target a drafter was trained for
 
 
 class Drafter(nn.Module, ABC):
@@ -38,6 +43,52 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
         """ahead [R, N, D] embeddings of the codes one ahead, features [R, N, D] -> features [R, N, D]."""
+
+
+class DrafterWarning(UserWarning):
+    """A drafter that may serve, and was trained for another target."""
+
+
+def mark(target: Target) -> dict[str, Any]:
+    """What a drafter's config keeps of its target: its sizes, and numbers of its embeddings to know it by."""
+    return {"vocab": target.vocab, "dim": target.decoder.config.dim, "probe": probe(target).tolist()}
+
+
+@torch.no_grad()
+def probe(target: Target) -> Tensor:
+    """The embeddings of some codes, each channel group's mean: at most 8 x 8 numbers, [n]."""
+    device = target.decoder.turns.device
+    codes = torch.linspace(0, target.vocab - 1, min(target.vocab, 8), device=device).long()
+    rows = target.embed(codes[None])[0].float().cpu()
+    return torch.stack([part.mean(1) for part in rows.chunk(8, 1)], 1).flatten()
+
+
+def check_fit(source: Source, dim: int, target: Target) -> None:
+    """InputError where the drafter in `source`, `dim` wide, has other sizes than this target needs.
+
+    A warning where it was trained for another target of the same sizes: it drafts, and little is kept.
+    """
+    if dim != target.decoder.config.dim:
+        raise InputError(
+            f"drafter {source.path} is {dim} wide and the target {target.decoder.config.dim}; "
+            "use a drafter trained for this target"
+        )
+    known = source.config.get("target")
+    if not isinstance(known, dict):
+        return
+    if known.get("vocab") != target.vocab:
+        raise InputError(
+            f"drafter {source.path} was trained for a target of {known.get('vocab')} codes and this one has "
+            f"{target.vocab}; use a drafter trained for this target"
+        )
+    ours, theirs = probe(target), torch.tensor(known.get("probe") or [])
+    if ours.shape != theirs.shape or F.cosine_similarity(ours, theirs, 0) < ALIKE:
+        warnings.warn(
+            f"drafter {source.path} was trained for another target than this one: little of what it drafts "
+            "will be kept; train one for this target",
+            DrafterWarning,
+            stacklevel=3,
+        )
 
 
 class QueryDrafter(Drafter):

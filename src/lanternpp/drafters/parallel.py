@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.drafters.base import QueryDrafter
-from lanternpp.errors import InputError
+from lanternpp.drafters.base import QueryDrafter, check_fit
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
 from lanternpp.nn.sources import SAME, Source, blank
@@ -81,11 +80,7 @@ class ParallelDrafter(QueryDrafter):
     def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:
         """The drafter in `source` for this target."""
         config = config_as(ParallelConfig, source.config, source.path)
-        if config.dim != target.decoder.config.dim:
-            raise InputError(
-                f"drafter {source.path} is {config.dim} wide and the target {target.decoder.config.dim}; "
-                "use a drafter trained for this target"
-            )
+        check_fit(source, config.dim, target)
         with blank():
             drafter = cls(config, target.decoder.turns)
         source.fill(drafter, [SAME], dtype)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lanternpp.drafters.base import mark
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
@@ -247,7 +248,11 @@ class DrafterTask(Task):
 
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The averaged drafter."""
-        return {"kind": "eagle", **asdict(self.config)}, self.average.state_dict()
+        return {
+            "kind": "eagle",
+            **asdict(self.config),
+            "target": mark(self.target),
+        }, self.average.state_dict()
 
 
 def inherit(drafter: EagleDrafter, target: Target) -> None:
@@ -274,16 +279,21 @@ def train(
     limit: int | None = None,
     own: Own | None = None,
     follow: bool = False,
+    cache: bool = False,
 ) -> bool:
     """Train the drafter of `model` in the plan's folder; False if interrupted.
 
     On the codes of the pictures in `data` or, where `own` says so, of pictures that the target draws.
-    follow: with the guidance that the model draws best with, where it says so.
+    follow: with the guidance that the model draws best with, where it says so. cache: keep the target's features
+    on disk, rather than make them anew in every step.
     """
     if layers < 1:
         raise InputError(f"layers {layers} must be at least 1.")
     cfg = None if follow else settings.cfg
     found = gather(model, plan.folder, plan.device, data, own, cfg, crops, limit)
     settings = replace(settings, cfg=found.cfg)
-    task = DrafterTask(settings, layers, found.target, found.codes, found.origin, plan.device, found.sampling)
+    store = found.teacher.store if cache else None
+    task = DrafterTask(
+        settings, layers, found.target, found.codes, found.origin, plan.device, found.sampling, store
+    )
     return run(task, plan)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lanternpp.drafters.base import mark
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
@@ -214,7 +215,11 @@ class ParallelTask(Task):
 
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The averaged drafter."""
-        return {"kind": "parallel", **asdict(self.config)}, self.average.state_dict()
+        return {
+            "kind": "parallel",
+            **asdict(self.config),
+            "target": mark(self.target),
+        }, self.average.state_dict()
 
 
 def train(

@@ -1,0 +1,150 @@
+"""What a training survives: kills at any moment, a full disk; and what it refuses before work is lost."""
+
+import json
+import multiprocessing
+import random
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from killed import STEPS, learn
+from models import write_model
+
+from lanternpp.drafters.base import DrafterWarning, mark
+from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.errors import InputError
+from lanternpp.models import Model, read_target
+from lanternpp.nn import checkpoints
+from lanternpp.training import shards
+from lanternpp.training.state import rewind
+
+CPU = torch.device("cpu")
+
+
+def start(model: Path) -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["killed"])
+    process = context.Process(target=learn, args=(str(model),))
+    process.start()
+    return process
+
+
+def result(model: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    rows = [json.loads(line) for line in (model / "drafter" / "log.jsonl").read_text().splitlines()]
+    for row in rows:
+        row.pop("seconds", None)
+    return checkpoints.load(model / "drafter")[1], rows
+
+
+def test_a_training_killed_at_any_moment_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    write_model(tmp_path / "whole")
+    shutil.rmtree(tmp_path / "whole" / "drafter")
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    start(tmp_path / "whole").join()  # the first also waits for the imports
+    began = time.monotonic()
+    shutil.rmtree(tmp_path / "whole" / "drafter")
+    shutil.rmtree(tmp_path / "whole" / "codes")
+    start(tmp_path / "whole").join()
+    length = time.monotonic() - began
+    wanted, log = result(tmp_path / "whole")
+    assert log[-1]["step"] == STEPS
+    draw = random.Random(3)
+    for _ in range(5):  # each life gets further than the last, or is spent where it stood
+        process = start(tmp_path / "killed")
+        process.join(draw.uniform(0.05, 0.5) * length)
+        process.kill()
+        process.join()
+        if (tmp_path / "killed" / "drafter" / "state.pt").exists():
+            checkpoints.read_pt(tmp_path / "killed" / "drafter" / "state.pt")
+    last = start(tmp_path / "killed")
+    last.join()
+    assert last.exitcode == 0
+    found, again = result(tmp_path / "killed")
+    assert again == log
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+
+
+def test_a_log_is_rewound_to_the_saved_step(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"step": 5, "loss": 1}\n{"step": 5, "validation": {}}\n{"step": 10, "loss": 2}\n{"ste')
+    rewind(log, 5)
+    assert log.read_text() == '{"step": 5, "loss": 1}\n{"step": 5, "validation": {}}\n'
+    rewind(tmp_path / "none", 5)
+
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "state": lambda path: checkpoints.write_pt(path, {"x": torch.zeros(1 << 18)}),
+    "shard": lambda path: shards.Shards(path.parent, 1).write(0, {"x": torch.zeros(1 << 18)}, {}),
+    "weights": lambda path: checkpoints.save(path.parent, {}, {"x": torch.zeros(1 << 18)}),
+}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_is_one_sentence_and_the_old_file_stays(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = WRITERS[name]
+    write(tmp_path / "state.pt")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(self: checkpoints.replacing) -> Path:
+        self.temporary.symlink_to("/dev/full")
+        return self.temporary
+
+    monkeypatch.setattr(checkpoints.replacing, "__enter__", full)
+    with pytest.raises(
+        InputError, match=r"could not be written, the disk is full: free some room"
+    ) as refusal:
+        write(tmp_path / "state.pt")
+    assert "\n" not in str(refusal.value)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_cache_that_would_not_fit_is_refused_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = shutil.disk_usage(tmp_path)._replace(free=1 << 29)
+    monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: free)
+    shards.check_room(tmp_path / "new" / "cache", 1 << 20, "the features")
+    with pytest.raises(
+        InputError, match=r"the features takes? 1\.0 GiB in .*cache and the disk has 512\.0 MiB"
+    ):
+        shards.check_room(tmp_path / "new" / "cache", 1 << 30, "the features")
+    assert not (tmp_path / "new").exists()
+
+
+def drafter_of(model: Path, **known: Any) -> None:
+    target = read_target(model, torch.float32)
+    config = EagleConfig.like(target.decoder.config)
+    torch.manual_seed(0)
+    weights = EagleDrafter(config, target.decoder.turns).state_dict()
+    about = {"kind": "eagle", **vars(config), "target": {**mark(target), **known}}
+    checkpoints.save(model / "drafter", about, weights)
+
+
+def read(model: Path, dtype: torch.dtype = torch.float32) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DrafterWarning)
+        assert Model(model, None, CPU, dtype).drafter
+
+
+def test_a_drafter_knows_its_target(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    drafter_of(tmp_path)
+    read(tmp_path)
+    read(tmp_path, torch.bfloat16)
+    drafter_of(tmp_path, vocab=99)
+    with pytest.raises(InputError, match=r"for a target of 99 codes and this one has 32"):
+        read(tmp_path)
+    drafter_of(tmp_path)
+    config, tensors = checkpoints.load(tmp_path / "target")
+    checkpoints.save(tmp_path / "target", config, {k: v.flip(0) for k, v in tensors.items()})
+    with pytest.raises(DrafterWarning, match="trained for another target than this one"):
+        read(tmp_path)
