@@ -2,9 +2,8 @@
 
     python bench/int8_effect.py [--model nature-128] [--prompt TEXT] [-n 4] [--runs 5] [--method lantern++]
 
-Draws n pictures by plain decoding in float32, then asks every storage for the logits of those very codes:
-`layers` is what `--dtype int8` does, `layers, head` also rounds the head. Guidance and temperature 1 as drawn.
-Times are medians of pictures drawn in turn.
+Draws n pictures by plain decoding in float32, then asks every storage for the guided logits of those very codes,
+at temperature 1. Times are medians of pictures drawn in turn.
 """
 
 from __future__ import annotations
@@ -59,8 +58,6 @@ def main() -> None:
     truth = logits(exact.target, options.prompt, drawn.codes, cfg)
     plain = Pipeline.from_pretrained(options.model)
     small = Pipeline.from_pretrained(options.model, dtype="int8")
-    head = Pipeline.from_pretrained(options.model, dtype="float32")
-    quantise(head.target)
     layers = Pipeline.from_pretrained(options.model, dtype="float32")
     quantise(layers.target.decoder)
     print(
@@ -68,8 +65,7 @@ def main() -> None:
     )
     for name, pipe in (
         (plain.dtype, plain),
-        ("int8 layers, float32", layers),
-        ("int8 layers and head, float32", head),
+        ("int8, float32", layers),
         (small.dtype, small),
     ):
         effect = compared(truth, logits(pipe.target, options.prompt, drawn.codes, cfg), (0, 0))

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.nn import checkpoints
 from lanternpp.targets.words import WordsConfig, WordsTarget
 from lanternpp.vq.model import VQ, VQConfig
@@ -59,6 +60,9 @@ def write_model(folder: Path) -> Path:
     eagle = EagleConfig(dim=32, heads=2, hidden=48)
     drafter = EagleDrafter(eagle, target.decoder.turns)
     checkpoints.save(folder / "drafter", {"kind": "eagle", **asdict(eagle)}, drafter.state_dict())
+    shape = ParallelConfig(dim=32, heads=2, hidden=48, queries=3, turn=16)
+    parallel = ParallelDrafter(shape, target.decoder.turns)
+    checkpoints.save(folder / "parallel", {"kind": "parallel", **asdict(shape)}, parallel.state_dict())
     (folder / "defaults.json").write_text(
         '{"cfg": 2.0, "methods": {"lantern": {"neighbours": 8}, "lantern++": {"neighbours": 8},'
         ' "lantern-static": {"neighbours": 8}, "lantern-jacobi": {"neighbours": 8}}}'

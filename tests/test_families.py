@@ -14,11 +14,14 @@ from families import CODES, LANGUAGE, write_chameleon, write_emu3, write_janus
 from parity import Peer, greedy
 
 from lanternpp import Pipeline
+from lanternpp.cli.compare import race
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.errors import InputError
 from lanternpp.methods import METHODS
 from lanternpp.models import read_target
 from lanternpp.nn import checkpoints
+from lanternpp.pipeline import Result
 
 PROMPT = "a photo of the red tulip"
 
@@ -54,8 +57,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         family.write(folder / "independent")
         shape = EagleConfig(LANGUAGE["hidden_size"], LANGUAGE["num_attention_heads"], 48)
         torch.manual_seed(1)
-        drafter = EagleDrafter(shape, read_target(folder, torch.float32).decoder.turns)
+        target = read_target(folder, torch.float32)
+        drafter = EagleDrafter(shape, target.decoder.turns)
         checkpoints.save(folder / "drafter", {"kind": "eagle", **asdict(shape)}, drafter.state_dict())
+        many = ParallelConfig.like(target.decoder.config, 1, 3, 8)
+        tensors = ParallelDrafter(many, target.decoder.turns).state_dict()
+        checkpoints.save(folder / "parallel", {"kind": "parallel", **asdict(many)}, tensors)
     return place
 
 
@@ -109,6 +116,26 @@ def test_every_method_draws_alone_and_in_a_batch_guided_and_not(name: str, metho
     if METHODS[method].accept == "exact":
         drafted = pipe(PROMPT, method=method, temperature=0.0)
         assert torch.equal(drafted.codes, plain(models / family.folder))
+
+
+@every_family
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_compared_alone_guided_and_in_a_batch_unguided(
+    name: str, method: str, models: Path
+) -> None:
+    pipe = pipeline(models / FAMILIES[name].folder, "float64")
+    dials = {"neighbours": 8} if METHODS[method].neighbours else {}
+    for prompts, options in ((PROMPT, {}), ([PROMPT, "red sea", "a tulip"], {"cfg": 1.0, "batch_size": 3})):
+
+        def draw(way: str, prompts: Any = prompts, **given: Any) -> Result:
+            return pipe(prompts, method=way, seed=4, **given)
+
+        base, side = race(draw, method, dials | options, 1, False, None)
+        told = base.row()["settings"], side.row()["settings"]
+        assert [one["method"] for one in told] == ["ar", method]
+        assert told[0]["cfg"] == told[1]["cfg"] == options.get("cfg", pipe.defaults["cfg"])
+        assert told[0]["batch_size"] == told[1]["batch_size"] == options.get("batch_size", 1)
+        assert base.last.codes.shape == side.last.codes.shape
 
 
 @functools.cache

@@ -36,6 +36,9 @@ METHODS: dict[str, Method] = {
         about="EAGLE-2: a tree that follows the drafter (arXiv 2406.16858)",
     ),
     "ddd": Method("tree", "exact", "ddd", about="EAGLE-2 of a depth decided on the way (arXiv 2409.00142)"),
+    "parallel": Method(
+        "parallel", "exact", "chain-6", about="a drafter that looks at all levels of a draft in one pass"
+    ),
     "independent": Method(
         "independent",
         "exact",

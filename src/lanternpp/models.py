@@ -19,7 +19,7 @@ from lanternpp.hub import fetch, hub_id
 from lanternpp.nn.checkpoints import load_config
 from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
 from lanternpp.nn.packed import pack
-from lanternpp.nn.shards import PICKLED, SAFE
+from lanternpp.nn.shards import INDEX, PICKLED, SAFE
 from lanternpp.nn.sources import Source
 from lanternpp.registry import find, unknown
 from lanternpp.targets import FAMILIES
@@ -69,13 +69,14 @@ def target_source(model: Path, given: Mapping[str, Any] | None = None) -> tuple[
     """The checkpoint of a model's target, and the family that reads it.
 
     A model is a folder of ours with `target` in it, a published checkpoint, or a folder that holds one
-    among others. Raises InputError where none of what is there is a target known here.
+    among others; of one in shards no single file is tried. Raises InputError where none of what is there is
+    a target known here.
     """
     places = [model]
     if (model / "target").is_dir():
         places = [model / "target"]
         load_config(places[0])  # written last: without it a training never ended
-    elif model.is_dir():
+    elif model.is_dir() and not any(path.name.endswith(INDEX) for path in model.iterdir()):
         places += sorted(path for path in model.iterdir() if path.suffix in (SAFE, *PICKLED))
     faults = []
     for place in places:

@@ -16,7 +16,14 @@ from lanternpp.methods import METHODS
 def options(method: str, model: Path, drafter: Path) -> list[object]:
     """A method, as many neighbours as the tiny codebooks have, and something to draft with."""
     few = ["--neighbours", 8] if METHODS[method].neighbours else []
-    own = {"nothing": [], "tree": ["--drafter", drafter], "independent": ["--drafter", model], "jacobi": []}
+    none: list[object] = []
+    own = {
+        "nothing": none,
+        "tree": ["--drafter", drafter],
+        "parallel": ["--drafter", drafter],
+        "independent": ["--drafter", model],
+        "jacobi": none,
+    }
     return ["--method", method, "--json", *few, *own[METHODS[method].proposer]]
 
 

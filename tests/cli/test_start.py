@@ -74,5 +74,5 @@ def test_models_lists_what_can_be_named(run) -> None:
 def test_models_says_which_methods_are_lossless(run) -> None:
     rows = {row["name"]: row for row in json.loads(run("models", "--json").out)["methods"]}
     lossless = {name for name, row in rows.items() if row["lossless"]}
-    assert lossless == {"ar", "eagle", "eagle2", "ddd", "independent", "jacobi", "jacobi-coupled"}
+    assert lossless == {"ar", "eagle", "eagle2", "ddd", "independent", "parallel", "jacobi", "jacobi-coupled"}
     assert rows["lantern++"]["proposer"] == "tree" and rows["lantern++"]["tree"] == "lantern-57"

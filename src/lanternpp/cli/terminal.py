@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+NOISY = ("torchao", "torch.utils._pytree")  # transformers imports torchao where it is installed
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
 
@@ -25,8 +27,10 @@ def tell_effect(effect: object | None) -> None:
 
 @contextmanager
 def one_line_warnings() -> Iterator[None]:
-    """Warnings as one line each, the same one once."""
+    """Warnings as one line each, the same one once; torchao's notes on kernels of other machines not at all."""
     seen: set[str] = set()
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
     def show(
         message: Warning | str,

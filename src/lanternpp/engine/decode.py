@@ -89,10 +89,10 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Draft, look at the whole draft in one pass of the target, keep a path."""
-        rows = self.guidance.rows
-        draft = self.proposer.propose(self.noise)
+        rows, noise = self.guidance.rows, self.noise.ahead(self.proposer.depth)
+        draft = self.proposer.propose(noise)
         features, logits = self.look(draft)
-        verdict = self.judge(draft, logits)
+        verdict = self.judge(draft, logits, noise)
         self.cache.commit(rows(verdict.path), rows(verdict.kept))
         self._append(verdict)
         self.proposer.observe(Look(draft, features, logits, verdict))
@@ -104,9 +104,9 @@ class Engine:
         features = target(rows(target.embed(draft.codes)), nodes, self.cache)
         return features, target.constrain(self.guidance.merge(target.head(features)), self._index(draft.tree))
 
-    def judge(self, draft: Draft, logits: Tensor) -> Verdict:
+    def judge(self, draft: Draft, logits: Tensor, noise: Noise) -> Verdict:
         """What is kept of a draft: no more than the image has room for, nothing for a finished sample."""
-        verdict = verify(draft, logits, self.sampling, self.rule, self.noise, self.measure)
+        verdict = verify(draft, logits, self.sampling, self.rule, noise, self.measure)
         return replace(verdict, kept=torch.minimum(verdict.kept, self.target.length - self.count))
 
     def done(self) -> list[int]:

@@ -52,11 +52,14 @@ class Noise:
         """Uniform float64 in (0, 1) of 46 random bits, [B, *shape]: for draws from many improbable codes."""
         return _joined(self.uniform(purpose, *shape, 2))
 
-    def ahead(self, first: int, purposes: int, count: int) -> Ahead:
-        """This noise, with `count` fine numbers of each of some purposes from `first` on made at once."""
-        purpose = torch.arange(first, first + purposes, device=self.seed.device)
-        ready = _joined(self._uniform(purpose, 2 * count).view(-1, purposes, count, 2))
-        return Ahead(self.seed, self.turn, first, ready)
+    def ahead(self, levels: int, count: int = 64) -> Ahead:
+        """This noise at its present turn, `count` fine numbers of every purpose up to a draft's last level made at once.
+
+        One call costs as much as one number: small operations are all start and no work.
+        """
+        purpose = torch.arange(self.ACCEPT, self.DRAFT + levels, device=self.seed.device)
+        ready = _joined(self._uniform(purpose, 2 * count).view(-1, len(purpose), count, 2))
+        return Ahead(self.seed, self.turn, ready)
 
     def _uniform(self, purpose: Tensor, count: int) -> Tensor:
         """Uniform float32 in (0, 1) of purposes [P], [B, P, count]."""
@@ -83,7 +86,6 @@ class Noise:
 class Ahead(Noise):
     """Noise of which some was made before it was asked for; the numbers are the same."""
 
-    first: int
     ready: Tensor  # [B, purposes, count] float64
 
     def fine(self, purpose: int, *shape: int) -> Tensor:
@@ -91,7 +93,7 @@ class Ahead(Noise):
         count = 1
         for n in shape:
             count *= n
-        place = purpose - self.first
+        place = purpose - self.ACCEPT
         if 0 <= place < self.ready.shape[1] and count <= self.ready.shape[2]:
             return self.ready[:, place, :count].view(len(self.seed), *shape)
         return Noise(self.seed, self.turn).fine(purpose, *shape)

@@ -61,6 +61,8 @@ class Sampling:
         """
         if self.greedy:
             return q.topk(count, -1).indices
+        if count == 1:
+            return draw(q, noise.fine(purpose, q.shape[1], 1))
         codes = draw(q, noise.fine(purpose, q.shape[1], max(4 * count, 16)))
         same = (codes[..., :, None] == codes[..., None, :]).tril(-1).any(-1)
         return codes.gather(-1, same.byte().argsort(dim=-1, stable=True)[..., :count])

@@ -39,7 +39,7 @@ def verify(
     alive = torch.ones_like(batch, dtype=torch.bool)
     kept, path = torch.ones_like(batch), [node]
     left = sampling.probs(logits[batch, node])  # r, what is left of p at the node stood on
-    u = noise.uniform(Noise.ACCEPT, len(widths), max(widths, default=0))
+    u = noise.fine(Noise.ACCEPT, len(widths), max(widths, default=0))
     spent = [torch.zeros_like(left[:, 0]) for _ in range(len(widths) + 1)]
     for level, width in enumerate(widths):
         here = rule.at(level)

@@ -18,8 +18,6 @@ from lanternpp.targets.base import Target
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.types import Draft, Frontier, Look, Nodes
 
-DRAWS = 64  # of a level, made at once for all; a level that needs more makes its own
-
 
 class Drafted(Proposer):
     """Looks beyond codes with a drafter and draws their children from what it says.
@@ -66,10 +64,8 @@ class Drafted(Proposer):
     def propose(self, noise: Noise) -> Draft:
         """Grow a tree from the root."""
 
-        ready = noise.ahead(Noise.DRAFT, self.depth, DRAWS)
-
         def children(q: Tensor, count: int, level: int) -> Tensor:
-            return self.sampling.children(q, count, ready, Noise.DRAFT + level)
+            return self.sampling.children(q, count, noise, Noise.DRAFT + level)
 
         q = self._probs(self.features[:, :1], torch.zeros_like(self.root[:, None]))[:, 0]
         return self.builder.grow(self.root, q, self._extend, children)

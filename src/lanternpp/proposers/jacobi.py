@@ -134,7 +134,7 @@ class Jacobi(Proposer):
             return draw(wanted, anew)[..., 0]
         q, codes = self.q[:, : self.window], self.codes[..., None]
         held = (self._ahead < self.held[:, None])[..., None]
-        u = noise.uniform(KEEP, self.window)[..., None]
+        u = noise.fine(KEEP, self.window)[..., None]
         keep = held & (u * q.gather(-1, codes) < wanted.gather(-1, codes))
         rest = (wanted - q).clamp_(min=0)
         rest = rest.where(held & (rest.sum(-1, keepdim=True) > 0), wanted)

@@ -13,7 +13,6 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.base import Parts, Proposer
-from lanternpp.proposers.drafted import DRAWS
 from lanternpp.registry import find
 from lanternpp.targets.base import Target
 from lanternpp.trees.base import TreeBuilder
@@ -73,10 +72,8 @@ class Parallel(Proposer):
         """One pass of the drafter, then a tree whose nodes cost a product each."""
         levels = self._look()  # [B, depth, D]
 
-        ready = noise.ahead(Noise.DRAFT, self.depth, DRAWS)
-
         def children(q: Tensor, count: int, level: int) -> Tensor:
-            return self.sampling.children(q, count, ready, Noise.DRAFT + level)
+            return self.sampling.children(q, count, noise, Noise.DRAFT + level)
 
         def extend(at: Frontier) -> Tensor:
             before = self.target.embed(at.codes).to(levels.dtype)

@@ -12,6 +12,7 @@ from torch import Tensor
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.decode import Engine, generate
 from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.base import Proposer
 from lanternpp.targets.base import Target
@@ -24,9 +25,9 @@ class Watched(Engine):
     tried: Tensor  # [levels, K] by the depth of their parent and their rank among its children
     kept: Tensor
 
-    def judge(self, draft: Draft, logits: Tensor) -> Verdict:
+    def judge(self, draft: Draft, logits: Tensor, noise: Noise) -> Verdict:
         """As any engine's, counted."""
-        verdict = super().judge(draft, logits)
+        verdict = super().judge(draft, logits, noise)
         tree, batch = draft.tree, torch.arange(self.batch, device=logits.device)
         if not hasattr(self, "tried"):
             shape = len(tree.widths), tree.children.shape[2]

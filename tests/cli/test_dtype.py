@@ -1,0 +1,58 @@
+"""`--dtype`: what auto means, what is told of it, and weights in 8 bits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from lanternpp.devices import pick_dtype
+from lanternpp.nn import int8
+
+DRAW = ("generate", "a red tulip", "--model")
+
+
+@pytest.mark.parametrize("amx", [False, True])
+@pytest.mark.parametrize("avx", [False, True])
+def test_auto_is_half_width_on_a_cpu_that_multiplies_so(amx: bool, avx: bool, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx)
+    kind = torch.bfloat16 if amx or avx else torch.float32
+    assert pick_dtype("auto", torch.device("cpu")) is kind is pick_dtype("int8", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("native", "kind"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_auto_is_half_width_on_every_gpu(native: bool, kind: torch.dtype, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native)
+    assert pick_dtype("auto", torch.device("cuda")) is kind
+
+
+def test_what_was_chosen_is_told(run, model, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    assert " in float32 on cpu, " in run(*DRAW, model).out
+    assert " in bfloat16 on cpu, " in run(*DRAW, model, "--dtype", "bfloat16").out
+    told = run("compare", "a red tulip", "--model", model, "--dtype", "float64", "--runs", 1).out
+    assert "float64 on cpu" in told
+
+
+def test_8_bits_draw_and_tell_what_they_do_to_the_logits(run, model) -> None:
+    done = run(*DRAW, model, "--dtype", "int8", "--json")
+    assert done.code == 0
+    assert done.err.startswith("lanternpp: int8: logits move by ") and done.err.count("\n") == 1
+    settings = json.loads(done.out)["settings"]
+    assert settings["dtype"].startswith("int8, ")
+    effect = settings["int8"]
+    assert 0 < effect["total_variation"] < 0.05 and 0 < effect["mean_logit_difference"] < 0.1
+    assert effect["bytes_after"] < effect["bytes_before"]
+
+
+def test_8_bits_without_torchao_are_refused_before_a_model_is_read(
+    run, broken, monkeypatch, elsewhere
+) -> None:
+    monkeypatch.setattr(int8, "find_spec", lambda name: None)
+    (broken / "target" / "model.safetensors").unlink()
+    refused = run(*DRAW, broken, "--dtype", "int8")
+    assert refused.code == 2 and refused.err.count("\n") == 1
+    assert "pip install 'lanternpp[int8]'" in refused.err and not list(elsewhere.iterdir())

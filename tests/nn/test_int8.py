@@ -1,0 +1,43 @@
+"""Weights in 8 bits: what is stored, and what is told of it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+from lanternpp.errors import InputError
+from lanternpp.nn import int8
+
+
+def test_a_weight_errs_by_half_a_step_at_most_in_a_quarter_of_the_bytes() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 48, bias=False), nn.Embedding(4, 8))
+    weight = net[0].weight.detach().clone()
+    assert int8.weight_bytes(net) == 4 * 48 * 64
+    int8.quantise(net)
+    error = (net[0](torch.eye(64)).T - weight).abs()
+    assert 0 < error.max() and (error <= 0.51 * weight.abs().amax(1, keepdim=True) / 127).all()
+    assert 48 * 64 < int8.weight_bytes(net) <= 48 * 64 + 8 * 48
+    assert type(net[1].weight) is nn.Parameter
+
+
+def test_the_effect_is_that_of_the_logits() -> None:
+    before = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+    after = torch.tensor([[0.0, 0.0], [1.0, 1.0 + torch.log(torch.tensor(3.0)).item()]])
+    effect = int8.compared(before, after, (10, 5))
+    assert effect.max_logit_difference == pytest.approx(1.0986, abs=1e-4)
+    assert effect.mean_logit_difference == pytest.approx(1.0986 / 4, abs=1e-4)
+    assert effect.total_variation == pytest.approx(
+        0.25 / 2, abs=1e-6
+    )  # 1/2, 1/2 becomes 1/4, 3/4 in one of two
+
+
+def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        int8, "find_spec", lambda name: None if name == "torchao" else importlib.util.find_spec(name)
+    )
+    with pytest.raises(InputError, match=r"needs torchao.*pip install 'lanternpp\[int8\]'"):
+        int8.quantise(nn.Linear(2, 2))
