@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import random
 import shutil
+import socket
 import time
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 import torch
 from killed import STEPS, learn
 from models import write_model
+from shared import learn as learn_together
 
 from lanternpp.drafters.base import DrafterWarning, mark
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
@@ -26,10 +28,10 @@ from lanternpp.training.state import rewind
 CPU = torch.device("cpu")
 
 
-def start(model: Path) -> Any:
+def start(work: Callable[..., None], *args: object) -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["killed"])
-    process = context.Process(target=learn, args=(str(model),))
+    context.set_forkserver_preload(["killed", "shared"])
+    process = context.Process(target=work, args=args)
     process.start()
     return process
 
@@ -45,29 +47,50 @@ def test_a_training_killed_at_any_moment_ends_as_if_nothing_had_happened(tmp_pat
     write_model(tmp_path / "whole")
     shutil.rmtree(tmp_path / "whole" / "drafter")
     shutil.copytree(tmp_path / "whole", tmp_path / "killed")
-    start(tmp_path / "whole").join()  # the first also waits for the imports
+    start(learn, str(tmp_path / "whole")).join()  # the first also waits for the imports
     began = time.monotonic()
     shutil.rmtree(tmp_path / "whole" / "drafter")
     shutil.rmtree(tmp_path / "whole" / "codes")
-    start(tmp_path / "whole").join()
+    start(learn, str(tmp_path / "whole")).join()
     length = time.monotonic() - began
     wanted, log = result(tmp_path / "whole")
     assert log[-1]["step"] == STEPS
     draw = random.Random(3)
     for _ in range(5):  # each life gets further than the last, or is spent where it stood
-        process = start(tmp_path / "killed")
+        process = start(learn, str(tmp_path / "killed"))
         process.join(draw.uniform(0.05, 0.5) * length)
         process.kill()
         process.join()
         if (tmp_path / "killed" / "drafter" / "state.pt").exists():
             checkpoints.read_pt(tmp_path / "killed" / "drafter" / "state.pt")
-    last = start(tmp_path / "killed")
+    last = start(learn, str(tmp_path / "killed"))
     last.join()
     assert last.exitcode == 0
     found, again = result(tmp_path / "killed")
     assert again == log
     assert found.keys() == wanted.keys()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+
+
+def test_two_processes_learn_what_one_does_from_the_same_batches(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    write_model(tmp_path / "one")
+    shutil.rmtree(tmp_path / "one" / "drafter")
+    (tmp_path / "one" / "mine").write_text("red tulip\na tulip\n")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    lives = [start(learn_together, str(tmp_path / "one"), 0, 1, port)]
+    lives += [start(learn_together, str(tmp_path / "two"), rank, 2, port) for rank in range(2)]
+    for life in lives:
+        life.join()
+    assert [life.exitcode for life in lives] == [0, 0, 0]
+    (alone, log), (together, again) = result(tmp_path / "one"), result(tmp_path / "two")
+    assert all(torch.allclose(tensor, together[name], atol=1e-4) for name, tensor in alone.items())
+    assert [row["loss"] for row in log if "loss" in row] == pytest.approx(
+        [row["loss"] for row in again if "loss" in row], rel=1e-3
+    )
 
 
 def test_a_log_is_rewound_to_the_saved_step(tmp_path: Path) -> None:

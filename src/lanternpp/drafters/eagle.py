@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.drafters.base import Drafter, check_fit
+from lanternpp.errors import InputError
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
 from lanternpp.nn.sources import SAME, Source, blank
@@ -88,6 +89,16 @@ class EagleDrafter(Drafter):
             drafter = cls(config, target.decoder.turns)
         source.fill(drafter, [SAME], dtype)
         return drafter
+
+    @torch.no_grad()
+    def inherit(self, target: Target) -> None:
+        """Begin as the target's last blocks, reading mostly the feature. InputError where it has too few."""
+        blocks, own = list(target.decoder.blocks), self.decoder.blocks
+        if len(own) > len(blocks):
+            raise InputError(f"a drafter of {len(own)} layers cannot begin as the last of {len(blocks)}.")
+        for mine, other in zip(own, blocks[-len(own) :], strict=True):
+            mine.load_state_dict(other.state_dict())
+        self.fc.weight[:, self.config.dim :] += torch.eye(self.config.dim)
 
     def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
         """ahead [R, N, D], features [R, N, D] -> the features one ahead, [R, N, D]."""

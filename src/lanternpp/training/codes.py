@@ -76,7 +76,9 @@ def read_codes(
     data: Path, model: Path, crops: int, device: torch.device, limit: int | None = None, batch: int = 32
 ) -> Codes:
     """The codes of `data` under the tokenizer of `model`, from `model/codes` or encoded now into it."""
-    vq = read_vq(tokenizer_of(model), torch.bfloat16 if half_width(device) else torch.float32)
+    vq = read_vq(
+        tokenizer_of(model), torch.bfloat16 if half_width(device) is torch.bfloat16 else torch.float32
+    )
     return codes_of(data, model / "codes", vq.to(device).reader(), crops, limit, batch)
 
 

@@ -30,6 +30,7 @@ from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Plan, Task, averaged, run
 from lanternpp.training.samples import Own
 from lanternpp.training.target import spread
+from lanternpp.training.team import team
 from lanternpp.trees import build_tree
 
 LOSSES = {"paper": soft_cross_entropy, "guided": soft_cross_entropy, "lk": refusal, "both": both}
@@ -127,7 +128,10 @@ class DrafterTask(Task):
         self.drawn: Tensor | None = None
         self.features: Features | None = None
         if cache is not None:
-            self.features = features_of(target, self.train, origin, codes.train, codes.data["codes"], cache)
+            with team().leader_first():
+                self.features = features_of(
+                    target, self.train, origin, codes.train, codes.data["codes"], cache
+                )
 
     def begin(self, layers: int) -> EagleDrafter:
         """A drafter to train, and its config."""
@@ -135,7 +139,7 @@ class DrafterTask(Task):
         self.config = EagleConfig.like(shape, layers)
         drafter = EagleDrafter(self.config, self.target.decoder.turns)
         if self.options.inherit:
-            inherit(drafter, self.target)
+            drafter.inherit(self.target)
         return drafter
 
     def speed_up(self) -> None:
@@ -145,8 +149,9 @@ class DrafterTask(Task):
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
         """One update."""
         index, variant, generator = self.order(step)
-        codes = self.codes.train.pick(index, variant).to(self.device)
         drop = torch.rand(len(index), generator=generator) < self.options.drop_captions
+        index, variant, drop = map(team().share, (index, variant, drop))
+        codes = self.codes.train.pick(index, variant).to(self.device)
         branches, dropped = (2, None) if self.guidance.branches == 2 else (1, drop)
         prompts, known = self.train(index, branches, dropped), None
         if self.features is not None:
@@ -157,6 +162,7 @@ class DrafterTask(Task):
         optimizer = self.optimizers["model"]
         optimizer.zero_grad()
         loss.backward()
+        team().average(self.model)
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         optimizer.step()
         return {"loss": loss, "feature": feature, "distribution": distribution}
@@ -253,20 +259,6 @@ class DrafterTask(Task):
             **asdict(self.config),
             "target": mark(self.target),
         }, self.average.state_dict()
-
-
-def inherit(drafter: EagleDrafter, target: Target) -> None:
-    """Begin as the target's last blocks, reading mostly the feature."""
-    blocks = target.decoder.blocks
-    if len(drafter.decoder.blocks) > len(blocks):
-        raise InputError(
-            f"a drafter of {len(drafter.decoder.blocks)} layers cannot begin as the last of {len(blocks)}."
-        )
-    for mine, other in zip(drafter.decoder.blocks, list(blocks)[-len(drafter.decoder.blocks) :], strict=True):
-        mine.load_state_dict(other.state_dict())
-    dim = drafter.config.dim
-    with torch.no_grad():
-        drafter.fc.weight[:, dim:] += torch.eye(dim)
 
 
 def train(

@@ -7,18 +7,22 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from lanternpp.devices import half_width, pick_device
+from lanternpp.training.team import team
 
 
 def pick(name: str) -> torch.device:
     """The device by name, set up for steps of one shape."""
-    device = pick_device(name)
+    device = team().device(pick_device(name))
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
     return device
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:
-    """bfloat16 on devices that multiply it in hardware, float32 elsewhere."""
+    """bfloat16 on devices that multiply it in hardware, float32 elsewhere; or as the launch of a team says."""
+    asked = team().autocast()
+    if asked is not None:
+        return asked
     return (
         torch.autocast(device.type, dtype=torch.bfloat16)
         if half_width(device) is torch.bfloat16

@@ -14,6 +14,7 @@ from lanternpp.targets.base import Target
 from lanternpp.training.codes import Codes, codes_of
 from lanternpp.training.samples import Own, asked, own_codes
 from lanternpp.training.teacher import Teacher, key_of, read_teacher
+from lanternpp.training.team import team
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,12 @@ def gather(
         cfg = float(teacher.defaults(target).get("cfg", 3.0))
     if own is not None:
         words = asked(own, data, teacher.place, target)
-        codes = own_codes(target, origin, words, own, Guidance(cfg), sampling, teacher.store)
+        with team().leader_first():
+            codes = own_codes(target, origin, words, own, Guidance(cfg), sampling, teacher.store)
         target = teacher.again(target)
     elif data is not None:
-        codes = codes_of(data, teacher.store, target.reader(), crops, limit)
+        with team().leader_first():
+            codes = codes_of(data, teacher.store, target.reader(), crops, limit)
     else:
         raise InputError("a drafter learns from pictures, --data DIR, or from the target's own, --self.")
     return Material(teacher, target, origin, sampling, cfg, codes)

@@ -23,6 +23,7 @@ from lanternpp.training.material import gather
 from lanternpp.training.run import Plan, Task, averaged, run
 from lanternpp.training.samples import Own
 from lanternpp.training.target import spread
+from lanternpp.training.team import team
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class ParallelTask(Task):
     def read(self, step: int) -> Lessons:
         """What a step learns from."""
         index, variant, generator = self.order(step)
+        index, variant = team().share(index), team().share(variant)
         codes = self.codes.train.pick(index, variant).to(self.device)
         places = codes.shape[1] - self.options.levels
         pick = torch.randperm(places, generator=generator)[: self.options.anchors].sort()[0]
@@ -147,6 +149,7 @@ class ParallelTask(Task):
         optimizer = self.optimizers["model"]
         optimizer.zero_grad()
         figures["loss"].backward()
+        team().average(self.model)
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         optimizer.step()
         return {name: value for name, value in figures.items() if value.dim() == 0}

@@ -22,9 +22,10 @@ from lanternpp.nn import checkpoints
 class Report:
     """Progress on stderr (a bar on a terminal, a line every ten seconds elsewhere) and in `log.jsonl`."""
 
-    def __init__(self, name: str, folder: Path):
+    def __init__(self, name: str, folder: Path, silent: bool = False):
         self.name, self.log = name, folder / "log.jsonl"
-        self.terminal = sys.stderr.isatty()
+        self.silent = silent  # neither speaks nor writes: another process does
+        self.terminal = sys.stderr.isatty() and not silent
         self._bar: Any = None
         self._task: Any = None
         self._spoken = time.monotonic()
@@ -82,6 +83,8 @@ class Report:
     def say(self, line: str) -> None:
         """A line on stderr."""
         self._spoken = time.monotonic()
+        if self.silent:
+            return
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         else:
@@ -89,6 +92,8 @@ class Report:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """A row of the log."""
+        if self.silent:
+            return
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 

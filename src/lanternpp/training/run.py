@@ -17,6 +17,7 @@ from lanternpp.nn import checkpoints
 from lanternpp.training.report import Report, provenance
 from lanternpp.training.state import STATE, State, begin, write_state
 from lanternpp.training.task import Plan, Task, averaged, groups
+from lanternpp.training.team import team
 
 __all__ = ["STATE", "Plan", "Task", "averaged", "run"]
 
@@ -24,42 +25,47 @@ __all__ = ["STATE", "Plan", "Task", "averaged", "run"]
 def run(task: Task, plan: Plan, report: Report | None = None) -> bool:
     """Train `task` to the end of its budget. False if interrupted; the state is saved and resumes."""
     plan.folder.mkdir(parents=True, exist_ok=True)
-    state = begin(task, plan)
+    state, us = begin(task, plan), team()
     if plan.compile:
         task.speed_up()
-    report = report or Report(task.name, plan.folder)
+    report = report or Report(task.name, plan.folder, silent=not us.leads)
     started = time.monotonic() - state.seconds
     saved = time.monotonic()
     sums, counted = state.sums, state.counted
     with report.bar(plan.progress(state.step, state.seconds)), stoppable() as stop:
         while (progress := plan.progress(state.step, state.seconds)) < 1:
             rate(task, progress, state.step)
-            torch.manual_seed((task.settings["seed"] * 1_000_003 + state.step) % 2**63)
+            torch.manual_seed((task.settings["seed"] * 1_000_003 + state.step + (us.rank << 40)) % 2**63)
             for name, value in task.step(state.step, progress).items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach().clone()
             counted += 1
             follow(task.average, task.model, min(task.decay, (1 + state.step) / (10 + state.step)))
             state.step += 1
-            state.seconds = time.monotonic() - started
+            stopped, state.seconds = us.agree(stop.is_set(), time.monotonic() - started)
             progress = plan.progress(state.step, state.seconds)
-            if state.step % plan.log_steps == 0 or report.due() or progress >= 1:
-                figures = {name: value.item() / counted for name, value in sums.items()}
+            if state.step % plan.log_steps == 0 or progress >= 1:
+                figures = us.mean({name: value.item() / counted for name, value in sums.items()})
                 check_finite(figures, state.step)
                 report.losses(state.step, state.seconds, progress, figures)
                 sums, counted = {}, 0
+            elif report.due():
+                report.advance(state.seconds, progress, f"step {state.step}")
             check = int(progress * plan.checks) > state.checked
             if check:
                 state.checked = int(progress * plan.checks)
-                judge(task, state, report, plan)
-            interrupted = stop.is_set() or state.step == plan.stop_after
-            if check or interrupted or time.monotonic() - saved > 60 * plan.save_minutes:
+                if us.leads:
+                    judge(task, state, report, plan)
+            interrupted = stopped or state.step == plan.stop_after
+            due = check or interrupted or time.monotonic() - saved > 60 * plan.save_minutes
+            if due and us.leads:
                 state.sums, state.counted = sums, counted
                 write_state(task, state, plan)
                 saved = time.monotonic()
             if interrupted and progress < 1:
                 report.say(f"stopped at step {state.step}; the same command resumes it")
                 return False
-    finish(task, state, plan, report)
+    if us.leads:
+        finish(task, state, plan, report)
     return True
 
 

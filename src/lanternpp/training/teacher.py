@@ -34,7 +34,7 @@ class Teacher:
     @property
     def dtype(self) -> torch.dtype:
         """What the target computes in."""
-        return torch.bfloat16 if half_width(self.device) else torch.float32
+        return torch.bfloat16 if half_width(self.device) is torch.bfloat16 else torch.float32
 
     def read(self) -> Target:
         """The target on the device, frozen."""
