@@ -142,6 +142,10 @@ class Pipeline:
             self._engines[settings] = self.new_engine(settings)
         return self._engines[settings]
 
+    def release(self) -> None:
+        """Let go of the engines made so far, and the memory of their caches."""
+        self._engines.clear()
+
     def new_engine(self, settings: Settings) -> Engine:
         """An engine for these settings that no one else has."""
         model = self._model(settings.compile)
@@ -203,7 +207,8 @@ class Pipeline:
         spent = [h.tv_spent for h in harvests if h.tv_spent is not None]
         codes = sum(accepted)
         dtype = str(next(self.target.parameters()).dtype).removeprefix("torch.")
-        where = {"device": str(next(self.target.parameters()).device), "dtype": dtype}
+        where: dict[str, Any] = {"device": str(next(self.target.parameters()).device), "dtype": dtype}
+        where["tuned"] = self.tuned is not None and self.tuned.knows(settings.method, settings.tree)
         return Stats(
             method=settings.method,
             model=self.name,

@@ -22,7 +22,7 @@ from lanternpp.vq.neighbours import cache_folder
 
 FILE = "tuned.json"
 CONDITIONS = ("device", "dtype", "batch_size", "compile", "proposer", "accept")
-CHOSEN = ("tree", "neighbours", "lam")  # what an entry may set
+CHOSEN = ("tree", "neighbours", "lam", "delta", "nu", "residual")  # what an entry may set
 ENDS = 1 << 16  # bytes of a file's ends that are read to tell it from others
 
 
@@ -51,7 +51,13 @@ class Tuned:
                 return dict(entry["settings"])
         return {}
 
-    def add(self, method: str, conditions: Mapping[str, Any], settings: Mapping[str, Any], **more: Any) -> None:
+    def knows(self, method: str, tree: str | None) -> bool:
+        """Whether a tree is one that was found for a method."""
+        return any((entry["method"], entry["settings"]["tree"]) == (method, tree) for entry in self.entries)
+
+    def add(
+        self, method: str, conditions: Mapping[str, Any], settings: Mapping[str, Any], **more: Any
+    ) -> None:
         """Write an entry in place of the one for the same method, weights and conditions. Raises InputError."""
         entry = {"method": method, "weights": self.weights, "where": {k: conditions[k] for k in CONDITIONS}}
         entry |= {"settings": dict(settings), **more}
@@ -83,7 +89,9 @@ def fingerprint(model: Path, drafter: Path | None = None) -> str:
     found = blake2b(digest_size=8)
     for folder in (model, *([drafter] if drafter else [])):
         for path in _weights(folder):
-            found.update(f"{path.relative_to(folder) if path != folder else ''} {path.stat().st_size}\n".encode())
+            found.update(
+                f"{path.relative_to(folder) if path != folder else ''} {path.stat().st_size}\n".encode()
+            )
             with path.open("rb") as file:
                 found.update(file.read(ENDS))
                 file.seek(max(path.stat().st_size - ENDS, 0))

@@ -91,7 +91,9 @@ def test_a_shape_can_be_named_by_its_paths() -> None:
             build_tree(wrong)
 
 
-@pytest.mark.parametrize("table", [torch.tensor([[0.5, 1.5]]), torch.tensor([0.5]), torch.full((1, 1), math.nan)])
+@pytest.mark.parametrize(
+    "table", [torch.tensor([[0.5, 1.5]]), torch.tensor([0.5]), torch.full((1, 1), math.nan)]
+)
 def test_a_table_that_is_none_is_refused(table: torch.Tensor) -> None:
     with pytest.raises(InputError, match="acceptance table"):
         Search(table, 3)

@@ -51,7 +51,8 @@ class Search:
         left = total - own  # [M + 1, M]
         below = none
         for depth in reversed(range(self.depth)):
-            later, picks = none, []
+            later = none
+            picks: list[Tensor] = []
             for rank in reversed(range(self.table.shape[1])):
                 kept = float(self.table[depth, rank])
                 mine = (kept * (1 + below)).where(below > NEVER, NEVER)  # 0 x -inf is NaN
@@ -72,7 +73,9 @@ class Search:
     def shape(self, nodes: int) -> Shape:
         """That tree. Raises InputError where none has so many nodes within the limits."""
         if not 1 <= nodes <= self.nodes or not self.codes(nodes):
-            raise InputError(f"no tree of {nodes} nodes fits {self.table.shape[1]} ranks and {self.depth} levels")
+            raise InputError(
+                f"no tree of {nodes} nodes fits {self.table.shape[1]} ranks and {self.depth} levels"
+            )
         return tuple(sorted(self._paths((), nodes), key=lambda path: (len(path), path)))
 
     def _paths(self, above: Path, nodes: int) -> Iterator[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,10 +25,17 @@ class Counts:
     @classmethod
     def none(cls, depth: int, ranks: int) -> Counts:
         """Nothing counted yet."""
-        return cls(torch.zeros(depth, ranks, dtype=torch.float64), torch.zeros(depth, ranks, dtype=torch.float64))
+        return cls(
+            torch.zeros(depth, ranks, dtype=torch.float64), torch.zeros(depth, ranks, dtype=torch.float64)
+        )
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]], depth: int, ranks: int) -> Counts:
+    def of(
+        cls,
+        rows: Iterable[tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]],
+        depth: int,
+        ranks: int,
+    ) -> Counts:
         """The sum of several countings, each two nested lists [d, k] of any size up to [depth, ranks]."""
         whole = cls.none(depth, ranks)
         for tried, kept in rows:
@@ -42,7 +50,7 @@ class Counts:
         The children of lower rank than a kept one were refused; of the last node all were. A child that could
         not be tried, because the drafter had no other code to offer, counts as refused.
         """
-        for above, path in zip(walk, walk[1:], strict=False):
+        for above, path in pairwise(walk):
             self.tried[len(above), : path[-1] + 1] += 1
             self.kept[len(above), path[-1]] += 1
         if children:
@@ -64,7 +72,13 @@ def smooth(counts: Counts) -> Tensor:
     """
     depth = torch.arange(len(counts.tried), dtype=torch.float64)[:, None].expand_as(counts.tried)
     rank = torch.arange(counts.tried.shape[1], dtype=torch.float64).expand_as(depth)
-    columns = (torch.ones_like(rank), rank.log1p(), (rank == 0).double(), depth.log1p(), (depth == 0).double())
+    columns = (
+        torch.ones_like(rank),
+        rank.log1p(),
+        (rank == 0).double(),
+        depth.log1p(),
+        (depth == 0).double(),
+    )
     x = torch.stack(columns, -1).flatten(0, 1)  # [D K, 5]
     tried, kept = counts.tried.flatten(), counts.kept.flatten()
     ridge = torch.diag(torch.tensor([1e-6, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import median
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from lanternpp.trees.search import expected, judged, reaches
 from lanternpp.trees.shapes import Shape
 from lanternpp.tuning.probe import Probe
+
 SECONDS = ("plain_begin", "plain_look", "plain_step", "begin", "draft", "look", "judge", "pixels")
 
 
@@ -41,20 +42,17 @@ class Curve:
         """The cost at a count."""
         if count <= self.at[0]:
             return self.cost[0]
-        for (a, x), (b, y) in zip(self._points(), self._points()[1:], strict=False):
+        for (a, x), (b, y) in pairwise(zip(self.at, self.cost, strict=True)):
             if count <= b:
                 return x + (y - x) * (count - a) / (b - a)
         return self.cost[-1]
-
-    def _points(self) -> list[tuple[int, float]]:
-        return list(zip(self.at, self.cost, strict=True))
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds, as if plain steps had taken their median time throughout.
 
-    A pass is a curve over its nodes, the root among them. Drafting is linear in levels, in nodes looked beyond
+    A pass is a curve over its nodes, the root among them, that never falls. Drafting is linear in levels, in nodes looked beyond
     and in nodes; judging in the children judged and in those that a level may have at most, which is what a
     device that never looks back goes through. No slope is negative.
     """
@@ -111,7 +109,8 @@ def fit(probes: Sequence[Probe], length: int, judging: Sequence[Probe] | None = 
     sizes: dict[int, list[float]] = {1: [one.plain_look * usual / one.plain_step for one in probes]}
     for shape, group in drawn.items():
         sizes.setdefault(len(shape) + 1, []).extend(one.look for one in group)
-    curve = Curve(tuple(sorted(sizes)), tuple(median(sizes[n]) for n in sorted(sizes)))
+    at = tuple(sorted(sizes))
+    curve = Curve(at, rising([median(sizes[n]) for n in at], [len(sizes[n]) for n in at]))
     seen = {shape: _features(shape, group) for shape, group in {**drawn, **mine}.items()}
     draft = nonnegative(
         [seen[shape][0] for shape in drawn], [median(one.draft for one in group) for group in drawn.values()]
@@ -136,6 +135,17 @@ def fit(probes: Sequence[Probe], length: int, judging: Sequence[Probe] | None = 
         judge,
         median(off),
     )
+
+
+def rising(values: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
+    """The nearest sequence that never falls: neighbours that fall share their weighted mean."""
+    blocks: list[tuple[float, float, int]] = []  # mean, weight, how many
+    for value, weight in zip(values, weights, strict=True):
+        blocks.append((value, weight, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (x, u, m), (y, v, n) = blocks[-2:]
+            blocks[-2:] = [((x * u + y * v) / (u + v), u + v, m + n)]
+    return tuple(mean for mean, _, count in blocks for _ in range(count))
 
 
 def nonnegative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> tuple[float, ...]:

@@ -39,7 +39,9 @@ class Journal:
                     row = json.loads(line)
                     self._known[_name(row["key"])] = row["value"]
                 except (ValueError, TypeError, KeyError):
-                    raise InputError(f"{path}, line {number}, is damaged; begin anew with --restart") from None
+                    raise InputError(
+                        f"{path}, line {number}, is damaged; begin anew with --restart"
+                    ) from None
 
     def knows(self, key: Mapping[str, Any]) -> bool:
         """Whether it was measured already."""

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.evaluation import report
+from lanternpp.evaluation.draw import orders
 from lanternpp.evaluation.speed import BASELINE, Entry, Race, device_name
+from lanternpp.nn.checkpoints import digest
 from lanternpp.pipeline import Pipeline, versions
 from lanternpp.settings import Settings, dials_read
 from lanternpp.trees import build_tree, shape_name
@@ -65,7 +67,9 @@ class Tuner:
     Raises InputError where the method does not draft on a static tree, or a number is out of range.
     """
 
-    def __init__(self, pipe: Pipeline, plan: Plan, folder: Path, restart: bool = False, tell: Tell | None = None):
+    def __init__(
+        self, pipe: Pipeline, plan: Plan, folder: Path, restart: bool = False, tell: Tell | None = None
+    ):
         self.pipe, self.plan, self.tell = pipe, plan, tell or (lambda done, total: None)
         self.settings = pipe.settings(plan.method, **({"batch_size": 1} | dict(plan.given)))
         self.shared = {name: getattr(self.settings, name) for name in SHARED}
@@ -82,7 +86,11 @@ class Tuner:
     def describe(self) -> dict[str, Any]:
         """What must be the same for a tuning to be gone on with."""
         plan = self.plan
-        told = {"tuned": plan.method, "model": self.pipe.name, "settings": asdict(self.settings)}
+        told: dict[str, Any] = {
+            "tuned": plan.method,
+            "model": self.pipe.name,
+            "settings": asdict(self.settings),
+        }
         told |= {"prompts": list(plan.prompts), "nodes": plan.nodes, "depth": plan.depth, "seed": plan.seed}
         assert self.pipe.tuned is None
         return told | {"rounds": plan.rounds, "machine": self.machine(), "versions": versions()}
@@ -90,7 +98,11 @@ class Tuner:
     def machine(self) -> dict[str, Any]:
         """Where the seconds were measured."""
         like = next(self.pipe.target.parameters())
-        where = {"name": device_name(like.device), "processor": processor(), "threads": torch.get_num_threads()}
+        where = {
+            "name": device_name(like.device),
+            "processor": processor(),
+            "threads": torch.get_num_threads(),
+        }
         return where | self.pipe.conditions(self.settings)
 
     def tune(self, dials: dict[str, Any] | None = None, rich: bool = False) -> Tuning:
@@ -143,19 +155,28 @@ class Tuner:
         """The tree found, plain decoding and the hand-made shapes, taking turns: a row of figures for each."""
         batch = self.settings.batch_size
         count = max(1, self.plan.pictures // batch)  # batches
-        asked = [self.plan.prompts[i * len(self.plan.prompts) // count] for i in range(count)] if (
-            count < len(self.plan.prompts)
-        ) else list(self.plan.prompts)
+        asked = list(dict.fromkeys(order.prompt for order in orders(self.plan.prompts, count, 0)))
         own = {name: value for name, value in self.plan.given.items() if name not in SHARED}
         own |= found.dials
-        trees = {"tuned": shape_name(found.chosen.shape), **{name: name for name in NAMED}}
+        trees = {"tuned": self.tree(found), **{name: name for name in NAMED}}
         field = [Entry(BASELINE, BASELINE, {})]
         field += [Entry(label, self.plan.method, {**own, "tree": tree}) for label, tree in trees.items()]
-        race = Race(
-            self.pipe, field, asked, max(1, count // len(asked)) * batch, self.plan.seed + 1000, self.shared, measure
+        n = max(1, count // len(asked)) * batch
+        race = Race(self.pipe, field, asked, n, self.plan.seed + 1000, self.shared, measure)
+        name = self.slug(f"{trees['tuned']} {sorted(found.dials.items())} {n} {asked}")
+        return report.rows(
+            race.run(self.folder / RACE / name, resume=True, progress=self.tell), race.describe(), {}
         )
-        turns = race.run(self.folder / RACE / _slug(found), resume=True, progress=self.tell)
-        return report.rows(turns, {**race.describe(), "methods": race.describe()["methods"]}, {})
+
+    @staticmethod
+    def tree(found: Tuning) -> str:
+        """The tree that was found, as `--tree` takes it."""
+        return shape_name(found.chosen.shape)
+
+    @staticmethod
+    def slug(text: str) -> str:
+        """A short name for a folder or file."""
+        return digest([text])
 
     def hand_made(self, found: Tuning) -> dict[str, Found]:
         """What is expected of the hand-made shapes, by the same table and costs."""
@@ -184,10 +205,3 @@ def processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else "unknown"
-
-
-def _slug(found: Tuning) -> str:
-    """A name for a race of this tree with these dials."""
-    from lanternpp.nn.checkpoints import digest
-
-    return digest([shape_name(found.chosen.shape), repr(sorted(found.dials.items()))])
