@@ -82,10 +82,16 @@ class Costs:
         step, codes = self.parts(shape, table).step, expected(table, shape)
         return self._picture(self.plain_begin, self.plain, 1) / self._picture(self.begin, step, codes)
 
+    def per_pass(self, codes: float) -> float:
+        """Codes per pass of whole pictures, the prefill among the passes, where a draft decides `codes`."""
+        return self.length / (1 + self._passes(codes))
+
+    def _passes(self, codes: float) -> float:
+        """Of the last draft of a picture, half of what it decides beyond a code is cut off, on average."""
+        return (self.length - 1 + (codes - 1) / 2) / codes
+
     def _picture(self, begin: float, step: float, codes: float) -> float:
-        """Of the last pass of a picture, half of what it decides beyond a code is cut off, on average."""
-        passes = (self.length - 1 + (codes - 1) / 2) / codes
-        return begin + passes * step + self.pixels
+        return begin + self._passes(codes) * step + self.pixels
 
 
 def features(shape: Shape, judged: float, codes: float) -> tuple[list[float], list[float]]:

@@ -23,7 +23,8 @@ class Found:
     """A tree and what is expected of it."""
 
     shape: Shape
-    codes: float  # per pass
+    codes: float  # that a draft decides
+    per_pass: float  # codes per pass of whole pictures, the prefill among the passes
     rate: float  # codes per second
     speedup: float
 
@@ -32,7 +33,8 @@ class Found:
         return {
             "nodes": len(self.shape),
             "depth": max(map(len, self.shape)),
-            "codes_per_pass": self.codes,
+            "codes_per_draft": self.codes,
+            "codes_per_pass": self.per_pass,
             "codes_per_second": self.rate,
             "speedup": self.speedup,
             "tree": [list(path) for path in self.shape],
@@ -41,7 +43,8 @@ class Found:
 
 def weigh(shape: Shape, table: Tensor, costs: Costs) -> Found:
     """What is expected of a shape."""
-    return Found(shape, expected(table, shape), costs.rate(shape, table), costs.speedup(shape, table))
+    codes = expected(table, shape)
+    return Found(shape, codes, costs.per_pass(codes), costs.rate(shape, table), costs.speedup(shape, table))
 
 
 def best_by_size(table: Tensor, costs: Costs, nodes: int, depth: int) -> list[Found]:
