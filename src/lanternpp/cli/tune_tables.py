@@ -39,7 +39,7 @@ def show(told: Mapping[str, Any], found: Tuning) -> None:
     table = Table(title="a target pass, ms, by nodes with the root", title_justify="left")
     for count in at:
         table.add_column(str(count), justify="right")
-    table.add_row(*(f"{1000 * seconds:.2f}" for seconds in cost))
+    table.add_row(*(f"{1000 * seconds:.3g}" for seconds in cost))
     console.print(table)
     every, level, inner, node = (1000 * share for share in told["costs"]["draft"])
     console.print(
