@@ -20,6 +20,8 @@ PROMPT = "a photo of a red tulip"
 class FakePipeline:
     """Notes every call; the k-th call of a method takes as long as it is told."""
 
+    effect = None
+
     def __init__(self, seconds: dict[str, list[float]]):
         self.seconds, self.calls, self.turn = seconds, [], {name: count() for name in seconds}
 
@@ -29,6 +31,7 @@ class FakePipeline:
         seconds = self.seconds[method][next(self.turn[method])]
         passes = {"ar": 256}.get(method, 64) * n
         shared = {"cfg": 2.5, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "batch_size": n, "compile": True}
+        shared |= {"dtype": "bfloat16", "device": "cpu"}
         stats = Stats(
             method,
             "fake",

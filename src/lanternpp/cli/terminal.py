@@ -46,6 +46,7 @@ def one_line_warnings() -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.showwarning = show
+        warnings.filterwarnings("ignore", "invalid escape sequence")  # torchao's own
         yield
 
 

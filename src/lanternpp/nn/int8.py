@@ -7,6 +7,7 @@ are stored so: embeddings and the head, where rounding would move the logits mos
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Effect:
         return (
             f"logits move by {self.mean_logit_difference:.2g} in the mean and {self.max_logit_difference:.2g} at most, "
             f"probabilities by {self.total_variation:.2g} (total variation); "
-            f"{self.bytes_before / 1e6:.0f} MB of weights take {self.bytes_after / 1e6:.0f} MB"
+            f"{self.bytes_before / 1e6:.3g} MB of weights take {self.bytes_after / 1e6:.3g} MB"
         )
 
 
@@ -78,6 +79,8 @@ def hushed() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(before)
