@@ -27,7 +27,7 @@ MOST_LINES = 300
 
 BASES = {"accept.base", "trees.base", "drafters.base", "targets.base"}
 LIBRARY = {"errors", "types", "registry", "devices", "methods", "nn", "vq", "accept", "trees", "targets"}
-LIBRARY |= {"drafters", "proposers", "engine", "hub", "models", "settings", "pipeline", "picture"}
+LIBRARY |= {"drafters", "proposers", "engine", "hub", "models", "settings", "tuned", "pipeline", "picture"}
 
 # What each room may import: rooms or single modules. A room may always import itself, and `errors`.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -51,12 +51,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "settings": {"registry", "methods", "accept", "trees", "proposers", "drafters.base", "targets.base"},
     "hub": set(),
     "models": {"registry", "hub", "devices", "targets", "drafters", "nn"},
+    "tuned": {"nn", "trees", "vq"},
     "picture": {"nn.checkpoints"},
     "pipeline": LIBRARY - {"pipeline", "picture"},
     "training": {*LIBRARY, "evaluation.judge", "evaluation.pictures", "evaluation.prompts"},
     "evaluation": LIBRARY,
+    "tuning": LIBRARY | {"evaluation"},
     "serve": LIBRARY,
-    "cli": LIBRARY | {"training", "evaluation", "serve", ""},
+    "cli": LIBRARY | {"training", "evaluation", "tuning", "serve", ""},
 }
 ONLY_TORCH = {"accept", "trees"}
 QUICK = ["cli", "errors", "methods", "registry"]  # loaded before help is shown

@@ -137,7 +137,7 @@ class Model:
         self.effect: Effect | None = None
         if int8:
             require()
-        self._other = model_folder(drafter) if drafter else None
+        self.other = model_folder(drafter) if drafter else None
         self._drafters: dict[str, Drafter] = {}
         if compiled:
             check_compiler(device)
@@ -145,7 +145,7 @@ class Model:
     def compile(self) -> Model:
         """The same model, compiled."""
         other = Model(self.folder, None, self.device, self.dtype, True, self.size, self.int8)
-        other._other = self._other
+        other.other = self.other
         return other
 
     @cached_property
@@ -156,7 +156,7 @@ class Model:
     @cached_property
     def smaller(self) -> Target:
         """A smaller target to draft with: the other folder, or the model's own `independent`. InputError."""
-        source = self._other or self.folder / "independent"
+        source = self.other or self.folder / "independent"
         if not source.exists():
             raise InputError(
                 f"{source} holds no smaller target to draft with; name a model folder of the same codes with "
@@ -194,9 +194,9 @@ class Model:
         return self._drafters[kind]
 
     def _drafter(self, kind: str) -> Drafter:
-        folder = self._other or self.folder
+        folder = self.other or self.folder
         inside = folder / kind
-        if self._other and not inside.is_dir():
+        if self.other and not inside.is_dir():
             inside = folder / "drafter"
         if not inside.is_dir() and folder == self.folder:
             raise InputError(

@@ -22,6 +22,7 @@ from lanternpp.errors import InputError
 from lanternpp.models import MODELS, Model, model_folder, read_defaults
 from lanternpp.nn.int8 import Effect
 from lanternpp.settings import Settings, build_proposer, build_rule, resolve
+from lanternpp.tuned import CONDITIONS, Tuned
 from lanternpp.vq.neighbours import cache_folder, neighbours
 
 
@@ -60,9 +61,10 @@ class Result:
 class Pipeline:
     """A target, perhaps a drafter, and the engines made for the settings asked for so far."""
 
-    def __init__(self, model: Model, name: str):
+    def __init__(self, model: Model, name: str, tuned: bool = True):
         self.name, self.folder = name, model.folder
         told = read_defaults(model.folder)
+        self.tuned = Tuned.read(model.folder, model.other) if tuned else None
         self.target = model.target
         self.defaults = told or dict(self.target.defaults)
         self._models = {False: model}  # compiled or not
@@ -76,19 +78,21 @@ class Pipeline:
         device: str = "auto",
         dtype: str = "auto",
         size: str | None = None,
+        tuned: bool = True,
     ) -> Pipeline:
         """A model by name, path or hub id; `drafter` likewise (default: the model's own).
 
         size: "768x512", width first, or "768", in pixels, for models that draw more than one size.
         dtype: float32, bfloat16, float16, float64, or auto, the fastest here; int8 keeps the target's weights in
         8 bits and computes in auto's dtype.
+        tuned: whether what `lanternpp tune` found for this model is a default where it was measured.
         Raises InputError where a name is unknown or a file is missing, truncated or of another model.
         """
         folder, on = model_folder(model), pick_device(device)
         named = model in MODELS or not Path(model).exists()
         name = model if named else folder.resolve().stem if folder.is_file() else folder.name
         kind = pick_dtype(dtype, on)
-        return cls(Model(folder, drafter, on, kind, size=size, int8=dtype == INT8), name)
+        return cls(Model(folder, drafter, on, kind, size=size, int8=dtype == INT8), name, tuned)
 
     def __call__(
         self,
@@ -116,11 +120,16 @@ class Pipeline:
         return Result(images, codes.cpu(), self._stats(settings, harvests, time.perf_counter() - began))
 
     def settings(self, method: str = "lantern++", **overrides: Any) -> Settings:
-        """A method's settings on this model: overrides, then the model's defaults, then the method's row.
+        """A method's settings on this model: overrides, what was tuned, the model's defaults, the method's row.
 
         Raises InputError, also where an override is a dial that no part of the method reads.
         """
         settings = resolve(method, self.defaults, overrides)
+        found = self.tuned.settings(method, self.conditions(settings)) if self.tuned else {}
+        if found:
+            rows = self.defaults.get("methods", {})
+            own = {**rows, method: {**rows.get(method, {}), **found}}
+            settings = resolve(method, {**self.defaults, "methods": own}, overrides)
         if settings.top_k > self.target.vocab:
             raise InputError(f"top-k {settings.top_k} exceeds the {self.target.vocab} codes of {self.name}")
         return settings
@@ -137,20 +146,33 @@ class Pipeline:
         """What weights in 8 bits did to the target's logits; None where they have their own dtype."""
         return self._models[False].effect
 
+    def conditions(self, settings: Settings) -> dict[str, Any]:
+        """What a tuning holds for: the kind of device, the dtype, the batch, and the method's parts."""
+        where = {"device": next(self.target.parameters()).device.type, "dtype": self.dtype}
+        return where | {name: getattr(settings, name) for name in CONDITIONS if name not in where}
+
     def engine(self, settings: Settings) -> Engine:
         """The engine for these settings, made once and kept."""
         if settings not in self._engines:
-            model = self._model(settings.compile)
-            self._engines[settings] = Engine(
-                model.target,
-                build_proposer(settings, model.drafting, lambda: model.smaller),
-                build_rule(settings, self.table),
-                Sampling(settings.temperature, settings.top_k, settings.top_p),
-                Guidance(settings.cfg),
-                settings.batch_size,
-                settings.measure,
-            )
+            self._engines[settings] = self.new_engine(settings)
         return self._engines[settings]
+
+    def release(self) -> None:
+        """Let go of the engines made so far, and the memory of their caches."""
+        self._engines.clear()
+
+    def new_engine(self, settings: Settings) -> Engine:
+        """An engine for these settings that no one else has."""
+        model = self._model(settings.compile)
+        return Engine(
+            model.target,
+            build_proposer(settings, model.drafting, lambda: model.smaller),
+            build_rule(settings, self.table),
+            Sampling(settings.temperature, settings.top_k, settings.top_p),
+            Guidance(settings.cfg),
+            settings.batch_size,
+            settings.measure,
+        )
 
     def _model(self, compiled: bool) -> Model:
         """The networks, compiled or not; the compiled ones are read when first asked for."""
@@ -202,6 +224,7 @@ class Pipeline:
         where: dict[str, Any] = {"device": str(next(self.target.parameters()).device), "dtype": self.dtype}
         if self.effect:
             where["int8"] = asdict(self.effect)
+        where["tuned"] = self.tuned is not None and self.tuned.knows(settings.method, settings.tree)
         return Stats(
             method=settings.method,
             model=self.name,

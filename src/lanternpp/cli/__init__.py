@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from lanternpp import __version__
-from lanternpp.cli import bench, compare, convert, eval, generate, models, train_drafter
+from lanternpp.cli import bench, compare, convert, eval, generate, models, train_drafter, tune
 from lanternpp.cli.terminal import one_line_warnings, say
 from lanternpp.errors import InputError
 
@@ -38,6 +38,7 @@ app.command()(compare.compare)
 app.command()(bench.bench)
 app.command("eval")(eval.evaluate)
 app.add_typer(train_drafter.app, name="train")
+app.command()(tune.tune)
 app.command()(models.models)
 app.command()(convert.convert)
 

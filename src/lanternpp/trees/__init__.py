@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from textwrap import shorten
 
 from lanternpp.errors import InputError
 from lanternpp.registry import find, unknown
@@ -18,9 +19,11 @@ TREES: dict[str, str] = {
 
 
 def build_tree(name: str) -> TreeBuilder:
-    """A builder by name: a shape's name, a JSON file of paths, or "package.module:Class"."""
+    """A builder by name: a shape's name, paths as JSON or a file of them, or "package.module:Class"."""
     if name in SHAPES:
         return StaticTree(SHAPES[name])
+    if name.startswith("["):
+        return StaticTree(parse_shape(name, f"tree {shorten(name, 40, placeholder='...')!r}"))
     if name.endswith(".json"):
         return StaticTree(read_shape(Path(name)))
     if name in TREES or ":" in name:
@@ -31,9 +34,21 @@ def build_tree(name: str) -> TreeBuilder:
 def read_shape(path: Path) -> tuple[tuple[int, ...], ...]:
     """A shape from a JSON file: a list of paths, each a list of child ranks."""
     try:
-        paths = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise InputError(f"tree file {path} cannot be read: {error.strerror}") from None
+    return parse_shape(text, f"tree file {path}")
+
+
+def parse_shape(text: str, source: str) -> tuple[tuple[int, ...], ...]:
+    """A shape from the JSON of its paths; InputError names the source."""
+    try:
+        paths = json.loads(text)
     except ValueError as error:
-        raise InputError(f"tree file {path} is not JSON: {error}") from None
-    return check(paths, f"tree file {path}")
+        raise InputError(f"{source} is not JSON: {error}") from None
+    return check(paths, source)
+
+
+def shape_name(shape: tuple[tuple[int, ...], ...]) -> str:
+    """A shape as `build_tree` takes it: its paths as JSON without spaces."""
+    return json.dumps([list(path) for path in shape], separators=(",", ":"))

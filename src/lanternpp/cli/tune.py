@@ -1,0 +1,232 @@
+"""`lanternpp tune`: the static tree that draws fastest with a method, on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lanternpp.cli import options as opt
+from lanternpp.cli import tune_tables
+from lanternpp.cli.overrides import check, takes_overrides
+from lanternpp.cli.terminal import progress_bar, say
+from lanternpp.errors import InputError
+
+if TYPE_CHECKING:
+    from lanternpp.tuning.budget import Budget, Choice
+    from lanternpp.tuning.run import Tuner, Tuning
+
+VARIATION, FRECHET = 8, 100  # pictures that a budget is measured on
+
+Prompts = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="One prompt per line; default: the model's own list.")
+]
+Pictures = Annotated[
+    int,
+    typer.Option(
+        "-n",
+        "--n",
+        help="Pictures of each entrant of the race at the end.",
+        callback=opt.within(1, 10_000, "1 to 10000"),
+    ),
+]
+Rounds = Annotated[
+    int, typer.Option(help="How often each probing tree is drawn.", callback=opt.within(1, 1000, "1 to 1000"))
+]
+Nodes = Annotated[
+    int,
+    typer.Option(help="The most nodes of a tree, the root apart.", callback=opt.within(1, 512, "1 to 512")),
+]
+Depth = Annotated[int, typer.Option(help="The most levels of a tree.", callback=opt.within(1, 32, "1 to 32"))]
+Variation = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="Also pick k and lambda: at most so much total variation per picture.",
+        callback=opt.within(0, remedy="0 or more"),
+    ),
+]
+Frechet = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="Also pick k and lambda: a Fréchet distance at most X % above that of plain AR.",
+        callback=opt.within(0, remedy="0 or more"),
+    ),
+]
+Measured = Annotated[
+    int | None,
+    typer.Option(
+        help=f"Pictures that a budget is measured on; default: {VARIATION}, or {FRECHET} for Fréchet distances.",
+        callback=opt.within(1, 100_000, "1 to 100000"),
+    ),
+]
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="Where measurements go; default: out/tune/MODEL-METHOD. The same command goes on.",
+    ),
+]
+Restart = Annotated[bool, typer.Option("--restart", help="Forget what the folder holds.")]
+Verify = Annotated[
+    bool,
+    typer.Option("--verify/--no-verify", help="Race what was found, plain AR and the hand-made trees."),
+]
+Save = Annotated[
+    bool, typer.Option("--save/--no-save", help="Make what was found the method's default for this model.")
+]
+Plots = Annotated[bool, typer.Option("--plots/--no-plots", help="A PNG plot; it needs matplotlib.")]
+
+
+@takes_overrides
+def tune(
+    prompts: Prompts = None,
+    n: Pictures = 8,
+    rounds: Rounds = 3,
+    nodes: Nodes = 64,
+    depth: Depth = 10,
+    budget_tv: Variation = None,
+    budget_frechet: Frechet = None,
+    budget_pictures: Measured = None,
+    output: Folder = None,
+    restart: Restart = False,
+    verify: Verify = True,
+    save: Save = True,
+    plots: Plots = True,
+    as_json: opt.Json = False,
+    model: opt.Model = opt.MODEL,
+    drafter: opt.Drafter = None,
+    size: opt.Size = None,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    method: opt.Method = opt.METHOD,
+    seed: opt.Seed = 0,
+    *,
+    overrides: dict[str, Any],
+) -> None:
+    """Find the draft tree that draws fastest with a method on this machine, and make it the default.
+
+    Draws pictures with several trees, learns from them how often children are kept and what a step takes, and
+    searches. Interrupt it when you like: the same command goes on. One picture at a time unless --batch-size
+    says otherwise; what is found serves that many at a time, this kind of device and this dtype.
+    """
+    for name, why in (("tree", "tune finds the tree"), ("measure", "--budget-tv does that")):
+        if name in overrides:
+            raise InputError(f"--{name} would change nothing: {why}; leave it out")
+    if budget_tv is not None and budget_frechet is not None:
+        raise InputError("--budget-tv and --budget-frechet cannot both be held; give one")
+    if budget_pictures and budget_tv is None and budget_frechet is None:
+        raise InputError(
+            f"--budget-pictures {budget_pictures} would change nothing without a budget; give one"
+        )
+    check(model, drafter, method, overrides)
+    if plots:
+        from lanternpp.evaluation.plots import check as drawable
+
+        drawable()
+
+    from lanternpp import Pipeline
+    from lanternpp.evaluation.prompts import read_prompts
+    from lanternpp.models import model_folder, read_defaults
+    from lanternpp.settings import resolve
+    from lanternpp.tuned import Tuned
+    from lanternpp.tuning import run
+
+    folder = model_folder(model)
+    run.check(resolve(method, read_defaults(folder), overrides))
+    tuned = Tuned.read(folder, model_folder(drafter) if drafter else None)
+    asked = read_prompts(prompts, folder)
+    pipe = Pipeline.from_pretrained(model, drafter, device, dtype, size, tuned=False)
+    plan = run.Plan(method, overrides, asked, rounds, n, nodes, depth, seed)
+    output = output or Path("out/tune") / f"{pipe.name}-{method}"
+    tuner = run.Tuner(pipe, plan, output, restart)
+    budget = budget_of(tuner, budget_tv, budget_frechet, budget_pictures)
+    told, found = work(tuner, budget, verify, budget_tv is not None)
+    told["folder"] = str(output)
+    if save:
+        more = {
+            name: told[name] for name in ("machine", "sampling", "acceptance", "costs", "trees", "versions")
+        }
+        more |= {"predicted": told["predicted"], "measured": told["measured"]}
+        tuned.add(method, pipe.conditions(tuner.settings), told["settings"], **more)
+        told["file"] = str(tuned.path)
+    write(told, output, plots)
+    if as_json:
+        typer.echo(json.dumps(told))
+    else:
+        tune_tables.show(told, found)
+    slower(told)
+
+
+def budget_of(
+    tuner: Tuner, variation: float | None, percent: float | None, pictures: int | None
+) -> Budget | None:
+    """The budget that was asked for, with its judge read."""
+    from lanternpp.evaluation.quality import LEAST, Quality
+    from lanternpp.tuning.budget import FrechetBudget, VariationBudget
+
+    if variation is not None:
+        return VariationBudget(tuner, pictures or VARIATION, variation)
+    if percent is None:
+        return None
+    if pictures is not None and pictures < LEAST:
+        raise InputError(f"--budget-pictures {pictures} are too few to measure; use {LEAST} or more")
+    device = next(tuner.pipe.target.parameters()).device
+    return FrechetBudget(
+        tuner, pictures or FRECHET, percent, Quality.for_model(tuner.pipe.folder, device=device)
+    )
+
+
+def work(tuner: Tuner, budget: Budget | None, verify: bool, measure: bool) -> tuple[dict[str, Any], Tuning]:
+    """Tune, race, and tell."""
+    from lanternpp.tuning import report
+
+    choice: Choice | None = None
+    with telling(tuner, "probing"):
+        if budget:
+            choice = budget.choose()
+            found = choice.found
+        else:
+            found = tuner.tune()
+    rows: list[dict[str, Any]] = []
+    if verify:
+        with telling(tuner, "racing"):
+            rows = tuner.race(found, measure)
+    return report.whole(tuner, found, rows, choice), found
+
+
+@contextmanager
+def telling(tuner: Tuner, label: str) -> Iterator[None]:
+    """A progress bar for what a tuner does."""
+    with progress_bar(label) as progress:
+        tuner.tell = progress or (lambda done, total: None)
+        yield
+
+
+def write(told: dict[str, Any], folder: Path, plots: bool) -> None:
+    """tune.json and tune.png."""
+    from lanternpp.nn import checkpoints
+    from lanternpp.tuning import report
+
+    checkpoints.write_text(folder / "tune.json", json.dumps(told, indent=1) + "\n")
+    if plots:
+        report.plot(told, folder / "tune.png")
+
+
+def slower(told: Mapping[str, Any]) -> None:
+    """Say so where a hand-made tree won the race."""
+    raced = {tree["name"]: tree["measured"]["speedup"] for tree in told["trees"] if tree["measured"]}
+    if raced and max(raced, key=raced.__getitem__) != "tuned":
+        name = max(raced, key=raced.__getitem__)
+        say(
+            "warning",
+            f"{name} measured {raced[name]:.2f}x and the tree found {raced['tuned']:.2f}x; with a machine that does "
+            "nothing else, more --rounds and a larger -n would tell which is faster",
+        )

@@ -1,0 +1,133 @@
+"""What `lanternpp tune` found: a file beside the model, whose settings become the defaults where they were measured.
+
+One entry per method and condition. It is applied where all of CONDITIONS are those that it was measured under, and
+model and drafter are the files it was measured with; elsewhere it is passed over. Threads and the processor's name are
+written down and not compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from lanternpp.errors import InputError
+from lanternpp.nn.checkpoints import write_text
+from lanternpp.nn.shards import PICKLED, SAFE
+from lanternpp.trees import build_tree
+from lanternpp.vq.neighbours import cache_folder
+
+FILE = "tuned.json"
+CONDITIONS = ("device", "dtype", "batch_size", "compile", "proposer", "accept")
+CHOSEN = ("tree", "neighbours", "lam", "delta", "nu", "residual")  # what an entry may set
+ENDS = 1 << 16  # bytes of a file's ends that are read to tell it from others
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The entries of a tuned file."""
+
+    path: Path
+    weights: str  # of the model and drafter at hand
+    entries: tuple[dict[str, Any], ...] = ()
+
+    @classmethod
+    def read(cls, model: Path, drafter: Path | None = None) -> Tuned:
+        """What was tuned for a model, given as a folder or file, and its drafter, if not its own.
+
+        Raises InputError where the file is damaged.
+        """
+        weights = fingerprint(model, drafter)
+        path = tuned_path(model)
+        return cls(path, weights, _entries(path) if path.is_file() else ())
+
+    def settings(self, method: str, conditions: Mapping[str, Any]) -> dict[str, Any]:
+        """The defaults that an entry sets for a method under these conditions; {} where none was measured so."""
+        for entry in self.entries:
+            if self._key(entry) == (method, self.weights, *(conditions[name] for name in CONDITIONS)):
+                return dict(entry["settings"])
+        return {}
+
+    def knows(self, method: str, tree: str | None) -> bool:
+        """Whether a tree is one that was found for a method."""
+        return any((entry["method"], entry["settings"]["tree"]) == (method, tree) for entry in self.entries)
+
+    def add(
+        self, method: str, conditions: Mapping[str, Any], settings: Mapping[str, Any], **more: Any
+    ) -> None:
+        """Write an entry in place of the one for the same method, weights and conditions. Raises InputError."""
+        entry = {"method": method, "weights": self.weights, "where": {k: conditions[k] for k in CONDITIONS}}
+        entry |= {"settings": dict(settings), **more}
+        now = _entries(self.path) if self.path.is_file() else ()
+        kept = [other for other in now if self._key(other) != self._key(entry)]
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self.path, json.dumps({"tuned": [*kept, entry]}, indent=1) + "\n")
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be written: {error.strerror}") from None
+
+    @staticmethod
+    def _key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+        return entry["method"], entry["weights"], *(entry["where"].get(name) for name in CONDITIONS)
+
+
+def tuned_path(model: Path) -> Path:
+    """Beside the model where that is a folder of the user's; else in the user's cache, under the model's name there.
+
+    What the hub fetched is the hub's.
+    """
+    fetched = any(part.startswith("models--") for part in model.absolute().parts)
+    folder = cache_folder(Path(__file__)) if fetched or not model.is_dir() else cache_folder(model)
+    return folder / (FILE if folder == model else f"tuned-{fingerprint(model)}.json")
+
+
+def fingerprint(model: Path, drafter: Path | None = None) -> str:
+    """A hash of the names, sizes and ends of the weights of a model and its drafter; what only judges is left out."""
+    found = blake2b(digest_size=8)
+    for folder in (model, *([drafter] if drafter else [])):
+        for path in _weights(folder):
+            found.update(
+                f"{path.relative_to(folder) if path != folder else ''} {path.stat().st_size}\n".encode()
+            )
+            with path.open("rb") as file:
+                found.update(file.read(ENDS))
+                file.seek(max(path.stat().st_size - ENDS, 0))
+                found.update(file.read(ENDS))
+    return found.hexdigest()
+
+
+def _weights(folder: Path) -> Iterator[Path]:
+    if folder.is_file():
+        yield folder
+        return
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        made_here = parts[0] == "judge" or path.name.startswith("neighbours-")
+        if path.suffix in (SAFE, *PICKLED) and path.is_file() and not made_here:
+            yield path
+
+
+def _entries(path: Path) -> tuple[dict[str, Any], ...]:
+    """The entries of a file; InputError unless each can be applied."""
+    remedy = "run `lanternpp tune` again, or remove it"
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["tuned"]
+        for entry in entries:
+            for name in ("method", "weights"):
+                if not isinstance(entry[name], str):
+                    raise TypeError
+            if not isinstance(entry["where"], dict) or not entry["settings"].keys() <= set(CHOSEN):
+                raise TypeError
+            if not isinstance(entry["settings"].get("tree"), str):
+                raise TypeError
+            build_tree(entry["settings"]["tree"])
+    except InputError as error:
+        raise InputError(f"{path} is damaged ({error}); {remedy}") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise InputError(f"{path} is damaged; {remedy}") from None
+    return tuple(entries)

@@ -1,0 +1,96 @@
+"""How often children are kept, by their depth and rank: counted in walks, and guessed where none came by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lanternpp.trees.shapes import Path
+
+WEIGHT = 20.0  # trials that the smooth guess counts for
+LEAST = 1e-4  # no child is certain, or hopeless
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Children judged and children kept, [D, K] each: by the depth of the parent and the rank of the child."""
+
+    tried: Tensor
+    kept: Tensor
+
+    @classmethod
+    def none(cls, depth: int, ranks: int) -> Counts:
+        """Nothing counted yet."""
+        return cls(
+            torch.zeros(depth, ranks, dtype=torch.float64), torch.zeros(depth, ranks, dtype=torch.float64)
+        )
+
+    @classmethod
+    def of(
+        cls,
+        rows: Iterable[tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]],
+        depth: int,
+        ranks: int,
+    ) -> Counts:
+        """The sum of several countings, each two nested lists [d, k] of any size up to [depth, ranks]."""
+        whole = cls.none(depth, ranks)
+        for tried, kept in rows:
+            for mine, other in ((whole.tried, tried), (whole.kept, kept)):
+                for d, row in enumerate(other):
+                    mine[d, : len(row)] += torch.tensor(row, dtype=torch.float64)
+        return whole
+
+    def add(self, walk: Sequence[Path], children: int) -> None:
+        """One walk: the paths it kept, the root's () first, and how many children its last node has.
+
+        The children of lower rank than a kept one were refused; of the last node all were. A child that could
+        not be tried, because the drafter had no other code to offer, counts as refused.
+        """
+        for above, path in pairwise(walk):
+            self.tried[len(above), : path[-1] + 1] += 1
+            self.kept[len(above), path[-1]] += 1
+        if children:
+            self.tried[len(walk[-1]), :children] += 1
+
+    def table(self) -> Tensor:
+        """The acceptances [D, K]: what was counted, drawn towards a smooth guess by `WEIGHT` trials of it."""
+        guess = smooth(self)
+        table = (self.kept + WEIGHT * guess) / (self.tried + WEIGHT)
+        return table.clamp(LEAST, 1 - LEAST)
+
+
+def smooth(counts: Counts) -> Tensor:
+    """A logistic curve in the rank and the depth, fitted to the counts; [D, K].
+
+    log(1 + rank) and log(1 + depth), as both matter less and less, and terms of their own for the first rank
+    and the first depth: the first child is the drafter's best guess, and only the root's children rest on
+    the target's own features. Newton's method on the likelihood, with a little ridge on all but the mean.
+    """
+    depth = torch.arange(len(counts.tried), dtype=torch.float64)[:, None].expand_as(counts.tried)
+    rank = torch.arange(counts.tried.shape[1], dtype=torch.float64).expand_as(depth)
+    columns = (
+        torch.ones_like(rank),
+        rank.log1p(),
+        (rank == 0).double(),
+        depth.log1p(),
+        (depth == 0).double(),
+    )
+    x = torch.stack(columns, -1).flatten(0, 1)  # [D K, 5]
+    tried, kept = counts.tried.flatten(), counts.kept.flatten()
+    ridge = torch.diag(torch.tensor([1e-6, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64))
+    share = ((kept.sum() + 0.5) / (tried.sum() + 1)).clamp(LEAST, 1 - LEAST)
+    weights = torch.zeros(5, dtype=torch.float64)
+    weights[0] = share.logit()
+    for _ in range(50):
+        p = (x @ weights).sigmoid()
+        slope = x.T @ (kept - tried * p) - ridge @ weights + ridge[:, 0] * weights[0]
+        bend = x.T @ ((tried * p * (1 - p))[:, None] * x) + ridge
+        move = torch.linalg.solve(bend, slope).clamp(-2, 2)
+        weights = weights + move
+        if move.abs().max() < 1e-9:
+            break
+    return (x @ weights).sigmoid().view_as(counts.tried)

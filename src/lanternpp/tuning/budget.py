@@ -1,0 +1,216 @@
+"""Which k and lambda: the fastest of a grid whose pictures cost no more quality than a budget allows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from lanternpp.errors import InputError
+from lanternpp.evaluation.draw import orders
+from lanternpp.evaluation.speed import BASELINE
+from lanternpp.picture import save_png
+from lanternpp.settings import dials_read
+from lanternpp.tuning.journal import PICTURES
+from lanternpp.tuning.run import Tuner, Tuning
+
+if TYPE_CHECKING:
+    from lanternpp.evaluation.quality import Quality
+
+NEIGHBOURS = (5, 10, 100, 1000)
+LAMBDAS = (1.5, 2.0, 3.0, 5.0, 10.0)
+
+
+@dataclass(frozen=True)
+class Spending:
+    """What pictures cost, and its standard error where that is known."""
+
+    value: float
+    spread: float | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen within a budget, and everything that was looked at on the way."""
+
+    found: Tuning
+    spent: Spending
+    limit: float
+    looked: list[dict[str, Any]]  # dials, whether it was the tree found for them, spent, spread, speedup
+
+
+class Budget:
+    """A limit on what pictures may cost, measured on `pictures` of them. Cost must not fall as lambda grows."""
+
+    def __init__(self, tuner: Tuner, pictures: int):
+        self.tuner, self.pictures = tuner, pictures
+        settings = tuner.settings
+        if not {"neighbours", "lam"} <= dials_read(settings.proposer, settings.accept):
+            raise InputError(
+                f"a budget picks k and lambda, which the rule {settings.accept!r} does not read; use lantern++"
+            )
+        given, vocab = tuner.plan.given, tuner.pipe.target.vocab
+        known = tuple(k for k in NEIGHBOURS if k < vocab) or (vocab - 1,)
+        self.ks = (given["neighbours"],) if given.get("neighbours") else known
+        self.lams = (given["lam"],) if given.get("lam") else LAMBDAS
+
+    def limit(self) -> float:
+        """The most that may be spent."""
+        raise NotImplementedError
+
+    def spend(self, dials: Mapping[str, Any]) -> Spending:
+        """What pictures with these dials, among them perhaps a tree, cost."""
+        raise NotImplementedError
+
+    def choose(self) -> Choice:
+        """The fastest by prediction whose own tree stays within the limit. InputError where none does.
+
+        For every k the greatest lambda that the method's tree allows is found by halving; a tree is found for
+        each, the fastest first held to the limit with it, and where it exceeds it, the next lambda below.
+        """
+        limit = self.limit()
+        looked: list[dict[str, Any]] = []
+
+        def ask(dials: dict[str, Any], found: Tuning | None = None) -> Spending:
+            spent = self.spend(dials | ({"tree": self.tuner.tree(found)} if found else {}))
+            row = {
+                "dials": dials,
+                "own_tree": found is not None,
+                "spent": spent.value,
+                "spread": spent.spread,
+            }
+            looked.append(row | ({"speedup": found.chosen.speedup} if found else {}))
+            return spent
+
+        field: list[tuple[float, int, int, Tuning]] = []
+        for k in self.ks:
+            most = greatest(self.lams, lambda lam: ask({"neighbours": k, "lam": lam}).value <= limit)  # noqa: B023
+            if most is not None:
+                field.append(self._enter(k, most))
+        while field:
+            best = max(field, key=lambda entry: entry[0])
+            field.remove(best)
+            _, k, place, found = best
+            spent = ask(found.dials, found)
+            if spent.value <= limit:
+                return Choice(found, spent, limit, looked)
+            if place:
+                field.append(self._enter(k, place - 1))
+        least = min(looked, key=lambda row: row["spent"])
+        raise InputError(
+            f"nothing of the grid stays within {limit:.3g}: the least was {least['spent']:.3g}, with "
+            f"{spoken(least['dials'])}; raise the budget, or give a lower --lambda"
+        )
+
+    def _enter(self, k: int, place: int) -> tuple[float, int, int, Tuning]:
+        found = self.tuner.tune({"neighbours": k, "lam": self.lams[place]}, rich=True)
+        return found.chosen.speedup, k, place, found
+
+
+class VariationBudget(Budget):
+    """Mean total variation per picture, as `--measure` reports it."""
+
+    def __init__(self, tuner: Tuner, pictures: int, most: float):
+        super().__init__(tuner, pictures)
+        self.most = most
+
+    def limit(self) -> float:
+        """As given."""
+        return self.most
+
+    def spend(self, dials: Mapping[str, Any]) -> Spending:
+        """A mean over pictures."""
+        values = [
+            value
+            for drawn in _draw(self.tuner, self.tuner.plan.method, dials, self.pictures, measure=True)
+            for value in drawn["spent"]
+        ]
+        mean = fmean(values)
+        off = fmean((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
+        return Spending(mean, off**0.5 if len(values) > 1 else None)
+
+
+class FrechetBudget(Budget):
+    """Fréchet distance at most so many percent above that of plain decoding, of as many pictures of the same prompts."""
+
+    def __init__(self, tuner: Tuner, pictures: int, percent: float, judge: Quality):
+        super().__init__(tuner, pictures)
+        self.percent, self.judge = percent, judge
+        self.plain: Spending | None = None
+
+    def limit(self) -> float:
+        """Plain decoding's distance, and its share of it."""
+        self.plain = self._distance(BASELINE, {})
+        return self.plain.value * (1 + self.percent / 100)
+
+    def spend(self, dials: Mapping[str, Any]) -> Spending:
+        """A distance of that many pictures, and its jackknife."""
+        return self._distance(self.tuner.plan.method, dials)
+
+    def _distance(self, method: str, dials: Mapping[str, Any]) -> Spending:
+        drawn = _draw(self.tuner, method, dials, self.pictures, save=True)
+        files = [name for each in drawn for name in each["files"]]
+        images = [Image.open(self.tuner.folder / name).convert("RGB") for name in files]
+        asked = [prompt for each in drawn for prompt in each["prompts"]]
+        figures = self.tuner.journal.once(
+            {"judged": files},
+            lambda: {k: v for k, v in self.judge.measure(images, asked).items() if "frechet" in k},
+        )
+        return Spending(figures["frechet"], figures["frechet_spread"])
+
+
+def _draw(
+    tuner: Tuner,
+    method: str,
+    dials: Mapping[str, Any],
+    pictures: int,
+    measure: bool = False,
+    save: bool = False,
+) -> list[dict[str, Any]]:
+    """Pictures over the plan's prompts, a batch at a time, each written down."""
+    plan, batch = tuner.plan, tuner.settings.batch_size
+    given = {**tuner.shared, **({} if method == BASELINE else {**plan.given, **dials})}
+    wanted = orders(plan.prompts, pictures, plan.seed + 2000)
+    made = []
+    for start in range(0, pictures, batch):
+        part = wanted[start : start + batch]
+        key = {"draw": method, "dials": dict(dials), "start": start, "count": len(part), "measure": measure}
+        tuner.tell(start, pictures)
+
+        def draw(
+            part: Sequence[Any] = part, start: int = start, key: Mapping[str, Any] = key
+        ) -> dict[str, Any]:
+            prompts, seeds = [order.prompt for order in part], [order.seed for order in part]
+            result = tuner.pipe(prompts, seed=seeds, method=method, measure=measure, **given)
+            files = []
+            for i, image in enumerate(result.images if save else []):
+                name = f"{PICTURES}/{tuner.slug(json.dumps(dict(key), sort_keys=True))}-{start + i:04d}.png"
+                save_png(image, tuner.folder / name, {"prompt": prompts[i], "seed": str(seeds[i])})
+                files.append(name)
+            return {"prompts": prompts, "files": files, "spent": result.stats.tv_spent_per_image}
+
+        made.append(tuner.journal.once(key, draw))
+    tuner.pipe.release()
+    return made
+
+
+def greatest(values: Sequence[float], fine: Callable[[float], bool]) -> int | None:
+    """The place of the last of ascending values that is fine, if the fine ones come first; None: not even the first."""
+    low, high = -1, len(values) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fine(values[middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low if low >= 0 else None
+
+
+def spoken(dials: Mapping[str, Any]) -> str:
+    """Dials as a user knows them."""
+    names = {"neighbours": "k", "lam": "lambda"}
+    return ", ".join(f"{names.get(name, name)} {value:g}" for name, value in dials.items())

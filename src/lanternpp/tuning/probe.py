@@ -1,0 +1,171 @@
+"""One batch of pictures drawn with a probing tree: what its steps took, and what became of its children.
+
+A plain step follows every step of the tree, so that both meet the same machine: what else runs there, and how warm it
+is, then matters little to what one takes in terms of the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from lanternpp.engine.decode import Engine
+from lanternpp.engine.noise import Noise
+from lanternpp.evaluation.stopwatch import PHASES, Stopwatch
+from lanternpp.trees.shapes import Path, Shape
+from lanternpp.tuning.acceptance import Counts
+from lanternpp.types import Draft, Verdict
+
+TRIM = 0.2  # of the steps at either end, left out of a mean: what else the machine did
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was measured. Seconds are of a step, but for `begin`, `plain_begin` and `pixels`, which are of a picture."""
+
+    shape: list[list[int]]
+    plain_begin: float
+    plain_look: float
+    plain_step: float
+    begin: float  # prefill of target and drafter
+    draft: float
+    look: float  # the target's pass
+    judge: float  # verification and all that is left of a step
+    pixels: float
+    passes: int  # of full drafts, all samples together, the prefill apart
+    codes: int  # that they decided
+    judged: float  # children judged per pass
+    tried: list[list[float]]  # [d, k], as `Counts`
+    kept: list[list[float]]
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary."""
+        return asdict(self)
+
+
+class _Witness:
+    """Sees every verdict of an engine on a tree of known paths."""
+
+    def __init__(self, engine: Engine, paths: Sequence[Path]):
+        self.engine, self.paths = engine, list(paths)
+        depth = max(map(len, paths))
+        self.children = [sum(p[:-1] == path and p != () for p in paths) for path in paths]
+        self.counts = Counts.none(max(depth, 1), max(*self.children, 1))
+        self.passes = self.codes = 0
+        judge = engine.judge
+
+        def watched(draft: Draft, logits: torch.Tensor, noise: Noise) -> Verdict:
+            self.last = judge(draft, logits, noise)
+            return self.last
+
+        engine.judge = watched  # type: ignore[method-assign]
+
+    def room(self) -> list[bool]:
+        """Which samples have room for a whole draft: what the end of the image cuts off is not refused."""
+        depth = self.engine.proposer.depth
+        return (self.engine.count + depth + 1 <= self.engine.target.length).tolist()
+
+    def note(self, room: list[bool]) -> None:
+        """Count the last verdict's walks."""
+        for fine, path, kept in zip(room, self.last.path.tolist(), self.last.kept.tolist(), strict=True):
+            if fine and kept:
+                walk = path[:kept]
+                self.counts.add([self.paths[node] for node in walk], self.children[walk[-1]])
+                self.passes += 1
+                self.codes += kept
+
+
+class _Timed:
+    """An engine whose steps are timed. It must be new: its parts are watched from then on."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.watch = engine, Stopwatch(engine)
+        self.spans: list[dict[str, float]] = []
+
+    def admit(self, conditions: Sequence[str | None], seeds: Sequence[int]) -> float:
+        """A whole batch enters; seconds per sample."""
+        began = _now(self.engine)
+        for slot, (condition, seed) in enumerate(zip(conditions, seeds, strict=True)):
+            self.engine.admit(slot, condition, seed)
+        begin = _now(self.engine) - began
+        self.watch.take(begin)
+        return begin / self.engine.batch
+
+    def step(self) -> None:
+        """One step."""
+        began = _now(self.engine)
+        self.engine.step()
+        self.spans.append(self.watch.take(_now(self.engine) - began))
+
+    def took(self, *parts: str) -> float:
+        """Seconds that parts of a step took."""
+        return trimmed([sum(span[part] for part in parts) for span in self.spans])
+
+    def stand_at(self, count: torch.Tensor) -> None:
+        """Go on from this code of each sample. What lies in the slots passed over does not matter to a clock."""
+        ahead = (count - self.engine.count).clamp(min=0)
+        self.engine.count += ahead
+        self.engine.proposer.count += ahead
+        self.engine.cache.used += self.engine.guidance.rows(ahead)
+
+
+def probe(
+    engine: Engine,
+    plain: Engine,
+    shape: Shape,
+    conditions: Sequence[str | None],
+    seeds: Sequence[int],
+    pixels: Callable[[torch.Tensor], object],
+) -> Probe:
+    """Draw a batch, timing every step, beside an engine of plain decoding; both must be new.
+
+    shape: of the engine's static tree. One condition and seed for each sample of the batch.
+    """
+    paths = [(), *sorted(shape, key=lambda p: (len(p), p))]
+    tree, other = _Timed(engine), _Timed(plain)
+    witness = _Witness(engine, paths)
+    begin, plain_begin = tree.admit(conditions, seeds), other.admit(conditions, seeds)
+    while len(engine.done()) < engine.batch:
+        room = witness.room()
+        other.stand_at(engine.count.clamp(max=engine.target.length - 1))
+        tree.step()
+        other.step()
+        witness.note(room)
+    began = _now(engine)
+    pixels(torch.stack([engine.harvest(slot).codes for slot in range(engine.batch)]))
+    finished = (_now(engine) - began) / engine.batch
+    tried = witness.counts.tried
+    return Probe(
+        [list(path) for path in paths[1:]],
+        plain_begin,
+        other.took("pass"),
+        other.took(*PHASES),
+        begin,
+        tree.took("draft"),
+        tree.took("pass"),
+        tree.took("verify", "rest"),
+        finished,
+        witness.passes,
+        witness.codes,
+        float(tried.sum()) / max(witness.passes, 1),
+        tried.tolist(),
+        witness.counts.kept.tolist(),
+    )
+
+
+def trimmed(values: Sequence[float]) -> float:
+    """The mean without the `TRIM` least and greatest."""
+    ordered = sorted(values)
+    cut = int(len(ordered) * TRIM)
+    inner = ordered[cut : len(ordered) - cut]
+    return sum(inner) / len(inner)
+
+
+def _now(engine: Engine) -> float:
+    if engine.codes.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()

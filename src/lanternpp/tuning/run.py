@@ -1,0 +1,207 @@
+"""A tuning: probe, search, look again at what was found, and race it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lanternpp.errors import InputError
+from lanternpp.evaluation import report
+from lanternpp.evaluation.draw import orders
+from lanternpp.evaluation.speed import BASELINE, Entry, Race, device_name
+from lanternpp.nn.checkpoints import digest
+from lanternpp.pipeline import Pipeline, versions
+from lanternpp.settings import Settings, dials_read
+from lanternpp.trees import build_tree, shape_name
+from lanternpp.trees.shapes import Shape
+from lanternpp.trees.static import StaticTree
+from lanternpp.tuning.acceptance import Counts
+from lanternpp.tuning.cost import Costs, fit
+from lanternpp.tuning.journal import RACE, Journal
+from lanternpp.tuning.probe import Probe, probe
+from lanternpp.tuning.search import RANKS, Found, best_by_size, choose, named, probes, weigh
+
+SHARED = ("cfg", "temperature", "top_k", "top_p", "batch_size", "compile")
+NAMED = ("deep-8", "eagle-25", "lantern-57")  # made by hand; shown, and raced, beside what is found
+AGAIN = 3  # times that what is found is itself probed
+DEEPEST = max(len(path) for name in NAMED for path in named(32, 512)[name])
+Tell = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is tuned, and how thoroughly."""
+
+    method: str
+    given: Mapping[str, Any]  # overrides
+    prompts: Sequence[str]
+    rounds: int = 3  # how often each tree is probed
+    pictures: int = 8  # of each entrant of the race; 0: no race
+    nodes: int = 64  # below the root, at most
+    depth: int = 10
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was found for one choice of dials."""
+
+    dials: dict[str, Any]  # that it overrides beyond the plan's
+    counts: Counts
+    table: Tensor
+    costs: Costs
+    sizes: list[Found]
+    chosen: Found
+
+
+class Tuner:
+    """Tunes a method of a pipeline that was made with `tuned=False`, writing down what it measures.
+
+    Raises InputError where the method does not draft on a static tree, or a number is out of range.
+    """
+
+    def __init__(
+        self, pipe: Pipeline, plan: Plan, folder: Path, restart: bool = False, tell: Tell | None = None
+    ):
+        self.pipe, self.plan, self.tell = pipe, plan, tell or (lambda done, total: None)
+        self.settings = pipe.settings(plan.method, **({"batch_size": 1} | dict(plan.given)))
+        self.shared = {name: getattr(self.settings, name) for name in SHARED}
+        check(self.settings)
+        for prompt in plan.prompts:
+            pipe.target.prompt([prompt], 1)
+        pipe.engine(self.settings)  # so that a wrong part is found before anything is drawn
+        self.ranks = min(RANKS, pipe.target.vocab)
+        self.levels = max(plan.depth, DEEPEST)
+        self.journal = Journal(folder, self.describe(), restart)
+        self.folder = folder
+        self._done = 0
+
+    def describe(self) -> dict[str, Any]:
+        """What must be the same for a tuning to be gone on with."""
+        plan = self.plan
+        told: dict[str, Any] = {
+            "tuned": plan.method,
+            "model": self.pipe.name,
+            "settings": asdict(self.settings),
+        }
+        told |= {"prompts": list(plan.prompts), "nodes": plan.nodes, "depth": plan.depth, "seed": plan.seed}
+        assert self.pipe.tuned is None
+        return told | {"rounds": plan.rounds, "machine": self.machine(), "versions": versions()}
+
+    def machine(self) -> dict[str, Any]:
+        """Where the seconds were measured."""
+        like = next(self.pipe.target.parameters())
+        where = {
+            "name": device_name(like.device),
+            "processor": processor(),
+            "threads": torch.get_num_threads(),
+        }
+        return where | self.pipe.conditions(self.settings)
+
+    def tune(self, dials: dict[str, Any] | None = None, rich: bool = False) -> Tuning:
+        """Probe, search, and probe what was found until it is found again, at most `AGAIN` times.
+
+        dials: overrides beyond the plan's. rich: few probes, for a cost of drafting and passes known from before.
+        """
+        chosen, plan = dict(dials or {}), self.plan
+        before = self._probes({}, probes(plan.nodes, plan.depth), "probe") if rich else []
+        drawn = self._probes(chosen, probes(plan.nodes, plan.depth, rich), "probe")
+        found = self._search(chosen, before, drawn)
+        for again in range(AGAIN):
+            if any(found.chosen.shape == tuple(map(tuple, one.shape)) for one in drawn):
+                break
+            drawn += self._probes(chosen, [found.chosen.shape], f"again {again}")
+            found = self._search(chosen, before, drawn)
+        return found
+
+    def _search(self, dials: dict[str, Any], before: list[Probe], drawn: list[Probe]) -> Tuning:
+        plan = self.plan
+        counts = Counts.of([(one.tried, one.kept) for one in drawn], self.levels, self.ranks)
+        table = counts.table()
+        costs = fit([*before, *drawn], self.pipe.target.length, drawn)
+        sizes = best_by_size(table, costs, plan.nodes, plan.depth)
+        return Tuning(dials, counts, table, costs, sizes, choose(sizes, table, costs, plan.nodes, plan.depth))
+
+    def _probes(self, dials: dict[str, Any], shapes: Sequence[Shape], stage: str) -> list[Probe]:
+        """Every shape in turn, as often as the plan says; another one first each time."""
+        made: list[Probe] = []
+        rounds, count = self.plan.rounds, len(shapes)
+        for turn, i in product(range(rounds), range(count)):
+            place = (turn + i) % count
+            prompt = self.plan.prompts[(turn * count + place) % len(self.plan.prompts)]
+            key = {"stage": stage, "dials": dials, "tree": shape_name(shapes[place]), "round": turn}
+            self.tell(self._done, self._done + rounds * count - len(made))
+            draw = partial(self._probe, shapes[place], dials, prompt, turn)
+            made.append(Probe(**self.journal.once(key, draw)))
+            self._done += 1
+        return made
+
+    def _probe(self, shape: Shape, dials: dict[str, Any], prompt: str, turn: int) -> dict[str, Any]:
+        """One batch by one tree, in an engine of its own."""
+        given = {**self.shared, **self.plan.given, **dials, "tree": shape_name(shape)}
+        engine = self.pipe.new_engine(self.pipe.settings(self.plan.method, **given))
+        plain = self.pipe.new_engine(self.pipe.settings(BASELINE, **self.shared))
+        seeds = [self.plan.seed + turn * engine.batch + i for i in range(engine.batch)]
+        return probe(engine, plain, shape, [prompt] * engine.batch, seeds, self.pipe.images).to_json()
+
+    def race(self, found: Tuning, measure: bool = False) -> list[dict[str, Any]]:
+        """The tree found, plain decoding and the hand-made shapes, taking turns: a row of figures for each."""
+        batch = self.settings.batch_size
+        count = max(1, self.plan.pictures // batch)  # batches
+        asked = list(dict.fromkeys(order.prompt for order in orders(self.plan.prompts, count, 0)))
+        own = {name: value for name, value in self.plan.given.items() if name not in SHARED}
+        own |= found.dials
+        trees = {"tuned": self.tree(found), **{name: name for name in NAMED}}
+        field = [Entry(BASELINE, BASELINE, {})]
+        field += [Entry(label, self.plan.method, {**own, "tree": tree}) for label, tree in trees.items()]
+        n = max(1, count // len(asked)) * batch
+        race = Race(self.pipe, field, asked, n, self.plan.seed + 1000, self.shared, measure)
+        name = self.slug(f"{trees['tuned']} {sorted(found.dials.items())} {n} {asked}")
+        return report.rows(
+            race.run(self.folder / RACE / name, resume=True, progress=self.tell), race.describe(), {}
+        )
+
+    @staticmethod
+    def tree(found: Tuning) -> str:
+        """The tree that was found, as `--tree` takes it."""
+        return shape_name(found.chosen.shape)
+
+    @staticmethod
+    def slug(text: str) -> str:
+        """A short name for a folder or file."""
+        return digest([text])
+
+    def hand_made(self, found: Tuning) -> dict[str, Found]:
+        """What is expected of the hand-made shapes, by the same table and costs."""
+        shapes = named(self.levels, self.ranks)
+        return {name: weigh(shapes[name], found.table, found.costs) for name in NAMED if name in shapes}
+
+
+def check(settings: Settings) -> None:
+    """InputError unless a method drafts on a static tree."""
+    if "tree" not in dials_read(settings.proposer, settings.accept) or settings.tree is None:
+        raise InputError(
+            f"method {settings.method!r} has no draft tree to tune; use one that has, such as eagle or lantern++"
+        )
+    if not isinstance(build_tree(settings.tree), StaticTree):
+        raise InputError(
+            f"method {settings.method!r} drafts on the dynamic tree {settings.tree!r}, and tune finds static ones; "
+            "use eagle, lantern-static, lantern++ or cool"
+        )
+
+
+def processor() -> str:
+    """The processor's name, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "unknown"

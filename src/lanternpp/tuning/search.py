@@ -1,0 +1,89 @@
+"""From measured acceptances and costs to the tree that draws the most codes per second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lanternpp.trees.search import Search, expected, polish
+from lanternpp.trees.shapes import SHAPES, Shape, by_levels, chain
+from lanternpp.tuning.cost import Costs
+
+RANKS = 16  # children of a node that are thought of
+RICH = ((3, 4, 4, 3, 3, 3, 2, 2), (8, 10, 8, 4, 2))  # nodes by level: trees whose walks teach most
+LEVELS = ((2, 2, 2, 1, 1), (4, 3), (4, 8, 4), *RICH, (6, 8, 8, 7, 6, 5, 4, 4), (16, 20, 14, 8, 3, 1, 1, 1))
+CHAINS = (1, 3, 6)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A tree and what is expected of it."""
+
+    shape: Shape
+    codes: float  # that a draft decides
+    per_pass: float  # codes per pass of whole pictures, the prefill among the passes
+    rate: float  # codes per second
+    speedup: float
+
+    def row(self) -> dict[str, Any]:
+        """A plain dictionary."""
+        return {
+            "nodes": len(self.shape),
+            "depth": max(map(len, self.shape)),
+            "codes_per_draft": self.codes,
+            "codes_per_pass": self.per_pass,
+            "codes_per_second": self.rate,
+            "speedup": self.speedup,
+            "tree": [list(path) for path in self.shape],
+        }
+
+
+def weigh(shape: Shape, table: Tensor, costs: Costs) -> Found:
+    """What is expected of a shape."""
+    codes = expected(table, shape)
+    return Found(shape, codes, costs.per_pass(codes), costs.rate(shape, table), costs.speedup(shape, table))
+
+
+def best_by_size(table: Tensor, costs: Costs, nodes: int, depth: int) -> list[Found]:
+    """For every number of nodes the tree with the most codes per second: of each depth, the one that keeps most."""
+    best: dict[int, tuple[float, Shape]] = {}
+    for deepest in range(1, depth + 1):
+        search = Search(table, nodes, deepest)
+        for count in range(1, nodes + 1):
+            if search.codes(count):
+                shape = search.shape(count)
+                best[count] = max(best.get(count, (0.0, ())), (costs.rate(shape, table), shape))
+    return [weigh(shape, table, costs) for _, (_, shape) in sorted(best.items())]
+
+
+def choose(sizes: Sequence[Found], table: Tensor, costs: Costs, nodes: int, depth: int) -> Found:
+    """The fastest of all sizes, polished by leaves."""
+    first = max(sizes, key=lambda found: found.rate)
+    shape = polish(
+        first.shape, lambda shape: costs.rate(shape, table), min(RANKS, table.shape[1]), depth, nodes
+    )
+    return weigh(shape, table, costs)
+
+
+def probes(nodes: int, depth: int, rich: bool = False) -> list[Shape]:
+    """Trees of several sizes and depths to measure with; rich: only those whose walks teach most."""
+    wide = [by_levels(counts) for counts in (RICH if rich else LEVELS)]
+    if nodes > max(map(len, wide)) and not rich:
+        scale = nodes / max(map(len, wide))
+        wide.append(by_levels([max(1, int(count * scale)) for count in LEVELS[-1]]))
+    found = [] if rich else [chain(min(n, depth, nodes)) for n in CHAINS]
+    for shape in wide:
+        found.append(tuple(path for path in shape if len(path) <= depth)[:nodes])
+    return list(dict.fromkeys(found))
+
+
+def named(depth: int, ranks: int) -> dict[str, Shape]:
+    """The hand-made shapes that a table [depth, ranks] covers."""
+    return {
+        name: shape
+        for name, shape in SHAPES.items()
+        if max(map(len, shape)) <= depth and max(map(max, shape)) < ranks
+    }

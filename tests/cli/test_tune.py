@@ -1,0 +1,143 @@
+"""`lanternpp tune` on the tiny model: what it writes, what becomes the default, and what a stop loses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from judges import write_judge
+from PIL import Image
+
+from lanternpp.tuning import run as tuning
+from lanternpp.tuning.journal import LINES
+
+SMALL = ("--prompts", "p.txt", "--nodes", 5, "--depth", 3, "--rounds", 1, "-n", 1, "--dtype", "float32")
+
+
+@pytest.fixture
+def own(model, tmp_path, elsewhere) -> Path:
+    """A copy of the tiny model to tune, and two prompts."""
+    (elsewhere / "p.txt").write_text("a red tulip\na tulip\n")
+    return Path(shutil.copytree(model, tmp_path / "own"))
+
+
+def test_what_is_found_becomes_the_default(run, own):
+    outcome = run("tune", "--model", own, *SMALL, "-o", "t", "--json")
+    assert outcome.code == 0, outcome.err
+    told = json.loads(outcome.out)
+    assert told == json.loads(Path("t/tune.json").read_text()) | {"file": str(own / "tuned.json")}
+    names = ["tuned", "deep-8", "eagle-25", "lantern-57"]
+    assert [tree["name"] for tree in told["trees"]] == names
+    assert all(tree["measured"]["speedup"] > 0 < tree["speedup"] for tree in told["trees"])
+    assert told["predicted"] == told["trees"][0]["speedup"] and told["plain"]["speedup"] == 1
+    assert len(told["sizes"]) == 5 and all(size["depth"] <= 3 for size in told["sizes"])
+    with Image.open("t/tune.png") as image:
+        assert image.width > 400 and len(image.convert("L").getcolors()) > 8
+    entry = json.loads((own / "tuned.json").read_text())["tuned"][0]
+    assert entry["machine"]["threads"] >= 1 and entry["acceptance"]["tried"] and entry["measured"] > 0
+    asked = ("generate", "a red tulip", "--model", own, "--dtype", "float32", "--json")
+    drawn = json.loads(run(*asked).out)["settings"]
+    assert json.loads(drawn["tree"]) == told["trees"][0]["tree"] and drawn["tuned"]
+    assert json.loads(run(*asked, "--tree", "chain-2").out)["settings"]["tree"] == "chain-2"
+
+
+def test_the_figures_are_shown(run, own):
+    outcome = run("tune", "--model", own, *SMALL, "--no-verify", "--no-save", "--no-plots", "--lambda", 3)
+    assert outcome.code == 0 and not (own / "tuned.json").exists()
+    for said in ("how often a child is kept", "a target pass", "the tree found", "predicted", "lantern-57"):
+        assert said in outcome.out
+    folder = Path("out/tune/own-lantern++")
+    assert json.loads((folder / "tune.json").read_text())["settings"]["lam"] == 3
+    assert not (folder / "tune.png").exists()
+
+
+def test_a_stop_loses_at_most_one_measurement(run, own, monkeypatch):
+    asked = ("tune", "--model", own, *SMALL, "-o", "t", "--json", "--no-verify", "--no-plots")
+    first = json.loads(run(*asked).out)
+    lines = Path("t", LINES).read_text().splitlines(keepends=True)
+    Path("t", LINES).write_text("".join(lines[:2]) + lines[2][:50])
+    drawn = []
+    probe = tuning.probe
+    monkeypatch.setattr(tuning, "probe", lambda *args: drawn.append(args[2]) or probe(*args))
+    again = json.loads(run(*asked).out)
+    assert Path("t", LINES).read_text().splitlines(keepends=True)[:2] == lines[:2]
+    assert len(drawn) == len(Path("t", LINES).read_text().splitlines()) - 2
+    assert again["acceptance"]["tried"][0][0] > 0
+    drawn.clear()
+    whole = json.loads(run(*asked).out)
+    assert not drawn and whole == again and whole["model"] == first["model"]
+    run(*asked, "--restart")
+    assert len(drawn) >= len(lines) - tuning.AGAIN > 2
+
+
+def test_a_folder_of_something_else_is_left_alone(run, own):
+    asked = ("tune", "--model", own, *SMALL, "--no-verify", "--no-plots", "-o")
+    assert run(*asked, "t").code == 0
+    other = run(*asked, "t", "--lambda", 4)
+    assert other.code == 2 and "other settings" in other.err and other.err.count("\n") == 1
+    Path("b").mkdir()
+    Path("b/run.json").write_text('{"methods": {}}')
+    refused = run(*asked, "b", "--restart")
+    assert refused.code == 2 and "something else" in refused.err and Path("b/run.json").exists()
+    text = Path("t", LINES).read_text().splitlines(keepends=True)
+    Path("t", LINES).write_text("{}\n" + "".join(text))
+    damaged = run(*asked, "t")
+    assert damaged.code == 2 and "line 1, is damaged" in damaged.err and "--restart" in damaged.err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--method", "jacobi"), "'jacobi' has no draft tree"),
+        (("--method", "ar"), "'ar' has no draft tree"),
+        (("--method", "eagle2"), "dynamic tree 'eagle2'"),
+        (("--tree", "chain-2"), "tune finds the tree"),
+        (("--measure",), "--budget-tv does that"),
+        (("--nodes", 0), "--nodes 0"),
+        (("--depth", 33), "--depth 33"),
+        (("--rounds", 0), "--rounds 0"),
+        (("--budget-tv", -1), "--budget-tv -1"),
+        (("--budget-tv", 1, "--budget-frechet", 1), "give one"),
+        (("--budget-pictures", 9), "without a budget"),
+        (("--method", "eagle", "--budget-tv", 5), "'exact' does not read"),
+        (("--prompts", "absent.txt"), "absent.txt"),
+        (("--budget-frechet", 5, "--budget-pictures", 2), "2 are too few"),
+        (("--budget-frechet", 5), "judge"),
+        (("--drafter", "nowhere"), "nowhere"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(run, own, options, named):
+    outcome = run("tune", "--model", own, *SMALL, *options)
+    assert outcome.code == 2 and outcome.err.count("\n") == 1 and named in outcome.err
+    assert not (own / "tuned.json").exists()
+
+
+def test_a_damaged_tuning_is_refused_by_every_verb(run, own):
+    (own / "tuned.json").write_text("{")
+    for verb in (("generate", "a red tulip"), ("tune", *SMALL)):
+        outcome = run(*verb, "--model", own)
+        assert outcome.code == 2 and outcome.err.count("\n") == 1 and "tuned.json is damaged" in outcome.err
+
+
+def test_a_budget_of_variation_picks_the_dials(run, own):
+    asked = ("tune", "--model", own, *SMALL, "--no-plots", "--no-verify", "--budget-pictures", 2, "--json")
+    told = json.loads(run(*asked, "-o", "t", "--budget-tv", 1000).out)
+    assert told["settings"]["lam"] == 10 and told["settings"]["neighbours"] in (5, 10)
+    assert told["budget"]["spent"] <= told["budget"]["limit"] == 1000 and told["budget"]["spread"] >= 0
+    entry = json.loads((own / "tuned.json").read_text())["tuned"][0]
+    assert entry["settings"] == told["settings"]
+    none = run(*asked, "-o", "u", "--budget-tv", 0)
+    assert none.code == 2 and "the least was" in none.err and none.err.count("\n") == 1
+
+
+def test_a_budget_of_distance_is_measured_against_plain_decoding(run, own):
+    write_judge(own)
+    asked = ("tune", "--model", own, *SMALL, "--no-plots", "--no-verify", "--neighbours", 5, "--lambda", 2)
+    outcome = run(*asked, "--budget-frechet", 1e6, "--budget-pictures", 4, "-o", "t")
+    assert outcome.code == 0, outcome.err
+    assert "k 5, lambda 2: spends" in outcome.out and "standard error" in outcome.out
+    told = json.loads(Path("t/tune.json").read_text())
+    assert [row["own_tree"] for row in told["budget"]["looked"]] == [False, True]
+    assert len(list(Path("t/pictures").glob("*.png"))) == 3 * 4

@@ -1,0 +1,99 @@
+"""The search for static trees against the enumeration of all of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from lanternpp.errors import InputError
+from lanternpp.trees import build_tree, shape_name
+from lanternpp.trees.search import Search, expected, judged, polish, reach, reaches
+from lanternpp.trees.shapes import EAGLE, chain, check
+
+
+def every_shape(nodes: int, ranks: int, depth: int) -> set[tuple[tuple[int, ...], ...]]:
+    """All trees of `nodes` nodes, grown a node at a time."""
+    shapes = {frozenset()}
+    for _ in range(nodes):
+        grown = set()
+        for shape in shapes:
+            for above in ((), *shape):
+                rank = next(r for r in itertools.count() if (*above, r) not in shape)
+                if rank < ranks and len(above) < depth:
+                    grown.add(shape | {(*above, rank)})
+        shapes = grown
+    return {tuple(sorted(shape, key=lambda p: (len(p), p))) for shape in shapes}
+
+
+def simulated(table: torch.Tensor, shape: tuple[tuple[int, ...], ...], above: tuple[int, ...] = ()) -> float:
+    """Codes of a walk, by its definition: judge the children in turn, go down where one is kept."""
+    codes, alive, rank = 1.0, 1.0, 0
+    while (*above, rank) in shape:
+        kept = float(table[len(above), rank])
+        codes += alive * kept * simulated(table, shape, (*above, rank))
+        alive, rank = alive * (1 - kept), rank + 1
+    return codes
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("nodes", "depth"), [(1, 1), (4, 2), (6, 3), (7, 4)])
+def test_the_tree_found_is_the_best_of_all(seed: int, nodes: int, depth: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.rand(4, 3, generator=generator, dtype=torch.float64)  # later ranks may be the better ones
+    search = Search(table, nodes, depth)
+    for count in range(1, nodes + 1):
+        best = max((simulated(table, shape) for shape in every_shape(count, 3, depth)), default=0.0)
+        assert search.codes(count) == pytest.approx(best)
+        if best:
+            found = search.shape(count)
+            assert len(found) == count and max(map(len, found)) <= depth
+            assert check(found, "found") and expected(table, found) == pytest.approx(best)
+
+
+def test_certain_and_hopeless_children_are_no_trouble() -> None:
+    table = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    search = Search(table, 5)
+    assert search.codes(4) == pytest.approx(4) and set(search.shape(4)) == {(0,), (0, 0), (0, 1), (0, 1, 0)}
+    assert Search(table[:1], 5).codes(3) == 0
+    with pytest.raises(InputError, match="no tree of 3 nodes fits 2 ranks and 1 levels"):
+        Search(table[:1], 5).shape(3)
+
+
+def test_what_a_walk_judges_and_reaches() -> None:
+    table = torch.tensor([[0.5, 0.25], [0.5, 0.5]], dtype=torch.float64)
+    shape = ((0,), (1,), (0, 0), (0, 1))
+    assert reach(table, (1,)) == pytest.approx(0.125)
+    assert reaches(table, shape)[0, 1] == pytest.approx(0.125)
+    assert expected(table, shape) == pytest.approx(simulated(table, shape)) == pytest.approx(2.0)
+    assert judged(table, shape) == pytest.approx(1 + 0.5 + 0.5 * (1 + 0.5))
+
+
+def test_polishing_ends_where_no_move_helps() -> None:
+    table = torch.full((3, 3), 0.5, dtype=torch.float64)
+
+    def rate(shape: tuple[tuple[int, ...], ...]) -> float:
+        inner = len({path[:-1] for path in shape})
+        return expected(table, shape) / (1 + 0.05 * len(shape) + 0.3 * inner)
+
+    best = max(
+        (shape for n in range(1, 6) for shape in every_shape(n, 3, 3)), key=lambda shape: (rate(shape), shape)
+    )
+    assert rate(polish(chain(3), rate, ranks=3, depth=3, most=5)) == pytest.approx(rate(best))
+
+
+def test_a_shape_can_be_named_by_its_paths() -> None:
+    assert set(build_tree(shape_name(EAGLE)).shape) == set(EAGLE)
+    for wrong, named in (("[[0],[0,", "not JSON"), ("[[0, 0]]", "has no parent"), ("[]", "non-empty")):
+        with pytest.raises(InputError, match=named):
+            build_tree(wrong)
+
+
+@pytest.mark.parametrize(
+    "table", [torch.tensor([[0.5, 1.5]]), torch.tensor([0.5]), torch.full((1, 1), math.nan)]
+)
+def test_a_table_that_is_none_is_refused(table: torch.Tensor) -> None:
+    with pytest.raises(InputError, match="acceptance table"):
+        Search(table, 3)
