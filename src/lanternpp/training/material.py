@@ -52,7 +52,9 @@ def gather(
         words = asked(own, data, teacher.place, target)
         with team().leader_first():
             codes = own_codes(target, origin, words, own, Guidance(cfg), sampling, teacher.store)
-        target = teacher.again(target)
+        if teacher.packs:
+            del target  # before it is read again: one of them at a time
+            target = teacher.read()
     elif data is not None:
         with team().leader_first():
             codes = codes_of(data, teacher.store, target.reader(), crops, limit)

@@ -43,10 +43,12 @@ class Teacher:
 
     def again(self, target: Target) -> Target:
         """A target that has drawn, ready to learn from: read anew where drawing has packed its weights."""
-        if not (self.device.type == "cpu" and self.dtype == torch.bfloat16):
-            return target
-        del target
-        return self.read()
+        return self.read() if self.packs else target
+
+    @property
+    def packs(self) -> bool:
+        """Whether drawing packs the target's weights, which then cannot be learned from."""
+        return self.device.type == "cpu" and self.dtype == torch.bfloat16
 
     @cached_property
     def told(self) -> dict[str, Any]:
