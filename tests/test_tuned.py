@@ -99,3 +99,10 @@ def test_what_is_not_the_users_to_write_is_tuned_in_the_cache(tmp_path: Path, mo
     shipped, hub = tuned_path(ASSETS / "nature-128"), tuned_path(fetched)
     assert shipped.parent == hub.parent == tmp_path / "cache" / "lanternpp"
     assert shipped.name.startswith("tuned-") and shipped.name != hub.name
+
+
+def test_a_place_that_cannot_be_written_is_told_of_early(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(InputError, match=r"cannot be written.*--no-save"):
+        Tuned.read(ASSETS / "nature-128").check()

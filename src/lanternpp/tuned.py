@@ -8,8 +8,10 @@ written down and not compared.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -31,8 +33,14 @@ class Tuned:
     """The entries of a tuned file."""
 
     path: Path
-    weights: str  # of the model and drafter at hand
+    model: Path
+    drafter: Path | None
     entries: tuple[dict[str, Any], ...] = ()
+
+    @cached_property
+    def weights(self) -> str:
+        """A hash of the model and drafter at hand."""
+        return fingerprint(self.model, self.drafter)
 
     @classmethod
     def read(cls, model: Path, drafter: Path | None = None) -> Tuned:
@@ -40,20 +48,33 @@ class Tuned:
 
         Raises InputError where the file is damaged.
         """
-        weights = fingerprint(model, drafter)
         path = tuned_path(model)
-        return cls(path, weights, _entries(path) if path.is_file() else ())
+        return cls(path, model, drafter, _entries(path) if path.is_file() else ())
 
     def settings(self, method: str, conditions: Mapping[str, Any]) -> dict[str, Any]:
         """The defaults that an entry sets for a method under these conditions; {} where none was measured so."""
         for entry in self.entries:
-            if self._key(entry) == (method, self.weights, *(conditions[name] for name in CONDITIONS)):
+            same = entry["method"] == method and all(
+                entry["where"].get(k) == conditions[k] for k in CONDITIONS
+            )
+            if same and entry["weights"] == self.weights:
                 return dict(entry["settings"])
         return {}
 
     def knows(self, method: str, tree: str | None) -> bool:
         """Whether a tree is one that was found for a method."""
         return any((entry["method"], entry["settings"]["tree"]) == (method, tree) for entry in self.entries)
+
+    def check(self) -> None:
+        """InputError where the file could not be written."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path.parent):
+                return
+        except OSError as error:
+            raise InputError(
+                f"{self.path} cannot be written: {error.strerror}; with --no-save nothing is"
+            ) from None
 
     def add(
         self, method: str, conditions: Mapping[str, Any], settings: Mapping[str, Any], **more: Any

@@ -137,7 +137,8 @@ def test_a_budget_of_distance_is_measured_against_plain_decoding(run, own):
     asked = ("tune", "--model", own, *SMALL, "--no-plots", "--no-verify", "--neighbours", 5, "--lambda", 2)
     outcome = run(*asked, "--budget-frechet", 1e6, "--budget-pictures", 4, "-o", "t")
     assert outcome.code == 0, outcome.err
-    assert "k 5, lambda 2: spends" in outcome.out and "standard error" in outcome.out
+    assert "k 5, lambda 2: spends" in outcome.out and "Plain AR, on which" in outcome.out
     told = json.loads(Path("t/tune.json").read_text())
+    assert told["budget"]["limit"] == pytest.approx(told["budget"]["plain"]["value"] * 10_001)
     assert [row["own_tree"] for row in told["budget"]["looked"]] == [False, True]
     assert len(list(Path("t/pictures").glob("*.png"))) == 3 * 4

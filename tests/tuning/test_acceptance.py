@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import MarkovTarget, OtherMarkovDrafter, admit_all
+from toys import MarkovTarget, OtherMarkovDrafter, admit_all, parallel
 
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
+from lanternpp.proposers.base import Proposer
+from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.static import StaticTree
 from lanternpp.tuning.acceptance import WEIGHT, Counts
@@ -20,9 +22,11 @@ FAR = torch.tensor([[0.1, 0.2, 0.7], [0.6, 0.2, 0.2], [0.3, 0.3, 0.4]], dtype=to
 SHAPE = ((0,), (1,), (0, 0), (1, 0))
 
 
-def engine(batch: int, grid: int = 2) -> Engine:
+def engine(batch: int, grid: int = 2, at_once: bool = False) -> Engine:
     target = MarkovTarget(CHAIN, grid)
-    proposer = TreeProposer(OtherMarkovDrafter(target, FAR), StaticTree(SHAPE))
+    proposer: Proposer = TreeProposer(OtherMarkovDrafter(target, FAR), StaticTree(SHAPE))
+    if at_once:
+        proposer = Parallel(parallel(target), StaticTree(SHAPE))
     return Engine(target, proposer, Exact(), Sampling(), Guidance(), batch)
 
 
@@ -57,8 +61,9 @@ def test_what_is_counted_is_what_can_be_enumerated() -> None:
     assert witness.codes == batch + kept.sum()
 
 
-def test_the_end_of_a_picture_is_not_counted_as_a_refusal() -> None:
-    loop, plain = engine(1, grid=3), engine(1, grid=3)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_end_of_a_picture_is_not_counted_as_a_refusal(at_once: bool) -> None:
+    loop, plain = engine(1, 3, at_once), engine(1, 3)
     drawn = probe(loop, plain, SHAPE, ["a"], [0], lambda codes: None)
     last = loop.harvest(0).accepted
     assert drawn.passes < len(last) and drawn.codes <= 9 - 1

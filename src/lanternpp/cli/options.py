@@ -120,7 +120,9 @@ Proposer = Annotated[
 Tree = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME|FILE.json", help="Another draft tree than the method's.", rich_help_panel=PANEL_METHOD
+        metavar="NAME|FILE.json|PATHS",
+        help="Another draft tree than the method's.",
+        rich_help_panel=PANEL_METHOD,
     ),
 ]
 Accept = Annotated[

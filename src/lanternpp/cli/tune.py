@@ -142,6 +142,8 @@ def tune(
     folder = model_folder(model)
     run.check(resolve(method, read_defaults(folder), overrides))
     tuned = Tuned.read(folder, model_folder(drafter) if drafter else None)
+    if save:
+        tuned.check()
     asked = read_prompts(prompts, folder)
     pipe = Pipeline.from_pretrained(model, drafter, device, dtype, size, tuned=False)
     plan = run.Plan(method, overrides, asked, rounds, n, nodes, depth, seed)

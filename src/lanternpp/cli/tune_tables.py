@@ -125,5 +125,9 @@ def show_budget(told: Mapping[str, Any]) -> None:
         f"k {dials.get('neighbours')}, lambda {dials.get('lam'):g}: spends {budget['spent']:.3g}{sure}, "
         f"of at most {budget['limit']:.3g}."
     )
+    if plain := budget["plain"]:
+        typer.echo(
+            f"Plain AR, on which that limit rests: {plain['value']:.3g}, standard error {plain['spread']:.3g}."
+        )
     if spread is not None and spread > abs(budget["limit"] - budget["spent"]):
         typer.echo("That error is wider than the room left: more --budget-pictures would make it surer.")

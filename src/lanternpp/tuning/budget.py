@@ -40,6 +40,7 @@ class Choice:
     found: Tuning
     spent: Spending
     limit: float
+    plain: Spending | None  # what plain decoding spends, where that decides the limit
     looked: list[dict[str, Any]]  # dials, whether it was the tree found for them, spent, spread, speedup
 
 
@@ -48,6 +49,7 @@ class Budget:
 
     def __init__(self, tuner: Tuner, pictures: int):
         self.tuner, self.pictures = tuner, pictures
+        self.plain: Spending | None = None
         settings = tuner.settings
         if not {"neighbours", "lam"} <= dials_read(settings.proposer, settings.accept):
             raise InputError(
@@ -97,7 +99,7 @@ class Budget:
             _, k, place, found = best
             spent = ask(found.dials, found)
             if spent.value <= limit:
-                return Choice(found, spent, limit, looked)
+                return Choice(found, spent, limit, self.plain, looked)
             if place:
                 field.append(self._enter(k, place - 1))
         least = min(looked, key=lambda row: row["spent"])
@@ -140,7 +142,6 @@ class FrechetBudget(Budget):
     def __init__(self, tuner: Tuner, pictures: int, percent: float, judge: Quality):
         super().__init__(tuner, pictures)
         self.percent, self.judge = percent, judge
-        self.plain: Spending | None = None
 
     def limit(self) -> float:
         """Plain decoding's distance, and its share of it."""

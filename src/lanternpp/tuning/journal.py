@@ -52,8 +52,12 @@ class Journal:
         name = _name(key)
         if name not in self._known:
             value = measure()
-            with (self.folder / LINES).open("a", encoding="utf-8") as log:
-                log.write(json.dumps({"key": dict(key), "value": value}) + "\n")
+            line = json.dumps({"key": dict(key), "value": value}) + "\n"
+            try:
+                with (self.folder / LINES).open("a", encoding="utf-8") as log:
+                    log.write(line)
+            except OSError as error:
+                raise InputError(f"{self.folder / LINES} cannot be written: {error.strerror}") from None
             self._known[name] = value
         return self._known[name]
 

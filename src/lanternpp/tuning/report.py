@@ -48,6 +48,7 @@ def whole(
     if choice:
         spent = {"spent": choice.spent.value, "spread": choice.spent.spread, "limit": choice.limit}
         told["budget"] = spent | {"looked": choice.looked}
+        told["budget"]["plain"] = asdict(choice.plain) if choice.plain else None
     return told
 
 
