@@ -48,7 +48,8 @@ def spread(features: Tensor, reference: Gaussian, parts: int = PARTS) -> float:
     parts = min(parts, len(features) // 2)
     if parts < 2:
         return math.nan
-    group = torch.arange(len(features), device=features.device) % parts
+    order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0))  # not prompt by prompt
+    group = (order % parts).to(features.device)
     left = [distance(gaussian(features[group != part]), reference) for part in range(parts)]
     without = torch.tensor(left, dtype=torch.float64)
     return math.sqrt((parts - 1) * without.var(correction=0).item())
