@@ -15,6 +15,7 @@ import pytest
 import torch
 from killed import STEPS, learn
 from models import write_model
+from safetensors import SafetensorError
 from shared import learn as learn_together
 
 from lanternpp.drafters.base import DrafterWarning, mark
@@ -83,7 +84,9 @@ def test_two_processes_learn_what_one_does_from_the_same_batches(tmp_path: Path)
         life.join()
     assert [life.exitcode for life in lives] == [0, 0, 0]
     (alone, log), (together, again) = result(tmp_path / "one"), result(tmp_path / "two")
-    assert all(torch.allclose(tensor, together[name], atol=1e-4) for name, tensor in alone.items())
+    apart = torch.cat([(tensor - together[name]).abs().flatten() for name, tensor in alone.items()])
+    assert apart.max() < 2e-3  # where a gradient is next to nothing, Adam's step has the sign of its rounding
+    assert (apart > 1e-4).double().mean() < 1e-3
     assert [row["loss"] for row in log if "loss" in row] == pytest.approx(
         [row["loss"] for row in again if "loss" in row], rel=1e-3
     )
@@ -99,7 +102,6 @@ def test_a_log_is_rewound_to_the_saved_step(tmp_path: Path) -> None:
 
 WRITERS: dict[str, Callable[[Path], None]] = {
     "state": lambda path: checkpoints.write_pt(path, {"x": torch.zeros(1 << 18)}),
-    "shard": lambda path: shards.Shards(path.parent, 1).write(0, {"x": torch.zeros(1 << 18)}, {}),
     "weights": lambda path: checkpoints.save(path.parent, {}, {"x": torch.zeros(1 << 18)}),
 }
 
@@ -124,6 +126,17 @@ def test_a_full_disk_is_one_sentence_and_the_old_file_stays(
         write(tmp_path / "state.pt")
     assert "\n" not in str(refusal.value)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_full_disk_leaves_no_piece_of_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(tensors: Any, path: Path, metadata: Any) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(shards, "save_file", full)
+    with pytest.raises(InputError, match=r"00000\.safetensors could not be written, the disk is full"):
+        shards.Shards(tmp_path, 1).write(0, {"x": torch.zeros(4)}, {})
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_cache_that_would_not_fit_is_refused_before_it_is_made(
