@@ -178,3 +178,16 @@ def test_the_nodes_of_a_level_draw_their_children_independently():
 def test_greedy_children_are_the_most_probable_in_order():
     q = torch.tensor([[[0.1, 0.4, 0.2, 0.3]]])
     assert Sampling(0).children(q, 3, at([0]), Noise.DRAFT).tolist() == [[[1, 3, 2]]]
+
+
+@pytest.mark.parametrize("samples", [1, 3, 5000])
+def test_numbers_made_ahead_are_those_made_when_asked_for(samples):
+    noise = at(torch.arange(samples), 4)
+    ready = noise.ahead(3)
+    for purpose, shape in (
+        (Noise.ACCEPT, (3, 2)),
+        (Noise.BONUS, (1,)),
+        (Noise.DRAFT + 2, (2, 9)),
+        (Noise.DRAFT, (99,)),
+    ):
+        assert torch.equal(ready.fine(purpose, *shape), noise.fine(purpose, *shape))

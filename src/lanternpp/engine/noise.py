@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+READY = 1 << 16  # numbers that are made ahead
 _GOLDEN, _MIX_A, _MIX_B = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 
 
@@ -52,12 +53,16 @@ class Noise:
         """Uniform float64 in (0, 1) of 46 random bits, [B, *shape]: for draws from many improbable codes."""
         return _joined(self.uniform(purpose, *shape, 2))
 
-    def ahead(self, levels: int, count: int = 64) -> Ahead:
-        """This noise at its present turn, `count` fine numbers of every purpose up to a draft's last level made at once.
+    def ahead(self, levels: int) -> Noise:
+        """This noise at its present turn, some numbers of every purpose up to a draft's last level made at once.
 
-        One call costs as much as one number: small operations are all start and no work.
+        Small operations are all start and no work, so that costs as much as one number; a large batch, where
+        it would not, makes its own as it goes.
         """
         purpose = torch.arange(self.ACCEPT, self.DRAFT + levels, device=self.seed.device)
+        count = min(64, READY // (len(self.seed) * len(purpose)))
+        if not count:
+            return self
         ready = _joined(self._uniform(purpose, 2 * count).view(-1, len(purpose), count, 2))
         return Ahead(self.seed, self.turn, ready)
 
