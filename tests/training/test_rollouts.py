@@ -11,7 +11,7 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.training.features import lessons
 from lanternpp.training.parallel import ParallelSettings
-from lanternpp.training.rollouts import RolloutTask
+from lanternpp.training.rollouts import RolloutTask, grow
 from lanternpp.training.runs import Rollout, record, replay
 
 TEXTS = ["hill", "sea", "stone", "clouds", "a"]
@@ -78,6 +78,28 @@ def test_training_drafts_as_the_engine_did(monkeypatch: pytest.MonkeyPatch) -> N
         turn = replay(run, 4)[1].tolist().index(anchor)
         known = min(int(run.kept[turn]), 4, 15 - (anchor - 2))  # levels drafted behind codes that were kept
         assert torch.allclose(guess[:known], seen[turn].probs[0, :known], atol=1e-9), turn
+
+
+def test_a_drafter_that_grows_drafts_as_before() -> None:
+    """And what was added can learn: its last matrices alone are zero."""
+    target = ToyTarget()
+    small = parallel(target)
+    large = grow(small, 2, target)
+    layers = len(small.decoder.blocks)
+    assert len(large.decoder.blocks) == layers + 1 == len(grow(large, 1, target).decoder.blocks)
+    torch.manual_seed(0)
+    ahead, features = torch.randn(2, 1, 6, small.config.dim)
+    anchors = torch.tensor([[1, 3]])
+    with torch.no_grad():
+        before = small.float().teach(ahead, features, anchors, 2)
+        after = large.teach(ahead, features, anchors, 2)
+    for x, y in zip(before, after, strict=True):
+        assert torch.equal(x, y)
+    assert all(
+        p.any()
+        for name, p in large.decoder.blocks[-1].named_parameters()
+        if "wo" not in name and "w2" not in name
+    )
 
 
 def task(target: ToyTarget, rollouts: list[Rollout], **settings: Any) -> RolloutTask:

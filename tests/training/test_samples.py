@@ -142,7 +142,7 @@ def test_a_parallel_drafter_of_every_family_goes_on_from_recorded_runs(name: str
     assert rollouts.train(None, folder, settings, plan, 3, own, follow=True)
     assert (folder / "parallel" / "model.safetensors").read_bytes() != first
     facts = json.loads((folder / "parallel" / "provenance.json").read_text())
-    assert facts["data"]["runs"] == "3" and facts["validation"].keys() >= {"chain", "accept0", "accept2"}
+    assert facts["data"]["runs"] == 3 and facts["validation"].keys() >= {"chain", "accept0", "accept2"}
     pipe = Pipeline.from_pretrained(str(folder), device="cpu", dtype="float64")
     text = prompts.read_text().splitlines()[0]
     plain = pipe(text, method="ar", temperature=0.0)

@@ -87,7 +87,9 @@ def drafter(
             help="Guidance that --self, guided, lk and the figures suppose; default: the model's own."
         ),
     ] = None,
-    layers: Annotated[int, typer.Option(help="Blocks.")] = 1,
+    layers: Annotated[
+        int, typer.Option(help="Blocks; a drafter that --rollouts goes on with grows to so many.")
+    ] = 1,
     steps: Steps = None,
     minutes: Minutes = None,
     batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 16,
@@ -157,7 +159,7 @@ def drafter(
     if rollouts is None:
         leave(parallel.train(data, model, layers, asked, where, crops, limit, drawn, follow=cfg is None))
     else:
-        leave(runs.train(data, model, asked, where, rollouts, drawn, follow=cfg is None))
+        leave(runs.train(data, model, asked, where, rollouts, drawn, follow=cfg is None, layers=layers))
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -18,15 +18,30 @@ from lanternpp.training.team import team
 
 
 @dataclass(frozen=True)
-class Material:
-    """A target on its device, where it came from, how it draws, and the codes."""
+class Taught:
+    """A target on its device, where it came from, and how it draws."""
 
     teacher: Teacher
     target: Target
     origin: str  # a hash of the target's weights
     sampling: Sampling
     cfg: float
+
+
+@dataclass(frozen=True)
+class Material(Taught):
+    """A target and the codes that its drafter learns from."""
+
     codes: Codes
+
+
+def taught(model: str | Path, out: Path, device: torch.device, cfg: float | None) -> Taught:
+    """A model's target; cfg None: the guidance that the model draws best with."""
+    teacher = read_teacher(model, out, device)
+    target = teacher.read()
+    if cfg is None:
+        cfg = float(teacher.defaults(target).get("cfg", 3.0))
+    return Taught(teacher, target, key_of(target), teacher.sampling(target), cfg)
 
 
 def gather(
@@ -43,15 +58,13 @@ def gather(
 
     cfg None: the guidance that the model draws best with. InputError where there is nothing to learn from.
     """
-    teacher = read_teacher(model, out, device)
-    target = teacher.read()
-    origin, sampling = key_of(target), teacher.sampling(target)
-    if cfg is None:
-        cfg = float(teacher.defaults(target).get("cfg", 3.0))
+    found = taught(model, out, device, cfg)
+    teacher, target = found.teacher, found.target
     if own is not None:
         words = asked(own, data, teacher.place, target)
+        guidance = Guidance(found.cfg)
         with team().leader_first():
-            codes = own_codes(target, origin, words, own, Guidance(cfg), sampling, teacher.store)
+            codes = own_codes(target, found.origin, words, own, guidance, found.sampling, teacher.store)
         if teacher.packs:
             del target  # before it is read again: one of them at a time
             target = teacher.read()
@@ -60,4 +73,4 @@ def gather(
             codes = codes_of(data, teacher.store, target.reader(), crops, limit)
     else:
         raise InputError("a drafter learns from pictures, --data DIR, or from the target's own, --self.")
-    return Material(teacher, target, origin, sampling, cfg, codes)
+    return Material(teacher, target, found.origin, found.sampling, found.cfg, codes)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.errors import InputError
@@ -19,11 +19,11 @@ from lanternpp.nn.sources import Source
 from lanternpp.targets.base import Target
 from lanternpp.training.codes import Codes, Split
 from lanternpp.training.features import Captions
-from lanternpp.training.material import gather
+from lanternpp.training.material import taught
 from lanternpp.training.parallel import Lessons, ParallelSettings, ParallelTask
 from lanternpp.training.run import Plan, run
 from lanternpp.training.runs import Rollout, recorded, replay
-from lanternpp.training.samples import HELD, LEAST, Own
+from lanternpp.training.samples import HELD, LEAST, MOST, Own, asked
 
 
 class RolloutTask(ParallelTask):
@@ -94,38 +94,43 @@ def train(
     own: Own | None = None,
     follow: bool = False,
     batch: int = 16,
+    layers: int = 1,
 ) -> bool:
     """Go on with the parallel drafter in the plan's folder, on `count` runs of the target with it. False if interrupted.
 
-    What it was trained on, `data` or `own`, gives the prompts. Its state lies in a folder of its own below, and
-    the weights are replaced at the end.
+    The captions of `data`, or what `own` asks for, are what is drawn. A drafter of fewer `layers` grows to so many.
+    Its state lies in a folder of its own below, and the weights are replaced at the end.
     """
     folder = plan.folder
     if not (folder / CONFIG).is_file():
         raise InputError(
             f"{folder} holds no parallel drafter to go on with: train one first, without --rollouts."
         )
-    found = gather(model, folder, plan.device, data, own, None if follow else settings.cfg, 1, None)
-    source = Source.open(folder)
+    found = taught(model, folder, plan.device, None if follow else settings.cfg)
+    words = asked(own or Own(), data, found.teacher.place, found.target)
     drafter = (
-        ParallelDrafter.read(source, found.target, found.teacher.dtype)
+        ParallelDrafter.read(Source.open(folder), found.target, found.teacher.dtype)
         .to(plan.device)
         .eval()
         .requires_grad_(False)
     )
     origin = digest(checksum(tensor) for tensor in drafter.state_dict().values())
-    weights = {name: tensor.float() for name, tensor in drafter.state_dict().items()}
-    config = drafter.config
-    texts = [*found.codes.val.texts, *found.codes.train.texts]
-    held = min(len(found.codes.val), max(LEAST, count // HELD))
-    said = [*texts[:held], *(found.codes.train.texts[i % len(found.codes.train)] for i in range(count))]
-    runs = recorded(found, drafter, origin, said, config.queries + 1, batch, settings.seed + 1)
+    grown = grow(drafter, layers, found.target)
+    levels = drafter.config.queries + 1
+    held = min(max(LEAST, count // HELD), MOST)
+    said = [words.val[i % len(words.val)] for i in range(held)]
+    said += [words.train[i % len(words.train)] for i in range(count)]
+    runs = recorded(found, drafter, origin, said, levels, batch, settings.seed + 1)
     target = found.teacher.again(found.target)
-    settings = replace(settings, cfg=found.cfg, levels=config.queries + 1, turn=config.turn)
-    facts = {**found.codes.data, "runs": str(count), "drafter": origin}
-    task = RolloutTask(settings, config.layers, target, runs, held, facts, found.origin, plan.device)
-    task.model.load_state_dict(weights)
-    task.average.load_state_dict(weights)
+    settings = replace(settings, cfg=found.cfg, levels=levels, turn=drafter.config.turn)
+    facts = {"codes": f"runs of {origin}", "runs": count, "drafter": origin, "prompts": len(words.train)}
+    if data is not None:
+        facts["folder"] = data.resolve().name
+    task = RolloutTask(
+        settings, len(grown.decoder.blocks), target, runs, held, facts, found.origin, plan.device
+    )
+    task.model.load_state_dict(grown.state_dict())
+    task.average.load_state_dict(grown.state_dict())
     below = replace(plan, folder=folder / "rollouts")
     if not run(task, below):
         return False
@@ -133,3 +138,16 @@ def train(
     checkpoints.save(folder, exported, tensors, plan.store)
     shutil.copyfile(below.folder / "provenance.json", folder / "provenance.json")
     return True
+
+
+def grow(drafter: ParallelDrafter, layers: int, target: Target) -> ParallelDrafter:
+    """A drafter of at least so many layers in float32: those added change nothing until they are trained."""
+    config = drafter.config
+    grown = ParallelDrafter(replace(config, layers=max(layers, config.layers)), target.decoder.turns)
+    for name, parameter in grown.decoder.blocks[config.layers :].named_parameters():
+        if name.endswith(("wo.weight", "w2.weight")):
+            nn.init.zeros_(parameter)
+    grown.load_state_dict(
+        {name: tensor.float() for name, tensor in drafter.state_dict().items()}, strict=False
+    )
+    return grown

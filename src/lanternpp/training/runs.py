@@ -22,7 +22,7 @@ from lanternpp.nn.checkpoints import digest
 from lanternpp.nn.packed import pack
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.targets.base import Target
-from lanternpp.training.material import Material
+from lanternpp.training.material import Taught
 from lanternpp.training.report import Report
 from lanternpp.training.shards import Shards, check_room, in_bytes
 from lanternpp.trees.shapes import chain
@@ -119,7 +119,7 @@ def replay(rollout: Rollout, levels: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def recorded(
-    found: Material,
+    found: Taught,
     drafter: ParallelDrafter,
     origin: str,
     texts: Sequence[str],
