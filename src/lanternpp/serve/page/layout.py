@@ -82,13 +82,14 @@ def build_page(
         gr.HTML(footer(pipe), apply_default_css=False, elem_id="foot")
         shots = gr.State([])
 
-        async def run(request: gr.Request, *given: Any) -> Any:
+        async def run(request: Any, *given: Any) -> Any:
             async for shown in page.race(request, *given):
                 yield shown
 
-        def cease(request: gr.Request) -> None:
+        def cease(request: Any) -> None:
             page.stop(request)
 
+        run.__annotations__["request"] = cease.__annotations__["request"] = gr.Request  # Gradio looks here
         closed: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
         gr.on(
             [race.click, prompt.submit],
