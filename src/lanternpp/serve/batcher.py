@@ -1,17 +1,6 @@
 """Continuous batching: one thread owns the engines, and orders enter and leave between their steps.
 
-Which lane an order enters. Lanes have 1, 2, 4 ... `slots` rows, at most one lane per settings and size. With w
-orders of its settings waiting, the size that fits is the smallest that holds w. An order enters
-
-1. the largest running lane of its settings with a free slot, if it has the size that fits or more (a small lane is
-   not refilled while a crowd waits) and at least half of its rows would then be in use (a large one is not kept up
-   for a few);
-2. else the idle or new lane of the smallest size that fits and is not taken;
-3. else it waits. At most `lanes` engines are kept; the idle one that was used longest ago makes room. While an order
-   waits for that room, none behind it enters anything, so that the lanes in its way empty.
-
-Which lane steps next. The one with the fewest seconds per running picture: pictures share the machine's time evenly,
-whatever their method.
+`fleet.py` says which lane an order enters and which lane steps next, `line.py` in which order orders start.
 """
 
 from __future__ import annotations
@@ -19,11 +8,14 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from lanternpp.errors import InputError
 from lanternpp.pipeline import Pipeline
+from lanternpp.serve.fleet import Blocked, Fleet
 from lanternpp.serve.lanes import Lane
 from lanternpp.serve.line import Line
 from lanternpp.serve.orders import Cancelled, Closed, Drawn, Expired, Full, Order, Progress, Ticket
@@ -58,8 +50,14 @@ class Stats:
     seconds_between: float | None = None  # two finished pictures, lately; None: too early to say
 
 
-class Blocked(Exception):  # noqa: N818
-    """An order waits until one of the engines is idle."""
+class Observer(Protocol):
+    """Who wants to know what a batcher does; told in the thread in which it happens."""
+
+    def stepped(self, pictures: int) -> None:
+        """A step advanced so many pictures."""
+
+    def ended(self, ticket: Ticket) -> None:
+        """A ticket is settled, one way or another."""
 
 
 class Batcher:
@@ -72,22 +70,21 @@ class Batcher:
         queue: int = 64,
         lanes: int = 4,
         choose: Choose | None = None,
-        finished: Callable[[Drawn], None] | None = None,
     ):
         """slots: most rows of a lane, a power of two; queue: most orders that wait; lanes: most engines kept.
 
         choose: the settings that a lane of so many rows draws with, in place of those asked for.
-        finished: told of every picture, in the drawing thread. Raises InputError where a number is wrong.
+        Raises InputError where a number is wrong.
         """
         if slots < 1 or slots & (slots - 1):
             raise InputError(f"{slots} slots are no power of two; use 1, 2, 4, 8 ...")
         for name, value in (("a queue", queue), ("lanes", lanes)):
             if value < 1:
                 raise InputError(f"{name} of {value} is below 1; use 1 or more")
-        self.pipe, self.slots, self.queue, self.most = pipe, slots, queue, lanes
+        self.pipe, self.slots, self.queue = pipe, slots, queue
         self._choose = choose or (lambda settings, rows: settings)
-        self._finished = finished or (lambda drawn: None)
-        self._line, self._lanes = Line(), list[Lane]()
+        self.observers: list[Observer] = []
+        self._line, self._fleet = Line(), Fleet(self._build, slots, lanes)
         self._changed = threading.Condition()  # guards the line and the flags; wakes the thread
         self._asking = threading.Lock()  # a target reads one prompt at a time
         self._closed = self._stop = False
@@ -105,11 +102,10 @@ class Batcher:
     def stats(self) -> Stats:
         """A glance at it."""
         with self._changed:
-            lanes, rows = list(self._lanes), dict[int, int]()
-            for lane in lanes:
-                rows[lane.rows] = rows.get(lane.rows, 0) + 1
+            lanes = self._fleet.lanes
+            rows = Counter(lane.rows for lane in lanes)
             running = sum(len(lane.seats) for lane in lanes)
-            return Stats(running, len(self._line), rows, self._between)
+            return Stats(running, len(self._line), dict(rows), self._between)
 
     def check(self, prompt: str) -> None:
         """InputError where the target cannot follow a prompt."""
@@ -136,6 +132,8 @@ class Batcher:
                 raise Full(len(self._line), self._patience(len(tickets)))
             for ticket in tickets:
                 self._line.join(ticket)
+                for observer in self.observers:
+                    ticket.when_done(observer.ended)
             self._changed.notify_all()
         return tickets
 
@@ -156,7 +154,7 @@ class Batcher:
         return not left
 
     def _busy(self) -> bool:
-        return bool(len(self._line)) or any(lane.seats for lane in self._lanes)
+        return bool(len(self._line)) or bool(self._fleet.running)
 
     def _wake(self) -> None:
         with self._changed:
@@ -179,12 +177,9 @@ class Batcher:
         finally:
             with self._changed:
                 self._closed = self._stop = True
-                for lane in self._lanes:
-                    lane.fail(reason)
-                for ticket in self._line:
+                for ticket in [*self._fleet.tickets, *self._line]:
                     ticket.fail(reason)
-                    self._line.leave(ticket)
-                self._lanes.clear()
+                self._line, self._fleet.lanes = Line(), ()
                 self._changed.notify_all()
 
     def _turn(self) -> bool:
@@ -195,9 +190,8 @@ class Batcher:
                 return False
             self._expire()
         self._enter()
-        running = [lane for lane in self._lanes if lane.seats]
-        if running:
-            self._step(min(running, key=lambda lane: lane.clock))
+        if running := self._fleet.running:
+            self._step(running[0])
         with self._changed:
             self._changed.notify_all()  # whoever drains looks again
         return True
@@ -205,32 +199,34 @@ class Batcher:
     def _expire(self) -> None:
         """Settle what is past its deadline, and forget what waits and is settled."""
         now = time.monotonic()
-        running = [ticket for lane in self._lanes for ticket, _ in lane.seats.values()]
-        for ticket in [*self._line, *running]:
+        for ticket in [*self._line, *self._fleet.tickets]:
             limit = ticket.order.deadline
             if limit is not None and now - ticket.submitted > limit:
                 ticket.fail(Expired(f"the picture was not finished within {limit:g} s"))
         for ticket in self._line:
             if ticket.done:
                 self._line.leave(ticket)
-        for lane in self._lanes:
+        for lane in self._fleet.running:
             lane.sweep()
 
     def _step(self, lane: Lane) -> None:
         """One step of a lane; what breaks takes the lane and its pictures with it."""
         try:
-            for ticket in lane.step():
-                self._account(ticket)
+            finished = lane.step()
+            for observer in self.observers:
+                observer.stepped(len(lane.seats) + len(finished))
+            for _ in finished:
+                self._account()
         except Exception as error:
             self._break(lane, error)
         lane.used = time.monotonic()
 
     def _break(self, lane: Lane, error: Exception) -> None:
+        """A lane failed: its engine may be in any state."""
         lane.fail(error)
-        with self._changed:
-            self._lanes.remove(lane)
+        self._fleet.close(lane)
 
-    def _account(self, ticket: Ticket) -> None:
+    def _account(self) -> None:
         """A picture was finished: how long since the last one, if there was work all along."""
         now = time.monotonic()
         if self._last is not None:
@@ -238,7 +234,6 @@ class Batcher:
             old = self._between
             self._between = took if old is None else old + RECENT * (took - old)
         self._last = now if self._busy() else None
-        self._finished(ticket.result())
 
     def _enter(self) -> None:
         """Let in what finds a slot, in the order of the queue."""
@@ -249,7 +244,7 @@ class Batcher:
                 continue
             waiting = sum(replace(other.order.settings, batch_size=1) == key for other in self._line)
             try:
-                lane = self._lane(key, waiting)
+                lane = self._fleet.lane(key, waiting)
             except Blocked:
                 return
             except Exception as error:  # no such engine can be built
@@ -269,8 +264,6 @@ class Batcher:
 
     def _admit(self, lane: Lane, ticket: Ticket) -> None:
         """Prefill. A refused prompt fails its own picture alone."""
-        if not lane.seats:  # it was idle, and has no claim to the time that others used meanwhile
-            lane.clock = max([lane.clock, *self._clocks()[:1]])
         try:
             with self._asking:
                 lane.admit(ticket)
@@ -279,39 +272,6 @@ class Batcher:
         except Exception as error:
             self._break(lane, error)
 
-    def _clocks(self) -> list[float]:
-        """Of the running lanes, the one furthest behind first."""
-        return sorted(lane.clock for lane in self._lanes if lane.seats)
-
-    def _lane(self, key: Settings, waiting: int) -> Lane | None:
-        """The lane that the next of so many orders of these settings enters; None: all it may have are full.
-
-        Raises Blocked where an engine would have to be closed and all are busy, and whatever building one raises.
-        """
-        fit = min(self.slots, 1 << (waiting - 1).bit_length())
-        own = {lane.rows: lane for lane in self._lanes if lane.key == key}
-        for rows in sorted(own, reverse=True):
-            lane = own[rows]
-            if rows >= fit and lane.seats and lane.free and 2 * (len(lane.seats) + waiting) >= rows:
-                return lane
-        while fit <= self.slots:
-            if fit not in own:
-                return self._open(key, fit)
-            if not own[fit].seats:
-                return own[fit]
-            fit *= 2
-        return None
-
-    def _open(self, key: Settings, rows: int) -> Lane:
-        """A new lane, in place of the idle one that was used longest ago where there are many."""
-        if len(self._lanes) >= self.most:
-            idle = [lane for lane in self._lanes if not lane.seats]
-            if not idle:
-                raise Blocked
-            with self._changed:
-                self._lanes.remove(min(idle, key=lambda lane: lane.used))
+    def _build(self, key: Settings, rows: int) -> Lane:
         settings = replace(self._choose(replace(key, batch_size=rows), rows), batch_size=rows)
-        lane = Lane(self.pipe.new_engine(settings), key, settings, self.pipe.images)
-        with self._changed:
-            self._lanes.append(lane)
-        return lane
+        return Lane(self.pipe.new_engine(settings), key, settings, self.pipe.images)

@@ -91,6 +91,20 @@ class Ticket:
         """Whether it is finished, one way or another."""
         return self._future.done()
 
+    @property
+    def error(self) -> BaseException | None:
+        """Of a finished one: why there is no picture; None: there is."""
+        return self._future.exception()
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was submitted."""
+        return time.monotonic() - self.submitted
+
+    def when_done(self, call: Callable[[Ticket], None]) -> None:
+        """Call with this ticket once it is finished, in the thread that finishes it."""
+        self._future.add_done_callback(lambda _: call(self))
+
     def cancel(self) -> None:
         """Give the picture up: its slot is free within a step. Nothing happens where it is finished."""
         if self.fail(Cancelled("the picture was cancelled")):
