@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,25 +80,18 @@ def comparison(title: str, panels: Sequence[Panel], side: int = 512) -> Image.Im
     return canvas
 
 
-def png(image: Image.Image, notes: Mapping[str, str]) -> bytes:
-    """The picture as PNG with `notes` as its text chunks; no date goes in."""
-    info, stream = PngInfo(), io.BytesIO()
-    for key, value in notes.items():
-        info.add_text(key, value)
-    image.save(stream, format="PNG", pnginfo=info)
-    return stream.getvalue()
-
-
 def save_png(image: Image.Image, path: Path, notes: Mapping[str, str]) -> None:
-    """The picture as `png` makes it, written whole or not at all.
+    """The picture with `notes` as its text chunks, written whole or not at all; no date goes in.
 
     Makes the folder where it is missing. Raises InputError where the file cannot be written.
     """
-    blob = png(image, notes)
+    info = PngInfo()
+    for key, value in notes.items():
+        info.add_text(key, value)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
-            temporary.write_bytes(blob)
+            image.save(temporary, format="PNG", pnginfo=info)
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
 

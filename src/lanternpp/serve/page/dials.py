@@ -13,11 +13,14 @@ from lanternpp.methods import METHODS
 from lanternpp.pipeline import Pipeline
 from lanternpp.proposers.jacobi import COUPLINGS, FRESH
 from lanternpp.registry import unknown
+from lanternpp.serve.terms import Terms
 from lanternpp.settings import Settings, dials_read
+from lanternpp.targets.base import Target
 from lanternpp.trees import SHAPES, TREES
 
 COUNT = 4  # pictures of a side, at most
 SEEDS = 2**53  # a browser's numbers are exact up to here
+OWN = ""  # of a choice that is left to the method
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,14 @@ class Dial:
     step: float = 0.01
     choices: tuple[str, ...] = ()
 
+    def offers(self, value: object) -> list[tuple[str, str]]:
+        """Label and value of each choice, where the method's own is `value`; None: left to the method."""
+        named = [value] if isinstance(value, str) and value not in self.choices else []
+        return [
+            *([("the method's own", OWN)] if value is None else []),
+            *((c, c) for c in (*self.choices, *named)),
+        ]
+
     def check(self, value: object, also: object = None) -> float | int | str:
         """The value, if it can be set so; `also` is a choice beside those listed. InputError says what can."""
         if self.choices:
@@ -43,27 +54,27 @@ class Dial:
 
 
 DIALS = (
-    Dial("lam", "Lambda", "A code may grow to this many times its own probability; 1 is exact.", 1, 20, 0.1),
-    Dial("delta", "Delta", "How much a code may borrow; for cool, the weight of the first level.", 0, 3),
-    Dial("neighbours", "Neighbours k", "How many look-alike codes may lend.", 1, 1000, 1),
+    Dial("lam", "Lambda", "How far a code's probability may grow; 1 is exact.", 1, 20, 0.1),
+    Dial("delta", "Delta", "How much a code may borrow.", 0, 3),
+    Dial("neighbours", "Neighbours k", "Look-alike codes that may lend.", 1, 1000, 1),
     Dial("nu", "Nu", "How fast the weight falls with the level.", 0, 2),
-    Dial("tree", "Tree", "The shape of a draft.", choices=(*SHAPES, *TREES)),
     Dial("window", "Window", "Guesses in one pass.", 1, 64, 1),
+    Dial("tree", "Tree", "The shape of a draft.", choices=(*SHAPES, *TREES)),
     Dial("coupling", "Coupling", "How a guess follows the last one.", choices=tuple(COUPLINGS)),
     Dial("fresh", "Fresh guesses", "What new guesses are drawn from.", choices=tuple(FRESH)),
     Dial("residual", "Residual", "What is drawn from after a refusal.", choices=RESIDUALS),
 )
-CFG = Dial("cfg", "Guidance", "How closely to follow the prompt; 1 is none.", 1, 15, 0.1)
+CFG = Dial("cfg", "Guidance", "How closely to follow the prompt.", 1, 15, 0.1)
 TEMPERATURE = Dial("temperature", "Temperature", "0 takes the most probable code.", 0, 2, 0.05)
 
 
 def number(label: str, value: object, low: float, high: float, whole: bool = False) -> float | int:
     """A finite number in [low, high]; InputError says what is right."""
-    fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not fine or not low <= value <= high or (whole and value != int(value)):  # type: ignore[operator, call-overload]
+    given = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not low <= given <= high or (whole and given != int(given)):
         kind = "a whole number" if whole else "a number"
         raise InputError(f"{label} {str(value)[:80]!r} cannot be set; use {kind} from {low:g} to {high:.16g}")
-    return int(value) if whole else float(value)  # type: ignore[call-overload]
+    return int(given) if whole else float(given)
 
 
 def baseline() -> str:
@@ -71,16 +82,16 @@ def baseline() -> str:
     return next(name for name, row in METHODS.items() if row.proposer == "nothing")
 
 
-def methods(pipe: Pipeline) -> list[str]:
+def methods(pipe: Pipeline, terms: Terms) -> list[str]:
     """The methods that draft and whose network this model has."""
     drafting = [name for name in METHODS if name != baseline()]
-    return [name for name in drafting if _possible(pipe, name)]
+    return [name for name in drafting if _possible(pipe, terms, name)]
 
 
-def _possible(pipe: Pipeline, method: str) -> bool:
+def _possible(pipe: Pipeline, terms: Terms, method: str) -> bool:
     """Whether a method's parts are there; a rule of neighbours wants a codebook."""
     try:
-        settings = pipe.settings(method)
+        settings = terms.settings(pipe, method, {})
     except InputError:
         return False
     borrows = "neighbours" in dials_read(settings.proposer, settings.accept)
@@ -91,6 +102,13 @@ def read(settings: Settings) -> list[Dial]:
     """The dials of the page that these settings' parts read."""
     named = dials_read(settings.proposer, settings.accept)
     return [dial for dial in DIALS if dial.name in named]
+
+
+def grid(target: Target, size: tuple[int, int]) -> tuple[int, int]:
+    """Columns and rows of codes in a picture of this size in pixels; a code that ends a row is no column."""
+    rows = target.length // target.width
+    width, height = size
+    return min(target.width, round(rows * width / height)), rows
 
 
 @dataclass(frozen=True)
@@ -105,6 +123,7 @@ class Wish:
 
 def wish(
     pipe: Pipeline,
+    terms: Terms,
     offered: Sequence[str],
     prompt: object,
     method: object,
@@ -112,7 +131,6 @@ def wish(
     count: object,
     measure: object,
     dials: Mapping[str, object],
-    limit: int,
 ) -> Wish:
     """The race that someone asks for, checked as if it came from a stranger: it may. Raises InputError.
 
@@ -120,18 +138,19 @@ def wish(
     """
     if not isinstance(prompt, str) or not prompt.strip():
         raise InputError('the prompt is empty; say what to draw, such as "a photo of a red tulip"')
-    if len(prompt) > limit:
-        raise InputError(f"the prompt has {len(prompt)} characters; use at most {limit}")
+    if len(prompt) > terms.prompt:
+        raise InputError(f"the prompt has {len(prompt)} characters; use at most {terms.prompt}")
     if not isinstance(method, str) or method not in offered:
         raise InputError(unknown("method", str(method)[:80], offered))
     n = int(number("Pictures", count, 1, COUNT, whole=True))
     first = int(number("Seed", seed, 0, SEEDS, whole=True))
-    own = pipe.settings(method)
+    own = terms.settings(pipe, method, {})
     given: dict[str, Any] = {
         dial.name: dial.check(dials[dial.name], getattr(own, dial.name))
         for dial in (*read(own), CFG, TEMPERATURE)
-        if dials.get(dial.name) is not None
+        if dials.get(dial.name) not in (None, OWN)
     }
-    side = pipe.settings(method, **given, measure=bool(measure))
-    shared = {name: getattr(side, name) for name in ("cfg", "temperature", "top_k", "top_p", "compile")}
-    return Wish(prompt.strip(), tuple(range(first, first + n)), pipe.settings(baseline(), **shared), side)
+    side = terms.settings(pipe, method, given | {"measure": bool(measure)})
+    same = {name: getattr(side, name) for name in ("cfg", "temperature", "top_k", "top_p", "compile")}
+    base = terms.settings(pipe, baseline(), same | {"measure": False})
+    return Wish(prompt.strip(), tuple(range(first, first + n)), base, side)

@@ -3,88 +3,91 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from typing import Any
 
-import torch
+import gradio as gr
 
 from lanternpp.errors import InputError
-from lanternpp.picture import png
-from lanternpp.pipeline import Pipeline, versions
-from lanternpp.serve.batcher import Batcher, Cancelled, Closed, Drawn, Expired, Full
+from lanternpp.serve.api import client_of
+from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.orders import Cancelled, Closed, Drawn, Expired, Full, Order
 from lanternpp.serve.page import looks
-from lanternpp.serve.page.dials import CFG, DIALS, TEMPERATURE, baseline, methods, read, wish
-from lanternpp.serve.page.preview import grid
+from lanternpp.serve.page.dials import CFG, DIALS, OWN, TEMPERATURE, baseline, grid, methods, read, wish
 from lanternpp.serve.page.race import Frame, Race, heard
+from lanternpp.serve.pictures import encode, picture_size, png_notes
+from lanternpp.serve.terms import Terms
 
-log = logging.getLogger(__name__)
-DEFAULT = "lantern++"
+log = logging.getLogger("lanternpp.serve")
 KEPT = 24  # pictures of a session
-BASE_TITLE, SIDE_TITLE = "Plain decoding", "With drafts"
+BASE, SIDE = "Plain decoding", "With drafts"
+BROKEN = "the server failed at this race; its log says how"
 
 
 class Page:
     """What the handlers of the page share."""
 
-    def __init__(self, batcher: Batcher, pipe: Pipeline, limit: int, deadline: float | None):
-        self.batcher, self.pipe, self.limit, self.deadline = batcher, pipe, limit, deadline
-        self.offered = methods(pipe)
-        self.method = DEFAULT if DEFAULT in self.offered else self.offered[0]
-        self.look = looks.Look(*self._shape(), pipe.target.width)
-        self.races: dict[str, list[Race]] = defaultdict(list)  # of each session
-
-    def _shape(self) -> tuple[int, int]:
-        """Columns and rows of codes in a picture; what draws it knows its size in pixels."""
+    def __init__(self, batcher: Batcher, terms: Terms):
+        self.batcher, self.pipe, self.terms = batcher, batcher.pipe, terms
+        self.offered = methods(self.pipe, terms)
+        self.method = terms.method if terms.method in self.offered else self.offered[0]
         target = self.pipe.target
-        codes = torch.zeros(1, target.length, dtype=torch.int64, device=next(target.parameters()).device)
-        return grid(target, self.pipe.images(codes)[0].size)
+        self.look = looks.Look(*grid(target, picture_size(self.pipe)), target.width)
+        self.races: dict[str, list[Race]] = defaultdict(list)  # of each session
 
     def panels(self, frame: Frame | None, method: str) -> tuple[str, str]:
         """Both sides as HTML."""
         base, side = (frame.base, frame.side) if frame else (None, None)
-        return self.look.panel(base, baseline(), BASE_TITLE), self.look.panel(side, method, SIDE_TITLE)
+        return self.look.panel(base, baseline(), BASE), self.look.panel(side, method, SIDE)
 
-    def choose(self, method: str) -> list[dict[str, Any]]:
-        """What a method's dials show: its own values; what it does not read is hidden."""
-        import gradio as gr
-
+    def choose(self, method: str) -> list[Any]:
+        """A method's own dials; what it does not read is hidden. First, a sentence on it."""
         if method not in self.offered:
-            raise gr.Error("this method is not offered here", print_exception=False)
-        settings = self.pipe.settings(method)
-        shown = read(settings)
-        return [gr.update(value=looks.about(method))] + [
-            gr.update(visible=dial in shown, **({"value": getattr(settings, dial.name)} if dial in shown else {}))
-            for dial in DIALS
-        ]
+            return [gr.skip() for _ in range(1 + len(DIALS))]
+        settings = self.terms.settings(self.pipe, method, {})
+        updates = [gr.update(value=looks.about(method))]
+        for dial in DIALS:
+            value = getattr(settings, dial.name)
+            if dial not in read(settings):
+                updates.append(gr.update(visible=False))
+            elif dial.choices:
+                updates.append(gr.update(visible=True, value=value or OWN, choices=dial.offers(value)))
+            else:
+                updates.append(gr.update(visible=True, value=value))
+        return updates
 
-    def stop(self, request: Any) -> None:
+    def stop(self, request: gr.Request) -> None:
         """Give up this session's races."""
-        for race in self.races.pop(request.session_hash, []):
+        for race in self.races.pop(str(request.session_hash), []):
             race.cancel()
 
     async def race(
-        self, request: Any, shots: list[looks.Shot], prompt: str, method: str, seed: Any, count: Any, measure: Any,
+        self,
+        request: gr.Request,
+        shots: list[looks.Shot],
+        prompt: Any,
+        method: Any,
+        seed: Any,
+        count: Any,
+        measure: Any,
         *dials: Any,
-    ) -> AsyncIterator[tuple[Any, ...]]:  # fmt: skip
-        """Run a race; yields the verdict, a warning, both panels, the gallery and its pictures."""
-        import gradio as gr
-
-        session, skip = request.session_hash, gr.skip()
+    ) -> AsyncIterator[tuple[Any, ...]]:
+        """Run a race; yields the verdict, warnings, both panels, the gallery and its pictures, again and again."""
+        session, skip = str(request.session_hash), gr.skip()
         given = dict(zip([dial.name for dial in (*DIALS, CFG, TEMPERATURE)], dials, strict=True))
         race = None
         try:
             if self.races.get(session):
                 raise InputError("a race is running on this page already; stop it first")
-            asked = wish(self.pipe, self.offered, prompt, method, seed, count, measure, given, self.limit)
+            asked = wish(self.pipe, self.terms, self.offered, prompt, method, seed, count, measure, given)
             warned = await asyncio.to_thread(heard, self.batcher, asked.prompt)
-            race = await asyncio.to_thread(Race, self.batcher, asked, f"page {session}", self.deadline)
+            client = client_of(request.request) if request.request else session
+            race = await asyncio.to_thread(Race, self.batcher, asked, client, self.terms.deadline)
             self.races[session].append(race)
-            told = " ".join(looks.note(f"{sentence}.", "stopped") for sentence in warned)
+            told = "".join(looks.note(sentence, "stopped") for sentence in warned)
             async for frame in race.frames():
                 panels = self.panels(frame, asked.side.method)
                 if frame.finished:
@@ -93,54 +96,39 @@ class Page:
                 else:
                     yield looks.verdict(frame), told, *panels, skip, skip
         except Cancelled:
-            yield looks.note("Stopped.", "stopped"), skip, skip, skip, skip, skip
+            yield looks.note("stopped", "stopped"), skip, skip, skip, skip, skip
         except (InputError, Full, Closed, Expired) as refused:
-            sentence = str(refused)
-            yield looks.note(sentence[:1].upper() + sentence[1:] + ".", "wrong"), "", skip, skip, skip, skip
+            yield looks.note(str(refused), "wrong"), "", skip, skip, skip, skip
         except Exception:
             log.exception("a race broke")
-            sentence = "Something broke here; the server's log says what."
-            yield looks.note(sentence, "wrong"), "", skip, skip, skip, skip
+            yield looks.note(BROKEN, "wrong"), "", skip, skip, skip, skip
         finally:
             if race is not None:
                 race.cancel()
-                if race in self.races.get(session, []):
-                    self.races[session].remove(race)
-                if not self.races.get(session):
-                    self.races.pop(session, None)
+                left = [other for other in self.races.pop(session, []) if other is not race]
+                if left:
+                    self.races[session] = left
 
     def shots(self, race: Race, frame: Frame) -> list[looks.Shot]:
         """The pictures of a finished race, for the gallery."""
-        made = []
-        for side in (frame.base, frame.side):
-            for picture in side.pictures:
-                assert picture.drawn is not None
-                made.append(self._shot(race.wish.prompt, picture.seed, picture.drawn))
-        return made
+        pictures = [*frame.base.pictures, *frame.side.pictures]
+        return [
+            self._shot(ticket.order, picture.drawn)
+            for ticket, picture in zip(race.tickets, pictures, strict=True)
+            if picture.drawn is not None
+        ]
 
-    def _shot(self, prompt: str, seed: int, drawn: Drawn) -> looks.Shot:
-        words = "-".join(re.findall(r"[^\W_]+", prompt.lower()))[:50].strip("-") or "picture"
-        name = f"{words}-{seed}-{drawn.settings.method.replace('+', 'p')}.png"
-        per_pass = len(drawn.codes) / len(drawn.accepted)
+    def _shot(self, order: Order, drawn: Drawn) -> looks.Shot:
+        method = drawn.settings.method
+        words = "-".join(re.findall(r"[^\W_]+", f"{order.prompt} {method.replace('+', 'p')}".lower()))
+        file = encode(drawn.image, "png", notes=png_notes(self.pipe, order, drawn))
         return looks.Shot(
-            png(drawn.image, self.notes(prompt, seed, drawn)),
-            looks.jpeg(drawn.image),
-            prompt,
-            drawn.settings.method,
-            seed,
-            drawn.seconds,
-            per_pass,
-            name,
+            png=f"data:image/png;base64,{file}",
+            jpeg=looks.jpeg(drawn.image),
+            prompt=order.prompt,
+            method=method,
+            seed=order.seed,
+            seconds=drawn.seconds,
+            per_pass=len(drawn.codes) / len(drawn.accepted),
+            name=f"{words[:60].strip('-')}-{order.seed}.png",
         )
-
-    def notes(self, prompt: str, seed: int, drawn: Drawn) -> dict[str, str]:
-        """What a PNG says of how it was made: enough to make it again."""
-        where = {"device": str(next(self.pipe.target.parameters()).device), "dtype": self.pipe.dtype}
-        return {
-            "prompt": prompt,
-            "seed": str(seed),
-            "images": "1",
-            "model": self.pipe.name,
-            "settings": json.dumps(asdict(drawn.settings) | where, sort_keys=True),
-            "versions": json.dumps(versions(), sort_keys=True),
-        }

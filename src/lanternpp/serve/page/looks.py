@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +10,7 @@ from PIL import Image
 
 from lanternpp.methods import METHODS
 from lanternpp.serve.page.race import Frame, Picture, Side
+from lanternpp.serve.pictures import encode
 
 BRACES = str.maketrans({"{": "&#123;", "}": "&#125;", "$": "&#36;", "`": "&#96;"})
 
@@ -21,16 +20,9 @@ def text(words: object) -> str:
     return html.escape(str(words)).translate(BRACES)
 
 
-def data_url(blob: bytes, kind: str) -> str:
-    """Bytes as an address of their own; kind: `image/png`."""
-    return f"data:{kind};base64,{base64.b64encode(blob).decode()}"
-
-
-def jpeg(image: Image.Image) -> bytes:
-    """A picture to look at for a moment."""
-    stream = io.BytesIO()
-    image.save(stream, "JPEG", quality=90)
-    return stream.getvalue()
+def jpeg(image: Image.Image) -> str:
+    """A picture to look at, as an address of its own."""
+    return f"data:image/jpeg;base64,{encode(image, 'jpeg')}"
 
 
 def bands(accepted: Iterable[int], columns: int, rows: int, width: int) -> str:
@@ -72,7 +64,7 @@ class Look:
         pictures = "".join(self._picture(picture, side) for picture in side.pictures)
         most = side.length * len(side.pictures)
         return (
-            f'<section class="panel{"" if side.finished else " racing"}">{head}'
+            f'<section class="panel">{head}'
             f'<div class="pictures n{len(side.pictures)}">{pictures}</div>'
             f'<progress max="{most}" value="{side.decided}" aria-label="{text(method)}: codes decided">'
             f"</progress>{_figures(side)}</section>"
@@ -91,7 +83,7 @@ class Look:
         alt = f"{side.settings.method}, seed {picture.seed}: {state}"
         return (
             f'<div class="picture" style="{shape}"><img alt="{text(alt)}" '
-            f'src="{data_url(jpeg(picture.image), "image/jpeg")}">'
+            f'src="{jpeg(picture.image)}">'
             f"{bands(picture.accepted, self.columns, self.rows, self.width)}</div>"
         )
 
@@ -121,7 +113,7 @@ def verdict(frame: Frame | None) -> str:
         if not base.passes and not side.passes:
             return note("Waiting for a free place …", "running")
         share = [round(100 * s.decided / (s.length * len(s.pictures))) for s in (base, side)]
-        return note(f"{side.settings.method} {share[1]} %, {base.settings.method} {share[0]} %", "running")
+        return note(f"Plain decoding {share[0]} %, {side.settings.method} {share[1]} %", "running")
     times, method = frame.speedup, side.settings.method
     each = " a picture" if len(side.pictures) > 1 else ""
     took = f"{side.seconds:.2f} s{each} where plain decoding took {base.seconds:.2f} s"
@@ -143,6 +135,7 @@ def won(figure: str, sentence: str) -> str:
 def note(sentence: str, kind: str) -> str:
     """A sentence; kind: idle, running, stopped or wrong. Wrong is read out at once, running never."""
     role = {"wrong": ' role="alert"', "stopped": ' role="status"'}.get(kind, "")
+    sentence = sentence[:1].upper() + sentence[1:] + ("" if sentence.endswith((".", "…")) else ".")
     return f'<p class="verdict {kind}"{role}>{text(sentence)}</p>'
 
 
@@ -150,8 +143,8 @@ def note(sentence: str, kind: str) -> str:
 class Shot:
     """A picture of the gallery."""
 
-    png: bytes  # to keep
-    jpeg: bytes  # to look at
+    png: str  # to keep, an address of its own
+    jpeg: str  # to look at, another
     prompt: str
     method: str
     seed: int
@@ -168,13 +161,10 @@ def gallery(shots: Sequence[Shot]) -> str:
 
 
 def _shot(shot: Shot) -> str:
-    link = data_url(shot.png, "image/png")
-    facts = (
-        f"{shot.method} · seed {shot.seed} · {shot.seconds:.2f} s · {shot.per_pass:.2f} codes per pass"  # noqa: RUF001
-    )
+    facts = f"{shot.method} · seed {shot.seed} · {shot.seconds:.2f} s · {shot.per_pass:.2f} codes per pass"
     return (
-        f'<li><a href="{link}" download="{text(shot.name)}" title="Save this picture as PNG">'
-        f'<img src="{data_url(shot.jpeg, "image/jpeg")}" alt="{text(shot.prompt)}, {text(shot.method)}, seed {shot.seed}">'
+        f'<li><a href="{shot.png}" download="{text(shot.name)}" title="Save this picture as PNG">'
+        f'<img src="{shot.jpeg}" alt="{text(shot.prompt)}, {text(shot.method)}, seed {shot.seed}">'
         f'<span class="save">Save PNG</span></a><p class="prompt">{text(shot.prompt)}</p>'
         f'<p class="facts">{text(facts)}</p></li>'
     )

@@ -7,51 +7,30 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lanternpp.errors import InputError
-from lanternpp.pipeline import Pipeline
+from starlette.routing import Mount
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.refusals import refusal
+from lanternpp.serve.terms import Terms
 
-# What the page asks for: itself, Gradio's own scripts and styles, and its two ends of a queue.
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # before gradio is imported
+import gradio as gr
+
+from lanternpp.serve.page.layout import build_page
+
+# What a browser asks for: the page, Gradio's scripts and styles, and the two ends of its queue.
 OPEN = re.compile(
-    r"/(|config|theme\.css|favicon\.ico|robots\.txt|manifest\.json|(assets|static|svelte)/.+"
-    r"|gradio_api/(queue/join|queue/data|heartbeat/[^/]+|cancel|reset|startup-events|app_id|theme\.css))/?"
+    r"/(config|theme\.css|favicon\.ico|robots\.txt|manifest\.json|(assets|static|svelte)/.+"
+    r"|gradio_api/(queue/join|queue/data|heartbeat/\w+|cancel|reset|startup-events|app_id|theme\.css))?/?"
 )
-NOT_HERE = b'{"error":{"message":"nothing is here; the page is at /, the API at /v1","type":"not_found"}}'
 
 
-def require() -> None:
-    """InputError where the library of the page is missing."""
-    try:
-        os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
-        import gradio  # noqa: F401
-    except ImportError:
-        raise InputError(
-            "the page needs gradio; run pip install 'lanternpp[serve]', or pass --no-page"
-        ) from None
-
-
-def mount_page(
-    app: Any, batcher: Batcher, pipe: Pipeline, limit: int = 1000, deadline: float | None = None
-) -> None:
-    """Serve the page at / of a FastAPI app; call it last, for it answers whatever no other route takes.
-
-    limit: characters of a prompt. deadline: seconds from a press until its pictures must be finished.
-    Raises InputError where gradio is missing.
-    """
-    require()
-    import gradio as gr
-
-    from lanternpp.serve.page.layout import build_page
-
-    theme = gr.themes.Base(
-        primary_hue=gr.themes.colors.orange,
-        neutral_hue=gr.themes.colors.stone,
-        font=["system-ui", "sans-serif"],
-        font_mono=["ui-monospace", "monospace"],
-    )
+def mount_page(app: Any, batcher: Batcher, terms: Terms) -> None:
+    """Serve the page at / of a FastAPI app; call it last, for it answers whatever no other route takes."""
     gr.mount_gradio_app(
         app,
-        build_page(batcher, pipe, limit, deadline),
+        build_page(batcher, terms),
         path="/",
         footer_links=[],
         run_history=False,
@@ -61,27 +40,31 @@ def mount_page(
         mcp_server=False,
         pwa=False,
         max_file_size=0,
-        theme=theme,
+        theme=gr.themes.Base(
+            primary_hue=gr.themes.colors.orange,
+            neutral_hue=gr.themes.colors.stone,
+            font=["system-ui", "sans-serif"],
+            font_mono=["ui-monospace", "monospace"],
+        ),
         css=(Path(__file__).parent / "style.css").read_text(encoding="utf-8"),
     )
     mounted = app.router.routes[-1]
+    assert isinstance(mounted, Mount)
     mounted.app = Gate(mounted.app)
 
 
 class Gate:
-    """Answers 404 to whatever the page does not ask for: uploads, files, proxies and a second API."""
+    """Answers 404 to whatever the page does not ask for: Gradio's uploads, files, proxies and its own API."""
 
-    def __init__(self, app: Any):
+    def __init__(self, app: ASGIApp):
         self.app = app
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """One ASGI call."""
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        if scope["type"] == "lifespan" or (scope["type"] == "http" and OPEN.fullmatch(path or "/")):
-            await self.app(scope, receive, send)
-        elif scope["type"] == "http":
-            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(NOT_HERE))]
-            await send({"type": "http.response.start", "status": 404, "headers": headers})
-            await send({"type": "http.response.body", "body": NOT_HERE})
-        else:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or refuse."""
+        if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
+        elif scope["type"] == "http" and not OPEN.fullmatch(scope["path"]):
+            answer = refusal(404, "nothing is here; the page is at /, the API at /v1", "not_found")
+            await answer(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)

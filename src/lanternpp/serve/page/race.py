@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from lanternpp.serve.batcher import Batcher, Drawn, Order, Progress, Ticket
+from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.orders import Drawn, Order, Progress, Ticket
 from lanternpp.serve.page.dials import Wish
-from lanternpp.serve.page.preview import partial
+from lanternpp.serve.pictures import half_drawn
 from lanternpp.settings import Settings
 from lanternpp.targets.base import PromptWarning
 
@@ -130,8 +131,9 @@ class Race:
                 finished, waiting = await asyncio.wait(waiting, timeout=every)
                 for one in finished:
                     one.result()
-                if waiting:
-                    yield await asyncio.to_thread(self.frame)
+                frame = await asyncio.to_thread(self.frame)
+                if waiting and not frame.finished:
+                    yield frame
             yield self.frame()
         finally:
             for listener in listeners:
@@ -151,7 +153,7 @@ class Race:
             for i, (ticket, news) in enumerate(zip(self.tickets, self._news, strict=True)):
                 seen = self._images[i]
                 if news is not None and not ticket.done and (seen is None or seen[0] < len(news.codes)):
-                    self._images[i] = (len(news.codes), partial(self.batcher.pipe, news.codes))
+                    self._images[i] = (len(news.codes), half_drawn(self.batcher.pipe, news.codes))
             self._next = time.monotonic() + SHARE * (time.monotonic() - began)
         pictures = [self._picture(i) for i in range(len(self.tickets))]
         half, length = len(pictures) // 2, self.batcher.pipe.target.length
