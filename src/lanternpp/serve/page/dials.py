@@ -37,11 +37,12 @@ class Dial:
 
     def offers(self, value: object) -> list[tuple[str, str]]:
         """Label and value of each choice, where the method's own is `value`; None: left to the method."""
-        named = [value] if isinstance(value, str) and value not in self.choices else []
-        return [
-            *([("the method's own", OWN)] if value is None else []),
-            *((c, c) for c in (*self.choices, *named)),
-        ]
+        made = [(choice, choice) for choice in self.choices]
+        if value is None:
+            return [("the method's own", OWN), *made]
+        if isinstance(value, str) and value not in self.choices:
+            return [(value if len(value) < 32 else "the method's own", value), *made]  # a tuned tree is long
+        return made
 
     def check(self, value: object, also: object = None) -> float | int | str:
         """The value, if it can be set so; `also` is a choice beside those listed. InputError says what can."""

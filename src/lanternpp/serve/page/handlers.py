@@ -22,6 +22,7 @@ from lanternpp.serve.pictures import encode, picture_size, png_notes
 from lanternpp.serve.terms import Terms
 
 log = logging.getLogger("lanternpp.serve")
+DEFAULT = "lantern++"  # where the server's own method has no draft
 KEPT = 24  # pictures of a session
 BASE, SIDE = "Plain decoding", "With drafts"
 BROKEN = "the server failed at this race; its log says how"
@@ -33,7 +34,7 @@ class Page:
     def __init__(self, batcher: Batcher, terms: Terms):
         self.batcher, self.pipe, self.terms = batcher, batcher.pipe, terms
         self.offered = methods(self.pipe, terms)
-        self.method = terms.method if terms.method in self.offered else self.offered[0]
+        self.method = next(name for name in (terms.method, DEFAULT, *self.offered) if name in self.offered)
         target = self.pipe.target
         self.look = looks.Look(*grid(target, picture_size(self.pipe)), target.width)
         self.races: dict[str, list[Race]] = defaultdict(list)  # of each session
