@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {*LIBRARY, "evaluation.judge", "evaluation.pictures", "evaluation.prompts"},
     "evaluation": LIBRARY,
     "tuning": LIBRARY | {"evaluation"},
-    "serve": LIBRARY,
+    "serve": {*LIBRARY, "evaluation.prompts"},
     "cli": LIBRARY | {"training", "evaluation", "tuning", "serve", ""},
 }
 ONLY_TORCH = {"accept", "trees"}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from PIL import Image
@@ -154,6 +154,21 @@ class Pipeline:
         """What a tuning holds for: the kind of device, the dtype, the batch, and the method's parts."""
         where = {"device": next(self.target.parameters()).device.type, "dtype": self.dtype}
         return where | {name: getattr(settings, name) for name in CONDITIONS if name not in where}
+
+    def can_draft(self, settings: Settings) -> bool:
+        """Whether the network that these settings draft with, if any, is there; none is read."""
+
+        class WantedError(Exception):
+            """What the proposer asks for."""
+
+        def ask(kind: str = "independent") -> NoReturn:
+            raise WantedError(kind)
+
+        try:
+            build_proposer(settings, ask, ask)
+        except WantedError as wanted:
+            return self._models[False].holds(str(wanted))
+        return True
 
     def engine(self, settings: Settings) -> Engine:
         """The engine for these settings, made once and kept."""
