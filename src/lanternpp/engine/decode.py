@@ -93,7 +93,7 @@ class Engine:
         draft = self.proposer.propose(noise)
         features, logits = self.look(draft)
         verdict = self.judge(draft, logits, noise)
-        self.cache.commit(rows(verdict.path), rows(verdict.kept))
+        self.cache.commit(None if draft.tree.chain else rows(verdict.path), rows(verdict.kept))
         self._append(verdict)
         self.proposer.observe(Look(draft, features, logits, verdict))
 
