@@ -18,12 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from lanternpp.engine.decode import Engine, generate
 from lanternpp.errors import InputError
-from lanternpp.evaluation.draw import orders
-from lanternpp.evaluation.speed import BASELINE, device_name
+from lanternpp.evaluation.speed import BASELINE
 from lanternpp.methods import method as named_method
 from lanternpp.nn.checkpoints import digest
 from lanternpp.pipeline import Pipeline, versions
@@ -33,13 +30,14 @@ from lanternpp.trees.shapes import SHAPES, chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.tuned import tuned_path
 from lanternpp.tuning.journal import Journal
-from lanternpp.tuning.probe import now
-from lanternpp.tuning.run import processor
+from lanternpp.tuning.lane import Conditions, Lane, machine
 
 CHAINS = (1, 2, 4, 6, 8)
 MARGIN = 0.03  # what a tree must gain over plain decoding, and over the method's own tree
 WARM, STEPS = 2, 12  # of every tree at every size
+LEAST, LONG = 3, 30.0  # steps that must be, where more would take longer than so many seconds
 COUNTED = 4  # pictures whose passes are counted
+SEED = 3000
 Tell = Callable[[int, int], None]
 
 
@@ -112,7 +110,7 @@ def calibrate(
     pipe: Pipeline,
     settings: Settings,
     rows: Sequence[int],
-    prompts: Sequence[str],
+    prompts: Conditions,
     tell: Tell | None = None,
     restart: bool = False,
 ) -> Choice:
@@ -134,11 +132,9 @@ def calibrate(
 class _Calibration:
     """The measurements of one method."""
 
-    def __init__(
-        self, pipe: Pipeline, settings: Settings, prompts: Sequence[str], journal: Journal, tell: Tell
-    ):
+    def __init__(self, pipe: Pipeline, settings: Settings, prompts: Conditions, journal: Journal, tell: Tell):
         self.pipe, self.settings, self.journal, self.tell = pipe, settings, journal, tell
-        self.wanted = orders(prompts, max(COUNTED, len(prompts)), 3000)
+        self.prompts = prompts
 
     def run(self, rows: Sequence[int]) -> Choice:
         """Every tree at every size."""
@@ -185,9 +181,12 @@ class _Calibration:
     def _count(self, tree: str | None) -> list[int]:
         """Codes decided by every pass that had room for its whole draft."""
         engine = self._engine(replace(self.settings, tree=tree), COUNTED)
-        wanted, length = self.wanted[:COUNTED], self.pipe.target.length
+        wanted, length = (
+            [self.prompts[i % len(self.prompts)] for i in range(COUNTED)],
+            self.pipe.target.length,
+        )
         found: list[int] = []
-        for drawn in generate(engine, [one.prompt for one in wanted], [one.seed for one in wanted]):
+        for drawn in generate(engine, wanted, list(range(SEED, SEED + COUNTED))):
             decided = drawn.accepted[0]
             for kept in drawn.accepted[1:]:
                 if decided + engine.proposer.depth + 1 <= length or not found:
@@ -197,9 +196,12 @@ class _Calibration:
 
     def _time(self, rows: int, tree: str | None) -> dict[str, Any]:
         """A tree's steps beside plain ones, each in the same moment as the other."""
-        plain = _Lane(self._engine(plainly(self.settings), rows), self.wanted)
-        tried = _Lane(self._engine(replace(self.settings, tree=tree), rows), self.wanted)
-        pairs = [(tried.step(), plain.step()) for _ in range(WARM + STEPS)][WARM:]
+        plain = Lane(self._engine(plainly(self.settings), rows), self.prompts, SEED)
+        tried = Lane(self._engine(replace(self.settings, tree=tree), rows), self.prompts, SEED)
+        pairs: list[tuple[float, float]] = []
+        while len(pairs) < WARM + STEPS and not (len(pairs) >= WARM + LEAST and sum(map(sum, pairs)) > LONG):
+            pairs.append((tried.step(), plain.step()))
+        del pairs[:WARM]
         begun = {"begin": median(tried.begun), "plain_begin": median(plain.begun)}
         return begun | {"steps": [one for one, _ in pairs], "plain": [other for _, other in pairs]}
 
@@ -219,25 +221,6 @@ class _Calibration:
         )
 
 
-class _Lane:
-    """A batch that is kept full: a sample enters where one ended, off the clock."""
-
-    def __init__(self, engine: Engine, wanted: Sequence[Any]):
-        self.engine, self.wanted = engine, wanted
-        self.begun: list[float] = []
-
-    def step(self) -> float:
-        """Seconds of one step."""
-        for slot in self.engine.done():
-            order = self.wanted[len(self.begun) % len(self.wanted)]
-            began = now(self.engine)
-            self.engine.admit(slot, order.prompt, order.seed)
-            self.begun.append(now(self.engine) - began)
-        began = now(self.engine)
-        self.engine.step()
-        return now(self.engine) - began
-
-
 def chain_name(depth: int) -> str:
     """A chain as `--tree` takes it."""
     name = f"chain-{depth}"
@@ -253,14 +236,12 @@ def _chain(tree: str | None) -> int | None:
 
 
 def _journal(
-    pipe: Pipeline, settings: Settings, prompts: Sequence[str], restart: bool, stack: ExitStack
+    pipe: Pipeline, settings: Settings, prompts: Conditions, restart: bool, stack: ExitStack
 ) -> Journal:
     """Where measurements go: beside the model's tunings, under a name that says what they hold for."""
-    like = next(pipe.target.parameters())
     told: dict[str, Any] = {"tuned": f"{settings.method}, by batch size", "model": pipe.name}
     told |= {"weights": pipe.weights, "settings": asdict(settings), "prompts": list(prompts)}
-    told |= {"device": device_name(like.device), "processor": processor(), "dtype": pipe.dtype}
-    told |= {"threads": torch.get_num_threads(), "versions": versions()}
+    told |= {"machine": machine(pipe), "versions": versions()}
     name = f"batches-{digest([f'{key} {value}' for key, value in sorted(told.items())])}"
     folder = tuned_path(pipe.folder).parent / name
     for anew in (restart, True):  # a damaged one is made again
