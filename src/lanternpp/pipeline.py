@@ -22,7 +22,7 @@ from lanternpp.errors import InputError
 from lanternpp.models import MODELS, Model, model_folder, read_defaults
 from lanternpp.nn.int8 import Effect
 from lanternpp.settings import Settings, build_proposer, build_rule, resolve
-from lanternpp.tuned import CONDITIONS, Tuned
+from lanternpp.tuned import CONDITIONS, Tuned, fingerprint
 from lanternpp.vq.neighbours import cache_folder, neighbours
 
 TABLES = [
@@ -144,6 +144,12 @@ class Pipeline:
         model = self._models[False]
         computed = str(model.dtype).removeprefix("torch.")
         return f"{INT8}, {computed}" if model.int8 else computed
+
+    @property
+    def weights(self) -> str:
+        """A hash of the weights of model and drafter: what is measured holds for these."""
+        model = self._models[False]
+        return fingerprint(model.folder, model.other)
 
     @property
     def effect(self) -> Effect | None:
