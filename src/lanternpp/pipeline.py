@@ -245,14 +245,18 @@ class Pipeline:
             self.target.prompt([prompt], 1)
         return [p for p in prompts for _ in range(n)], [first + i for first in seeds for i in range(n)]
 
-    def _stats(self, settings: Settings, harvests: list[Harvest], seconds: float) -> Stats:
-        accepted = [count for h in harvests for count in h.accepted]
-        spent = [h.tv_spent for h in harvests if h.tv_spent is not None]
-        codes = sum(accepted)
+    def told(self, settings: Settings) -> dict[str, Any]:
+        """Settings as a result tells them: with the device, the dtype, and what weights in 8 bits did."""
         where: dict[str, Any] = {"device": str(next(self.target.parameters()).device), "dtype": self.dtype}
         if self.effect:
             where["int8"] = asdict(self.effect)
         where["tuned"] = self.tuned is not None and self.tuned.knows(settings.method, settings.tree)
+        return asdict(settings) | where
+
+    def _stats(self, settings: Settings, harvests: list[Harvest], seconds: float) -> Stats:
+        accepted = [count for h in harvests for count in h.accepted]
+        spent = [h.tv_spent for h in harvests if h.tv_spent is not None]
+        codes = sum(accepted)
         return Stats(
             method=settings.method,
             model=self.name,
@@ -263,7 +267,7 @@ class Pipeline:
             seconds=seconds,
             seconds_per_image=seconds / len(harvests),
             accepted_per_pass=accepted,
-            settings=asdict(settings) | where,
+            settings=self.told(settings),
             versions=versions(),
             tv_spent=sum(spent) / len(spent) if spent else None,
             tv_spent_per_image=spent,

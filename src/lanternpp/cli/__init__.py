@@ -72,9 +72,18 @@ def root(
     """Visual autoregressive models that draw faster: speculative decoding with relaxed acceptance."""
 
 
+def with_values(args: Sequence[str]) -> list[str]:
+    """Arguments in which a `--ray` that nobody gave a value means this machine."""
+    bare = [
+        i for i, arg in enumerate(args) if arg == "--ray" and (args[i + 1 : i + 2] or ["-"])[0][:1] == "-"
+    ]
+    return [part for i, arg in enumerate(args) for part in ((arg, "local") if i in bare else (arg,))]
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """The console script: runs a verb, then exits with its status."""
     command = typer.main.get_command(app)
+    args = with_values(sys.argv[1:] if args is None else args)
     try:
         with one_line_warnings():
             status = command.main(args, prog_name="lanternpp", standalone_mode=False)
