@@ -126,7 +126,8 @@ def _weights(folder: Path) -> Iterator[Path]:
         return
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
-        made_here = parts[0] == "judge" or path.name.startswith("neighbours-")
+        made_here = parts[0] in ("judge", "codes") or path.name.startswith("neighbours-")
+        made_here = made_here or path.name == "state.pt"
         if path.suffix in (SAFE, *PICKLED) and path.is_file() and not made_here:
             yield path
 
