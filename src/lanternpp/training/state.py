@@ -40,9 +40,8 @@ def begin(task: Task, plan: Plan) -> State:
     if plan.restart or not path.exists():
         for group in groups(task):
             group["initial_lr"] = group["lr"]
-        (plan.folder / LOG).unlink(
-            missing_ok=True
-        )  # of a run that is begun anew, or was killed before a state
+        for left in (path, plan.folder / LOG):  # of what is begun anew, or was killed before its first state
+            left.unlink(missing_ok=True)
         return State()
     content = checkpoints.read_pt(path)
     old, new = content.get("settings", {}), task.settings
