@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -134,8 +134,11 @@ class Pipeline:
             rows = self.defaults.get("methods", {})
             own = {**rows, method: {**rows.get(method, {}), **found}}
             settings = resolve(method, {**self.defaults, "methods": own}, overrides)
-        if settings.top_k > self.target.vocab:
-            raise InputError(f"top-k {settings.top_k} exceeds the {self.target.vocab} codes of {self.name}")
+        vocab = self.target.vocab
+        if settings.top_k > vocab:
+            raise InputError(f"top-k {settings.top_k} exceeds the {vocab} codes of {self.name}")
+        if (settings.neighbours or 0) >= vocab and overrides.get("neighbours") is None:
+            settings = replace(settings, neighbours=vocab - 1)  # a default for codebooks of thousands
         return settings
 
     @property
