@@ -113,6 +113,11 @@ class Engine:
         """Slots with nothing left to decide, the idle ones among them. The one host read of the loop."""
         return (self.count >= self.target.length).nonzero()[:, 0].tolist()
 
+    @torch.inference_mode()
+    def drop(self, slot: int) -> None:
+        """Give up the sample at `slot`, which is idle from now on."""
+        self.count[slot] = self.target.length
+
     def harvest(self, slot: int) -> Harvest:
         """The codes of a finished sample."""
         accepted = self.accepted[slot, : int(self.passes[slot])].tolist()
