@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lanternpp.cli import options as opt
 from lanternpp.cli.overrides import check, takes_overrides
-from lanternpp.cli.terminal import say, tell_effect
+from lanternpp.cli.terminal import progress_bar, say, tell_effect
 from lanternpp.errors import InputError
+
+if TYPE_CHECKING:
+    from lanternpp.pipeline import Pipeline
+    from lanternpp.settings import Settings
+    from lanternpp.tuning.batches import Choice
 
 PANEL = "Server"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -101,6 +106,14 @@ BodyLimit = Annotated[
         help="Most bytes of a request.", callback=opt.within(1, remedy="1 or more"), rich_help_panel=PANEL
     ),
 ]
+Calibrate = Annotated[
+    bool,
+    typer.Option(
+        "--calibrate/--no-calibrate",
+        help="Measure at the first start which tree is fastest for how many pictures at once, and draw with it.",
+        rich_help_panel=PANEL,
+    ),
+]
 Page = Annotated[bool, typer.Option("--page/--no-page", help="The page at /.", rich_help_panel=PANEL)]
 
 
@@ -119,6 +132,7 @@ def serve(
     allow_host: AllowHost = None,
     prompt_limit: PromptLimit = 1000,
     body_limit: BodyLimit = 1 << 20,
+    calibrate: Calibrate = True,
     page: Page = True,
     model: opt.Model = opt.MODEL,
     drafter: opt.Drafter = None,
@@ -155,9 +169,11 @@ def serve(
     with bind(host, port) as bound:
         pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
         tell_effect(pipe.effect)
-        pipe.new_engine(terms.settings(pipe, None, {}))  # what is missing is missed now
+        settings = terms.settings(pipe, None, {})
+        pipe.new_engine(settings)  # what is missing is missed now
+        choose = by_batch_size(pipe, settings, slots) if calibrate and "tree" not in overrides else None
         warnings.simplefilter("ignore", PromptWarning)  # of strangers' prompts
-        batcher = Batcher(pipe, slots, queue, lanes)
+        batcher = Batcher(pipe, slots, queue, lanes, choose)
         try:
             app = create_app(batcher, terms, page)
         except BaseException:
@@ -169,6 +185,24 @@ def serve(
 
         if not run(app, batcher, bound, drain, ready):
             say("serve", f"not all pictures were finished within {drain:g} s")
+
+
+def by_batch_size(pipe: Pipeline, settings: Settings, slots: int) -> Choice:
+    """What is fastest for how many pictures at once, measured where it is not known yet."""
+    from lanternpp.tuning.batches import calibrate, sizes
+    from lanternpp.tuning.lane import usual_conditions
+
+    told: list[str] = []
+    with progress_bar("measuring trees") as bar:
+
+        def tell(done: int, total: int) -> None:
+            if not told:
+                told.append("measuring which tree is fastest here, once; --no-calibrate leaves that out")
+                say("serve", told[0])
+            if bar:
+                bar(done, total)
+
+        return calibrate(pipe, settings, sizes(slots), usual_conditions(pipe), tell)
 
 
 def refuse(host: str, slots: int, overrides: dict[str, Any]) -> None:

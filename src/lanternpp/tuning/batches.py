@@ -116,7 +116,7 @@ def calibrate(
 ) -> Choice:
     """Measure a method at these batch sizes, or read what was measured here before; `prompts` are drawn.
 
-    tell: called with (done, total). restart: measure again. What was measured lies beside the model's tunings, one line for each
+    tell: called with (done, total) before every measurement. restart: measure again. What was measured lies beside the model's tunings, one line for each
     measurement, so that one stopped goes on; with the same weights, settings, device, dtype, processor, threads and
     versions it holds. Where it cannot be written it is measured all the same, with a warning. Raises InputError
     where a part of the method is missing.
@@ -143,25 +143,26 @@ class _Calibration:
         deepest = max(chains, key=chains.__getitem__, default=None)
         others = dict.fromkeys(tree for _, tree in field if tree not in chains)
         counted = [tree for tree in (deepest, *others) if tree is not None or not chains]
-        total, made = len(counted) + len(field), 0
-        kept: dict[str | None, list[int]] = {}
-        for tree in counted:
-            self.tell(made, total)
-            kept[tree] = self.journal.once({"codes": tree}, partial(self._count, tree))
-            made += 1
-        cells = []
+        self.total = len(counted) + len(field)
+        kept = {
+            tree: self._once({"codes": tree}, partial(self._count, tree), i) for i, tree in enumerate(counted)
+        }
+        cells: list[Cell] = []
         for size, tree in field:
-            self.tell(made, total)
-            key = {"rows": size, "tree": tree}
-            took = self.journal.once(key, partial(self._time, size, tree))
+            measure = partial(self._time, size, tree)
+            took = self._once({"rows": size, "tree": tree}, measure, len(counted) + len(cells))
             depth = chains.get(tree)
             seen = kept[deepest if depth else tree]
             codes = sum(min(n, depth + 1) if depth else n for n in seen) / len(seen)
             cells.append(self._cell(size, tree, codes, took))
-            made += 1
-        self.tell(made, total)
         self.pipe.release()
         return Choice(self.settings, tuple(cells))
+
+    def _once(self, key: Mapping[str, Any], measure: Callable[[], Any], place: int) -> Any:
+        """What was measured, or is now."""
+        if not self.journal.knows(key):
+            self.tell(place, self.total)
+        return self.journal.once(key, measure)
 
     def trees(self, rows: int) -> list[str | None]:
         """The method's own tree, the one that was tuned for this size, and chains."""
@@ -181,10 +182,7 @@ class _Calibration:
     def _count(self, tree: str | None) -> list[int]:
         """Codes decided by every pass that had room for its whole draft."""
         engine = self._engine(replace(self.settings, tree=tree), COUNTED)
-        wanted, length = (
-            [self.prompts[i % len(self.prompts)] for i in range(COUNTED)],
-            self.pipe.target.length,
-        )
+        wanted, length = [self.prompts[i % len(self.prompts)] for i in range(COUNTED)], engine.target.length
         found: list[int] = []
         for drawn in generate(engine, wanted, list(range(SEED, SEED + COUNTED))):
             decided = drawn.accepted[0]
