@@ -185,6 +185,10 @@ class Model:
         """The drafter that looks beyond a code at a time; InputError as `drafting`."""
         return self.drafting("drafter")
 
+    def holds(self, kind: str) -> bool:
+        """Whether there is a network of this kind to draft with; it is not read."""
+        return self.other is not None or (self.folder / kind).is_dir()
+
     def drafting(self, kind: str) -> Drafter:
         """The other folder's drafter, or the model's own in its folder `kind`, read once.
 
