@@ -14,21 +14,22 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from lanternpp.models import model_folder
 
-ROWS = {
-    "eagle paper": ["--loss", "paper"],
-    "eagle guided": ["--loss", "guided"],
-    "eagle lk": ["--loss", "lk"],
-    "eagle both": ["--loss", "both"],
-    "eagle guided, 2 rounds": ["--loss", "guided", "--rounds", "2"],
-    "eagle both, 2 rounds": ["--loss", "both", "--rounds", "2"],
-    "parallel guided": ["--kind", "parallel", "--loss", "guided"],
-    "parallel lk": ["--kind", "parallel", "--loss", "lk"],
-    "parallel both": ["--kind", "parallel", "--loss", "both"],
+ROWS: dict[str, dict[str, Any]] = {
+    "eagle paper": {"loss": "paper"},
+    "eagle guided": {"loss": "guided"},
+    "eagle lk": {"loss": "lk"},
+    "eagle both": {"loss": "both"},
+    "eagle guided, 2 rounds": {"loss": "guided", "rounds": 2},
+    "eagle both, 2 rounds": {"loss": "both", "rounds": 2},
+    "parallel guided": {"loss": "guided"},
+    "parallel lk": {"loss": "lk"},
+    "parallel both": {"loss": "both"},
 }
 PARTS = ("tokenizer", "target")
 
@@ -46,10 +47,13 @@ def main() -> None:
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--rows", default=",".join(name.replace(",", "") for name in ROWS))
     parser.add_argument("--table", action="store_true", help="train nothing")
+    parser.add_argument(
+        "--time", action="store_true", help="train nothing, and time steps of every loss in turn"
+    )
     asked = parser.parse_args()
     wanted = [name for name in ROWS if name.replace(",", "") in asked.rows.split(",")]
     seeds = [int(seed) for seed in asked.seeds.split(",")]
-    if not asked.table:
+    if not (asked.table or asked.time):
         model = copied(asked.model, asked.out / "model")
         data = thinned(asked.data, asked.out / "data", {"train": asked.pictures, "val": asked.held})
         for seed in seeds:
@@ -107,10 +111,42 @@ def train(name: str, seed: int, model: Path, data: Path, asked: argparse.Namespa
     ]
     command += ["--out", str(place(asked.out, name, seed)), "--steps", str(asked.steps), "--seed", str(seed)]
     command += ["--batch-size", str(asked.batch_size), "--crops", "1", "--checks", "0", "--save-minutes", "2"]
-    command += ["--warmup", "20", "--decay", "0.98", *ROWS[name]]
-    command += ["--cache-features"] if "parallel" not in name else []
+    command += ["--warmup", "20", "--decay", "0.98"]
+    command += ["--kind", "parallel"] if name.startswith("parallel") else ["--cache-features"]
+    for option, value in ROWS[name].items():
+        command += [f"--{option}", str(value)]
     print(f"== {name}, seed {seed}", file=sys.stderr, flush=True)
     subprocess.run(command, check=True)
+
+
+def times(names: list[str], asked: argparse.Namespace, rounds: int = 5) -> str:
+    """Processor seconds of a step, the target's pass in it: the least of some steps, the rows in turn."""
+    from lanternpp.training.drafter import DrafterSettings, DrafterTask
+    from lanternpp.training.material import gather
+    from lanternpp.training.parallel import ParallelSettings, ParallelTask
+    from lanternpp.training.run import Plan
+
+    plan = Plan(asked.out / "times", 1)
+    read = gather(asked.out / "model", plan, asked.out / "data", None, {"cfg": None}, True, 1, None)
+    tasks: dict[str, Any] = {}
+    for name in names:
+        shared = {"batch_size": asked.batch_size, "cfg": read.cfg, **ROWS[name]}
+        known = read.target, read.codes, read.origin, plan.device
+        eagle = name.startswith("eagle")
+        tasks[name] = (
+            DrafterTask(DrafterSettings(**shared), 1, *known)
+            if eagle
+            else ParallelTask(ParallelSettings(**shared), 1, *known)
+        )
+    least = dict.fromkeys(names, float("inf"))
+    for step in range(rounds + 1):
+        for name, task in tasks.items():
+            began = time.process_time()
+            task.step(step, 0.0)
+            if step:  # what is done once is done in the first
+                least[name] = min(least[name], time.process_time() - began)
+    rows = [f"| {name} | {value:.2f} |" for name, value in least.items()]
+    return "\n".join(["| loss | seconds a step |", "|---|--:|", *rows, ""])
 
 
 def found(out: Path, name: str, seed: int) -> dict[str, Any] | None:

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # what an optimizer would import; here, once for all processes
 
 from lanternpp.cli import main
+from lanternpp.training import cached, codes, drafter, parallel, rollouts, runs, samples  # noqa: F401 (once)
+from lanternpp.tuning import run  # noqa: F401
 
 TRAIN = "train drafter --model tiny --warmup 2 --checks 2 --save-minutes 0"
 COMMANDS = {
@@ -42,9 +45,6 @@ def obey(name: str, folder: str, life: float | None = None) -> None:
     torch.set_num_threads(1)
     os.chdir(folder)
     os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
-    from lanternpp.training import cached, codes, drafter, parallel, rollouts, runs, samples  # noqa: F401
-    from lanternpp.tuning import run  # noqa: F401
-
     cached.SHARD, codes.PART, runs.PART = 1 << 14, 1, 2
     began = time.process_time()
     if life is not None:
