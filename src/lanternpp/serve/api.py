@@ -18,7 +18,7 @@ from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.metrics import CONTENT, Metrics
 from lanternpp.serve.orders import Cancelled, Drawn, Order, Ticket
 from lanternpp.serve.pictures import encode, picture_size, png_notes
-from lanternpp.serve.refusals import refusal
+from lanternpp.serve.refusals import explain, refusal
 from lanternpp.serve.schemas import ImagesRequest, Refusal
 from lanternpp.serve.terms import Terms
 
@@ -173,12 +173,15 @@ def router(batcher: Batcher, terms: Terms, metrics: Metrics) -> APIRouter:
         """Draw pictures of a prompt, as OpenAI's Images API does."""
         if asked.model not in (None, card.id):
             return refusal(404, f"model {asked.model!r} {no_model}", "model_not_found", "model")
-        orders = desk.orders(asked, client_of(request))
-        tickets = await run_in_threadpool(batcher.submit_all, orders)
-        if asked.stream:
-            return PictureStream(desk, asked, tickets)
-        drawn = await together(request, tickets)
-        return JSONResponse(await run_in_threadpool(desk.answer, asked, tickets, drawn))
+        try:
+            orders = desk.orders(asked, client_of(request))
+            tickets = await run_in_threadpool(batcher.submit_all, orders)
+            if asked.stream:
+                return PictureStream(desk, asked, tickets)
+            drawn = await together(request, tickets)
+            return JSONResponse(await run_in_threadpool(desk.answer, asked, tickets, drawn))
+        except Exception as error:
+            return explain(error)
 
     @routes.get("/v1/models", responses=reasons(401), summary="List models", operation_id="listModels")
     async def models() -> schemas.ModelList:

@@ -59,7 +59,7 @@ def add_page(app: FastAPI, batcher: Batcher, terms: Terms) -> None:
         from lanternpp.serve.page import mount_page  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         return
-    mount_page(app, batcher, terms)
+    mount_page(app, batcher, batcher.pipe, terms.prompt, terms.deadline)
 
 
 def describe(app: FastAPI, keys: bool) -> None:

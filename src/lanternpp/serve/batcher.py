@@ -248,22 +248,18 @@ class Batcher:
             except Blocked:
                 return
             except Exception as error:  # no such engine can be built
-                self._leave(ticket)
                 ticket.fail(error)
-                continue
-            if lane is None:
-                full.add(key)
             else:
-                self._leave(ticket)
+                if lane is None:
+                    full.add(key)
+                    continue
                 self._admit(lane, ticket)
-
-    def _leave(self, ticket: Ticket) -> None:
-        with self._changed:
-            self._line.leave(ticket)
-        ticket.started = time.monotonic()
+            with self._changed:  # not before it has a seat: whoever drains must see it in one or the other
+                self._line.leave(ticket)
 
     def _admit(self, lane: Lane, ticket: Ticket) -> None:
         """Prefill. A refused prompt fails its own picture alone."""
+        ticket.started = time.monotonic()
         try:
             with self._asking:
                 lane.admit(ticket)

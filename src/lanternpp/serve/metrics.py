@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,6 +21,7 @@ class Metrics:
     """Counts what a batcher draws and an app answers."""
 
     def __init__(self, batcher: Batcher):
+        disable_created_metrics()
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "lanternpp_requests", "HTTP requests answered", ["route", "status"], registry=self.registry

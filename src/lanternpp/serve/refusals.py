@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lanternpp.serve")
 BROKEN = "the server failed at this request; its log says how"
 LONGEST = 300  # characters of a value that a sentence repeats
+CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 GONE = 499  # the status of a request whose client went away; nobody reads it
 
 
@@ -80,7 +81,7 @@ def printable(message: str) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Let an app answer every exception this way."""
+    """Let an app answer this way to what goes wrong outside its routes."""
     from fastapi.exceptions import RequestValidationError
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
@@ -89,18 +90,13 @@ def install(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        answer = refusal(error.status_code, str(error.detail), None)
+        answer = refusal(error.status_code, str(error.detail), CODES.get(error.status_code))
         answer.headers.update(error.headers or {})
         return answer
-
-    async def any_other(request: Request, error: Exception) -> JSONResponse:
-        return explain(error)
 
     async def broken(request: Request, error: Exception) -> JSONResponse:
         return refusal(500, BROKEN, "internal_error")  # starlette raises it again, and uvicorn logs it
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
-    for known in (Full, Closed, Expired, Cancelled, InputError):
-        app.add_exception_handler(known, any_other)
     app.add_exception_handler(Exception, broken)
