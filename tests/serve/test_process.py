@@ -16,6 +16,8 @@ import httpx
 import pytest
 from served import until
 
+from lanternpp.cli import main
+
 COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve", "--no-page"]
 IMAGES = "/v1/images/generations"
 
@@ -106,9 +108,11 @@ def test_the_world_is_not_let_in_without_a_key(model):
         (["--deadline", "0"], "above 0"),
     ],
 )
-def test_wrong_options(model, run, options, said):
-    outcome = run("serve", "--no-page", "--port", "0", "--model", model, *options)
-    assert outcome.code == 2 and said in outcome.err and outcome.err.count("\n") == 1
+def test_wrong_options(model, capsys, options, said):
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--no-page", "--port", "0", "--model", str(model), *options])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and said in error and error.count("\n") == 1
 
 
 def test_keys_come_from_the_environment(model):
