@@ -56,10 +56,10 @@ def create_app(batcher: Batcher, terms: Terms | None = None, page: bool = True) 
 def add_page(app: FastAPI, batcher: Batcher, terms: Terms) -> None:
     """Mount the page; it comes after all routes, so that it shadows none."""
     try:
-        from lanternpp.serve.page import mount_page  # type: ignore[import-not-found,unused-ignore]
+        from lanternpp.serve.page import mount_page
     except ImportError:
         return
-    mount_page(app, batcher, batcher.pipe, terms.prompt, terms.deadline)
+    mount_page(app, batcher, terms)
 
 
 def describe(app: FastAPI, keys: bool) -> None:
