@@ -28,12 +28,15 @@ MOST_LINES = 300
 BASES = {"accept.base", "trees.base", "drafters.base", "targets.base"}
 LIBRARY = {"errors", "types", "registry", "devices", "methods", "nn", "vq", "accept", "trees", "targets"}
 LIBRARY |= {"drafters", "proposers", "engine", "hub", "models", "settings", "tuned", "pipeline", "picture"}
+LIBRARY |= {"names", "cluster"}
 
 # What each room may import: rooms or single modules. A room may always import itself, and `errors`.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
     "registry": set(),
+    "names": set(),
+    "cluster": set(),
     "devices": set(),
     "methods": {"registry"},
     "nn": {"types"},
@@ -57,11 +60,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {*LIBRARY, "evaluation.judge", "evaluation.pictures", "evaluation.prompts"},
     "evaluation": LIBRARY,
     "tuning": LIBRARY | {"evaluation"},
-    "serve": LIBRARY,
-    "cli": LIBRARY | {"training", "evaluation", "tuning", "serve", ""},
+    "many": LIBRARY,
+    "serve": {*LIBRARY, "evaluation.prompts"},
+    "cli": LIBRARY | {"training", "evaluation", "tuning", "many", "serve", ""},
 }
 ONLY_TORCH = {"accept", "trees"}
-QUICK = ["cli", "errors", "methods", "registry"]  # loaded before help is shown
+QUICK = ["cli", "errors", "methods", "names", "registry"]  # loaded before help is shown
 HEAVY = {"torch", "transformers", "numpy", "PIL", "safetensors", "huggingface_hub"}
 
 

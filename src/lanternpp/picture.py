@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
@@ -17,6 +21,7 @@ PAPER, INK, QUIET, ACCENT = "#ffffff", "#1a1a1a", "#5c5c5c", "#b3470e"
 MARGIN = 32  # pixels around everything, and between panels
 TITLE, HEADING, FIGURE = 26, 26, 20  # font sizes in pixels
 LEADING = 1.4  # line height over font size
+PNG_END = bytes.fromhex("00 00 00 00 49 45 4E 44 AE 42 60 82")  # the chunk that closes a PNG
 
 
 @dataclass(frozen=True)
@@ -80,20 +85,82 @@ def comparison(title: str, panels: Sequence[Panel], side: int = 512) -> Image.Im
     return canvas
 
 
+class Told(Protocol):
+    """What is known of how pictures were made."""
+
+    @property
+    def images(self) -> int:
+        """Pictures in the file."""
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """As `Pipeline.told` gives them."""
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Of what the result depends on."""
+
+
+def notes(prompt: str, seed: int, told: Told) -> dict[str, str]:
+    """What a PNG says of how it was made: enough to make it again, and nothing that varies between runs."""
+    return {
+        "prompt": prompt,
+        "seed": str(seed),
+        "images": str(told.images),
+        "model": told.model,
+        "settings": json.dumps(told.settings, sort_keys=True),
+        "versions": json.dumps(told.versions, sort_keys=True),
+    }
+
+
 def save_png(image: Image.Image, path: Path, notes: Mapping[str, str]) -> None:
     """The picture with `notes` as its text chunks, written whole or not at all; no date goes in.
 
     Makes the folder where it is missing. Raises InputError where the file cannot be written.
     """
+    write_whole(path, lambda temporary: image.save(temporary, format="PNG", pnginfo=chunks(notes)))
+
+
+def png_bytes(image: Image.Image, notes: Mapping[str, str]) -> bytes:
+    """What `save_png` writes."""
+    kept = io.BytesIO()
+    image.save(kept, format="PNG", pnginfo=chunks(notes))
+    return kept.getvalue()
+
+
+def chunks(notes: Mapping[str, str]) -> PngInfo:
+    """Notes as a PNG's text chunks."""
     info = PngInfo()
     for key, value in notes.items():
         info.add_text(key, value)
+    return info
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """A file written under another name, then renamed; its folder is made. InputError where that cannot be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
-            image.save(temporary, format="PNG", pnginfo=info)
+            write(temporary)
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def png_notes(path: Path) -> dict[str, str] | None:
+    """The text chunks of a PNG that is whole; None where it is no PNG, or was cut short. Its pixels stay unread."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-len(PNG_END), os.SEEK_END)
+            if file.read() != PNG_END:
+                return None
+        with Image.open(path, formats=["PNG"]) as image:
+            return {str(key): value for key, value in image.info.items() if isinstance(value, str)}
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None
 
 
 def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:

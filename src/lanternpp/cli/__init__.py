@@ -15,7 +15,18 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from lanternpp import __version__
-from lanternpp.cli import bench, compare, convert, eval, generate, models, serve, train_drafter, tune
+from lanternpp.cli import (
+    bench,
+    compare,
+    convert,
+    eval,
+    generate,
+    models,
+    serve,
+    throughput,
+    train_drafter,
+    tune,
+)
 from lanternpp.cli.terminal import one_line_warnings, say
 from lanternpp.errors import InputError
 
@@ -40,6 +51,7 @@ app.command("eval")(eval.evaluate)
 app.add_typer(train_drafter.app, name="train")
 app.command()(tune.tune)
 app.command()(serve.serve)
+app.command()(throughput.throughput)
 app.command()(models.models)
 app.command()(convert.convert)
 
@@ -60,9 +72,18 @@ def root(
     """Visual autoregressive models that draw faster: speculative decoding with relaxed acceptance."""
 
 
+def with_values(args: Sequence[str]) -> list[str]:
+    """Arguments in which a `--ray` that nobody gave a value means this machine."""
+    bare = [
+        i for i, arg in enumerate(args) if arg == "--ray" and (args[i + 1 : i + 2] or ["-"])[0][:1] == "-"
+    ]
+    return [part for i, arg in enumerate(args) for part in ((arg, "local") if i in bare else (arg,))]
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """The console script: runs a verb, then exits with its status."""
     command = typer.main.get_command(app)
+    args = with_values(sys.argv[1:] if args is None else args)
     try:
         with one_line_warnings():
             status = command.main(args, prog_name="lanternpp", standalone_mode=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lanternpp.cli import options as opt
-from lanternpp.cli.output import notes, png_path
+from lanternpp.cli.output import png_path
 from lanternpp.cli.overrides import check, takes_overrides
 from lanternpp.cli.terminal import Progress, progress_bar, tell_effect
 from lanternpp.methods import METHODS
@@ -56,7 +56,7 @@ def compare(
     check(model, drafter, method, overrides)
 
     from lanternpp import Pipeline
-    from lanternpp.picture import save_png
+    from lanternpp.picture import notes, save_png
 
     pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
     tell_effect(pipe.effect)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lanternpp.cli import options as opt
-from lanternpp.cli.output import notes, png_path
+from lanternpp.cli.output import png_path
 from lanternpp.cli.overrides import check, takes_overrides
 from lanternpp.cli.terminal import progress_bar, tell_effect
 from lanternpp.errors import InputError
@@ -177,7 +177,7 @@ def drawn(
 ) -> tuple[list[Any], Stats]:
     """The pictures of some orders, kept in `folder` as they are drawn, and what drawing them took."""
     from lanternpp.evaluation.draw import draw, together
-    from lanternpp.picture import save_png
+    from lanternpp.picture import notes, save_png
 
     images: list[Any] = []
     parts: list[Stats] = []

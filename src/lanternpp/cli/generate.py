@@ -1,23 +1,36 @@
-"""`lanternpp generate`: pictures from a prompt."""
+"""`lanternpp generate`: pictures from a prompt, or from a file of prompts."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from lanternpp.cli import many
 from lanternpp.cli import options as opt
-from lanternpp.cli.output import default_path, notes, png_path
+from lanternpp.cli.output import default_path, png_path
 from lanternpp.cli.overrides import check, takes_overrides
 from lanternpp.cli.terminal import progress_bar, tell_effect
+
+OnePrompt = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="PROMPT", help="What to draw.", callback=opt.not_empty_if_given, show_default=False
+    ),
+]
 
 
 @takes_overrides
 def generate(
-    prompt: opt.Prompt,
+    prompt: OnePrompt = None,
     n: opt.Count = 1,
     output: opt.Output = None,
+    prompts: many.Prompts = None,
+    out: many.Out = None,
+    overwrite: many.Overwrite = False,
+    ray: many.Ray = None,
+    actors: many.Actors = None,
     as_json: opt.Json = False,
     model: opt.Model = opt.MODEL,
     drafter: opt.Drafter = None,
@@ -29,12 +42,23 @@ def generate(
     *,
     overrides: dict[str, Any],
 ) -> None:
-    """Draw pictures of PROMPT: one PNG, a grid where there are several."""
+    """Draw pictures of PROMPT: one PNG, a grid where there are several.
+
+    With --prompts FILE --out DIR: -n pictures of every line of the file, a PNG each. What the folder has already is
+    not drawn again, so the same command goes on where one was interrupted.
+    """
+    asked = many.Asked(prompts, out, overwrite, ray, actors)
+    if asked.is_job(prompt, output):
+        asked.check()
+        check(model, drafter, method, overrides)
+        many.draw(asked, n, seed, as_json, model, drafter, device, dtype, size, method, overrides)
+        return
+    assert prompt is not None
     path = png_path(output or default_path(prompt, seed))
     check(model, drafter, method, overrides)
 
     from lanternpp import Pipeline
-    from lanternpp.picture import grid, save_png
+    from lanternpp.picture import grid, notes, save_png
 
     pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
     tell_effect(pipe.effect)

@@ -36,6 +36,11 @@ def not_empty(value: str) -> str:
     return value
 
 
+def not_empty_if_given(value: str | None) -> str | None:
+    """A prompt that says something, or none."""
+    return None if value is None else not_empty(value)
+
+
 def known_method(value: str) -> str:
     """The name of a method."""
     from lanternpp.methods import method

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import re
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from lanternpp.errors import InputError
+from lanternpp.names import slug
 
 
 def png_path(path: Path) -> Path:
@@ -17,27 +15,28 @@ def png_path(path: Path) -> Path:
         raise InputError(f"output {str(path)!r} does not end in .png; pictures are written as PNG")
     if path.exists() and not path.is_file():
         raise InputError(f"output {str(path)!r} is not a file; give a file name that ends in .png")
-    folder = next(p for p in (path.absolute().parents) if p.exists())
+    check_writable(path, next(p for p in path.absolute().parents if p.exists()))
+    return path
+
+
+def picture_folder(path: Path) -> Path:
+    """The path, if it is a folder that can be written to, or can become one. Raises InputError."""
+    there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise InputError(f"output {str(path)!r} cannot be a folder: {there} is a file")
+    check_writable(path, there)
+    return path
+
+
+def check_writable(path: Path, folder: Path) -> None:
+    """InputError naming the path where nothing can be written to the folder."""
     try:
         with tempfile.TemporaryFile(dir=folder):
-            return path
+            return
     except OSError as error:
         raise InputError(f"output {str(path)!r} cannot be written: {folder}: {error.strerror}") from None
 
 
 def default_path(prompt: str, seed: int) -> Path:
     """out/PROMPT-SEED.png, the prompt's words joined by hyphens."""
-    slug = "-".join(re.findall(r"[^\W_]+", prompt.lower()))[:50].strip("-")
-    return Path("out") / f"{slug or 'picture'}-{seed}.png"
-
-
-def notes(prompt: str, seed: int, stats: Any) -> dict[str, str]:
-    """What a PNG says of how it was made: enough to make it again, and nothing that varies between runs."""
-    return {
-        "prompt": prompt,
-        "seed": str(seed),
-        "images": str(stats.images),
-        "model": stats.model,
-        "settings": json.dumps(stats.settings, sort_keys=True),
-        "versions": json.dumps(stats.versions, sort_keys=True),
-    }
+    return Path("out") / f"{slug(prompt)}-{seed}.png"

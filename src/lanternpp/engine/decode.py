@@ -5,7 +5,7 @@ Plain AR is the same loop with an empty tree, so a speed-up divides two runs of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -139,30 +139,45 @@ class Engine:
         self.count += verdict.kept
 
 
+def drawing(
+    engine: Engine,
+    conditions: Sequence[str | None],
+    seeds: Sequence[int],
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[tuple[int, Harvest]]:
+    """Draw one sample per condition and seed, `engine.batch` at a time: (place in the list, sample), as they finish.
+
+    A slot that finishes takes the next of the list. progress is called with (decided codes, all codes) now and then.
+    """
+    waiting = iter(range(len(conditions)))
+    running: dict[int, int] = {}
+    finished, length = 0, engine.target.length
+    try:
+        while finished < len(conditions):
+            for slot in engine.done():
+                if slot in running:
+                    finished += 1
+                    yield running.pop(slot), engine.harvest(slot)
+                new = next(waiting, None)
+                if new is not None:
+                    running[slot] = new
+                    engine.admit(slot, conditions[new], seeds[new])
+            if running:
+                engine.step()
+            if progress:
+                decided = sum(int(engine.count[slot]) for slot in running)
+                progress(finished * length + decided, len(conditions) * length)
+    finally:
+        for slot in running:  # nobody waits for them any more
+            engine.count[slot] = length
+
+
 def generate(
     engine: Engine,
-    conditions: list[str | None],
-    seeds: list[int],
+    conditions: Sequence[str | None],
+    seeds: Sequence[int],
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Harvest]:
-    """Draw one sample per condition and seed, in order, `engine.batch` at a time.
-
-    progress is called with (decided codes, all codes) now and then.
-    """
-    waiting = list(range(len(conditions)))
-    running: dict[int, int] = {}
-    drawn: dict[int, Harvest] = {}
-    length = engine.target.length
-    while len(drawn) < len(conditions):
-        for slot in engine.done():
-            if slot in running:
-                drawn[running.pop(slot)] = engine.harvest(slot)
-            if waiting:
-                running[slot] = waiting.pop(0)
-                engine.admit(slot, conditions[running[slot]], seeds[running[slot]])
-        if running:
-            engine.step()
-        if progress:
-            decided = sum(int(engine.count[slot]) for slot in running)
-            progress(len(drawn) * length + decided, len(conditions) * length)
+    """Draw one sample per condition and seed, in order; as `drawing`."""
+    drawn = dict(drawing(engine, conditions, seeds, progress))
     return [drawn[i] for i in range(len(conditions))]

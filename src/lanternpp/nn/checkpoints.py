@@ -180,12 +180,12 @@ def is_full(error: BaseException) -> bool:
     return getattr(error, "errno", None) in full or any(os.strerror(code) in str(error) for code in full)
 
 
-def sweep(folder: Path) -> None:
-    """Remove what `replacing` left in a folder when its process was killed."""
+def sweep(folder: Path, stale: float = STALE) -> None:
+    """Remove what `replacing` left in a folder when its process was killed, if it is `stale` seconds old."""
     for path in folder.glob(".*.tmp"):
         owner = path.name.split(".")[-2]
         alive = Path(f"/proc/{owner}").exists() or not Path("/proc").is_dir()
-        if owner.isdecimal() and not alive and time.time() - path.stat().st_mtime > STALE:
+        if owner.isdecimal() and not alive and time.time() - path.stat().st_mtime > stale:
             path.unlink(missing_ok=True)
 
 

@@ -56,7 +56,7 @@ def create_app(batcher: Batcher, terms: Terms | None = None, page: bool = True) 
 def add_page(app: FastAPI, batcher: Batcher, terms: Terms) -> None:
     """Mount the page; it comes after all routes, so that it shadows none."""
     try:
-        from lanternpp.serve.page import mount_page  # type: ignore[import-not-found,unused-ignore]
+        from lanternpp.serve.page import mount_page
     except ImportError:
         return
     mount_page(app, batcher, terms)

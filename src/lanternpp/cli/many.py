@@ -1,0 +1,171 @@
+"""What `lanternpp generate` does with a file of prompts: its options, its checks and its summary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lanternpp.cli import options as opt
+from lanternpp.cli.output import picture_folder
+from lanternpp.cli.terminal import progress_bar, tell_effect
+from lanternpp.errors import InputError
+
+if TYPE_CHECKING:
+    from lanternpp.many.job import Totals
+    from lanternpp.many.painter import Painter, Source
+    from lanternpp.many.pool import Pool
+
+PANEL = "Many pictures"
+Prompts = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw every line of this file; needs --out.", rich_help_panel=PANEL),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Where --prompts writes its PNGs.", rich_help_panel=PANEL),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite", help="Replace pictures that were drawn with other settings.", rich_help_panel=PANEL
+    ),
+]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="[local|auto|HOST:PORT]",
+        help="Draw with workers of Ray: on this machine (local, the default), or on the cluster it is part of (auto) "
+        "or at an address. Needs lanternpp\\[ray].",
+        rich_help_panel=PANEL,
+    ),
+]
+Actors = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Workers of Ray; default: one for each GPU, else one for every four cores.",
+        callback=opt.within(1, 10_000, "1 to 10000"),
+        rich_help_panel=PANEL,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of a job, as they were given."""
+
+    prompts: Path | None
+    out: Path | None
+    overwrite: bool
+    ray: str | None
+    actors: int | None
+
+    def is_job(self, prompt: str | None, output: Path | None) -> bool:
+        """Whether this is a job and not one prompt. Raises InputError where it is both or neither."""
+        if prompt is not None and self.prompts is not None:
+            raise InputError(f"give either a prompt or --prompts {self.prompts}, not both")
+        if self.prompts is not None:
+            if output is not None:
+                raise InputError(f"-o {output} names one file; with --prompts give a folder, --out DIR")
+            return True
+        if prompt is None:
+            raise InputError("there is nothing to draw; give a PROMPT, or --prompts FILE --out DIR")
+        given = {"--out": self.out, "--overwrite": self.overwrite, "--ray": self.ray, "--actors": self.actors}
+        for option, value in given.items():
+            if value not in (None, False):
+                raise InputError(
+                    f"{option} goes with --prompts FILE; leave it out, or put the prompt in a file"
+                )
+        return False
+
+    def check(self) -> None:
+        """InputError where the folder cannot be written or Ray cannot be reached by such an address."""
+        if self.out is None:
+            raise InputError(f"--prompts {self.prompts} needs a folder to write to; add --out DIR")
+        picture_folder(self.out)
+        if self.ray is not None:
+            from lanternpp.cluster import check_address, require
+
+            check_address(self.ray)
+            require()
+        elif self.actors is not None:
+            raise InputError(f"--actors {self.actors} are workers of Ray; add --ray")
+
+
+def draw(
+    asked: Asked,
+    n: int,
+    seed: int,
+    as_json: bool,
+    model: str,
+    drafter: str | None,
+    device: str,
+    dtype: str,
+    size: str | None,
+    method: str,
+    overrides: dict[str, Any],
+) -> None:
+    """Do the job and print its summary. Raises InputError."""
+    assert asked.prompts and asked.out
+    from lanternpp.evaluation.prompts import read_prompts
+    from lanternpp.many.job import run
+    from lanternpp.many.orders import orders
+    from lanternpp.many.painter import Source
+
+    wanted = orders(read_prompts(asked.prompts, asked.prompts), n, seed)
+    source = Source(placed(model), placed(drafter), device, dtype, size, method, overrides)
+    with painters(asked, source) as painter, progress_bar("drawing") as progress:
+        tell_effect(painter.effect)
+        totals = run(painter, wanted, asked.out, asked.prompts, asked.overwrite, progress)
+    if as_json:
+        typer.echo(json.dumps(totals.to_json() | {"folder": str(asked.out)}))
+    else:
+        typer.echo(summary(totals, asked.out))
+
+
+@contextmanager
+def painters(asked: Asked, source: Source) -> Iterator[Painter | Pool]:
+    """Who draws: this process, or workers of Ray."""
+    if asked.ray is None:
+        from lanternpp.many.painter import Painter
+
+        yield Painter(source)
+        return
+    from lanternpp.many.pool import pool
+
+    with pool(asked.ray, asked.actors, source) as workers:
+        yield workers
+
+
+def placed(named: str | None) -> Any:
+    """A path in full, for a worker that runs elsewhere; a name or a hub id as it is."""
+    from lanternpp.models import MODELS
+
+    if named is None or named in MODELS or not Path(named).exists():
+        return named
+    return str(Path(named).absolute())
+
+
+def summary(totals: Totals, folder: Path) -> str:
+    """One line for a reader."""
+    had = f"{totals.skipped} were there already" if totals.skipped else ""
+    if totals.codes_per_pass is None:
+        return f"{folder}: nothing to draw, all {totals.skipped} pictures are there"
+    settings, spent = totals.facts.settings, totals.to_json()["tv_spent"]
+    parts = [
+        f"{totals.drawn} pictures",
+        *([had] if had else []),
+        f"{totals.seconds_per_image:.2f} s per picture with {totals.facts.method} in {settings['dtype']} on "
+        f"{settings['device']}",
+        f"{sum(totals.accepted)} codes in {len(totals.accepted)} passes",
+        f"{totals.codes_per_pass:.2f} codes per pass",
+        *([f"spent {spent:.2f} of total variation per picture"] if settings["measure"] and spent else []),
+    ]
+    return f"{folder}: {', '.join(parts)}"

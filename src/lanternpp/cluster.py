@@ -1,0 +1,150 @@
+"""A Ray cluster: the one at an address, or one of this machine's own that ends with the block. Quiet, loopback only."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from lanternpp.errors import InputError
+
+LOCAL, AUTO = "local", "auto"
+LOOPBACK = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's name for: one machine, bound to 127.0.0.1
+    "RAY_AUTH_MODE": "token",
+}
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_agent_register_timeout_ms": "120000",
+}
+TRIES = 3
+STORE = 256 * 2**20  # bytes in shared memory; pictures pass through it
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of several workers gets."""
+
+    cpus: int
+    gpus: float
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As Ray takes them."""
+        return {"num_cpus": self.cpus, "num_gpus": self.gpus}
+
+
+def require() -> None:
+    """InputError unless Ray is installed; it is not imported, which takes seconds."""
+    if find_spec("ray") is None:
+        raise InputError("--ray needs Ray, which is not installed; pip install 'lanternpp[ray]'")
+
+
+def check_address(address: str) -> str:
+    """The address, if it can be one. Raises InputError."""
+    if address not in (LOCAL, AUTO) and not re.fullmatch(r"[\w.-]+:\d+|\[[0-9a-fA-F:]+\]:\d+", address):
+        raise InputError(
+            f"--ray {address!r} is no address; use local (this machine), auto (the cluster this machine is part "
+            "of) or HOST:PORT"
+        )
+    return address
+
+
+@contextmanager
+def cluster(address: str, workers: int | None = None) -> Iterator[Any]:
+    """The module `ray`, connected. `workers`: so many are wanted, whatever cores a local cluster has.
+
+    Raises InputError where there is no cluster at the address.
+    """
+    require()
+    os.environ.update({k: v for k, v in QUIET.items() if k not in os.environ})
+    if address == LOCAL:
+        os.environ.update(LOOPBACK, RAY_AUTH_TOKEN=token())
+    import ray
+
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    try:
+        if address == LOCAL:
+            with tempfile.TemporaryDirectory(prefix="lanternpp-ray-", ignore_cleanup_errors=True) as folder:
+                own = {
+                    "num_cpus": max(cores(), workers or 1),
+                    "object_store_memory": STORE,
+                    "_temp_dir": folder,
+                }
+                start(ray, own | quiet)
+                yield ray
+                ray.shutdown()
+        else:
+            connect(ray, address, quiet)
+            yield ray
+    finally:
+        ray.shutdown()
+
+
+def start(ray: Any, options: dict[str, Any]) -> None:
+    """A cluster of this machine's own; on a busy machine its parts may miss each other, so they get other tries."""
+    for attempt in range(1, TRIES + 1):
+        try:
+            ray.init(address=LOCAL, include_dashboard=False, **options)
+            return
+        except Exception as error:
+            ray.shutdown()
+            if attempt == TRIES:
+                raise InputError(
+                    f"--ray {LOCAL}: Ray does not start on this machine ({brief(error)}); leave --ray out to do "
+                    "without it"
+                ) from None
+
+
+def connect(ray: Any, address: str, options: dict[str, Any]) -> None:
+    """InputError where no cluster answers."""
+    try:
+        ray.init(address=address, **options)
+    except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"--ray {address}: no Ray cluster answers there ({brief(error)}); start one with `ray start`, or use "
+            f"--ray {LOCAL}"
+        ) from None
+
+
+@cache
+def token() -> str:
+    """The secret that connects to this process's own cluster."""
+    return secrets.token_hex(32)
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def default_workers(ray: Any, device: str) -> int:
+    """One worker for each GPU; where there is none, one for every four cores."""
+    there = ray.cluster_resources()
+    gpus = int(there.get("GPU", 0)) if device != "cpu" else 0
+    return gpus or max(1, int(there.get("CPU", 1)) // 4)
+
+
+def share(ray: Any, workers: int, device: str) -> Share:
+    """Cores and GPUs for each of so many workers. Raises InputError where the cluster has too few cores."""
+    there = ray.cluster_resources()
+    cpus, gpus = int(there.get("CPU", 0)), int(there.get("GPU", 0)) if device != "cpu" else 0
+    if workers > cpus:
+        raise InputError(f"{workers} workers are too many for the {cpus} cores of the cluster; ask for fewer")
+    smallest = min(int(node["Resources"]["CPU"]) for node in ray.nodes() if node["Resources"].get("CPU"))
+    return Share(max(1, min(cpus // workers, smallest)), 1 / -(-workers // gpus) if gpus else 0)
+
+
+def brief(error: BaseException) -> str:
+    """The last line of a long message, cut to a sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:300].rstrip(".")

@@ -1,0 +1,209 @@
+"""`lanternpp generate --prompts`: a folder of pictures that any number of interrupted runs complete to the same bytes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from lanternpp import cluster
+from lanternpp.cli import with_values
+
+PROMPTS = ["red tulip", "a tulip", "a photo of a red tulip", "a photo of a tulip", "the red, red tulip"]
+
+
+@pytest.fixture
+def asked(elsewhere: Path) -> Path:
+    """A file of prompts, with a comment, an empty line and one prompt twice."""
+    file = elsewhere / "prompts.txt"
+    file.write_text("\n".join([PROMPTS[0], "", "# not this", *PROMPTS[1:], PROMPTS[0]]) + "\n")
+    return file
+
+
+@pytest.fixture
+def job(run, model, asked):
+    """Runs the job."""
+    return lambda *more: run("generate", "--prompts", asked, "--model", model, "-n", 2, *more)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, hidden ones too."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_one_png_for_each_prompt_and_seed(job, elsewhere: Path) -> None:
+    outcome = job("--out", "new/out", "--seed", 7)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.startswith("new/out: 10 pictures, ") and "codes per pass" in outcome.out
+    made = {}
+    for path in (elsewhere / "new/out").iterdir():
+        with Image.open(path) as image:
+            assert image.size == (16, 16)
+            made[image.text["prompt"], image.text["seed"]] = path.name
+    assert made.keys() == {(prompt, seed) for prompt in PROMPTS for seed in ("7", "8")}
+    name = made["a photo of a red tulip", "8"]
+    assert name.startswith("a-photo-of-a-red-tulip-") and name.endswith("-8.png")
+
+
+def test_a_picture_of_a_job_is_the_one_of_its_prompt_alone(job, run, model, elsewhere: Path) -> None:
+    job("--out", "out", "--seed", 3, "--batch-size", 4)
+    run("generate", PROMPTS[1], "--model", model, "--seed", 4, "--batch-size", 4, "-o", "alone.png")
+    (same,) = (elsewhere / "out").glob("a-tulip-*-4.png")
+    assert same.read_bytes() == (elsewhere / "alone.png").read_bytes()
+
+
+def test_what_is_there_is_not_drawn_again(job, asked, elsewhere: Path) -> None:
+    job("--out", "out")
+    before = contents(elsewhere / "out")
+    times = {path: path.stat().st_mtime_ns for path in (elsewhere / "out").iterdir()}
+    outcome = job("--out", "out")
+    assert outcome.code == 0 and outcome.out == "out: nothing to draw, all 10 pictures are there\n"
+    asked.write_text("one more red tulip\n" + asked.read_text())
+    figures = json.loads(job("--out", "out", "--json").out)
+    assert (figures["images"], figures["skipped"], figures["codes"]) == (2, 10, 32)
+    after = contents(elsewhere / "out")
+    assert len(after) == 12 and {name: after[name] for name in before} == before
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+
+
+def test_the_order_and_what_was_there_decide_nothing(job, asked, elsewhere: Path) -> None:
+    job("--out", "one", "--batch-size", 3)
+    whole = contents(elsewhere / "one")
+    asked.write_text("\n".join(reversed(PROMPTS)))
+    assert job("--out", "two", "--batch-size", 3).code == 0
+    assert contents(elsewhere / "two") == whole
+    for path in sorted((elsewhere / "two").iterdir())[::2]:
+        path.unlink()
+    assert "5 were there already" in job("--out", "two", "--batch-size", 3).out
+    assert contents(elsewhere / "two") == whole
+
+
+def test_a_killed_job_goes_on(run, model, elsewhere: Path) -> None:
+    (elsewhere / "many.txt").write_text("a tulip\nred tulip\n")
+    args = ["generate", "--prompts", "many.txt", "--model", model, "-n", 20, "--batch-size", 2]
+    command = [sys.executable, "-c", "from lanternpp.cli import main; main()", *map(str, args), "--out", "a"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while len(list((elsewhere / "a").glob("*.png"))) < 3:
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    left = len(list((elsewhere / "a").glob("*.png")))
+    assert 3 <= left < 40
+    assert f"{40 - left} pictures, {left} were there already" in run(*args, "--out", "a").out
+    assert run(*args, "--out", "b").code == 0
+    assert contents(elsewhere / "a") == contents(elsewhere / "b")
+
+
+def test_halves_and_leftovers_go(job, elsewhere: Path) -> None:
+    job("--out", "out")
+    whole = contents(elsewhere / "out")
+    cut, empty, other, *_ = sorted((elsewhere / "out").iterdir())
+    cut.write_bytes(cut.read_bytes()[:-20])
+    empty.write_bytes(b"")
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=subprocess.PIPE)
+    left = other.with_name(f".{other.name}.{int(dead.stdout)}.tmp")
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
+    assert "2 pictures, 8 were there already" in job("--out", "out").out
+    assert contents(elsewhere / "out") == whole
+
+
+def test_other_settings_do_not_mix(job, elsewhere: Path) -> None:
+    job("--out", "out", "--temperature", 0.5)
+    before = contents(elsewhere / "out")
+    outcome = job("--out", "out", "--temperature", 0.75)
+    assert outcome.code == 2 and outcome.err.count("\n") == 1
+    assert "temperature 0.5, now 0.75" in outcome.err and "--overwrite" in outcome.err
+    assert contents(elsewhere / "out") == before
+    first = sorted(before)[0]
+    assert "out: 10 pictures, " in job("--out", "out", "--temperature", 0.75, "--overwrite").out
+    assert contents(elsewhere / "out")[first] != before[first]
+    assert "nothing to draw" in job("--out", "out", "--temperature", 0.75, "--overwrite").out
+
+
+def test_a_line_that_cannot_be_drawn_is_named_before_anything_is(job, asked, elsewhere: Path) -> None:
+    asked.write_text("red tulip\n\na pine tree\na red tulip\na rose\n")
+    outcome = job("--out", "out")
+    assert outcome.code == 2 and outcome.err.count("\n") == 1
+    assert "prompts.txt, line 3: prompt 'a pine tree' names no subject" in outcome.err
+    assert "1 more" in outcome.err and not (elsewhere / "out").exists()
+
+
+def test_unknown_words_are_told_of_a_few_prompts(job, asked) -> None:
+    asked.write_text("".join(f"a red tulip in year {i}\n" for i in range(20)))
+    told = job("--out", "out").err.splitlines()
+    assert len(told) == 6 and "in, year, 4" in told[4] and "15 more prompts" in told[5]
+
+
+def test_a_full_disk_leaves_whole_pictures(job, elsewhere: Path, monkeypatch) -> None:
+    whole, write = [], Path.write_bytes
+
+    def fill(self: Path, data: bytes) -> int:
+        if len(whole) == 3:
+            write(self, data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        whole.append(self)
+        return write(self, data)
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    outcome = job("--out", "out")
+    assert outcome.code == 2 and outcome.err.count("\n") == 1 and "the disk is full" in outcome.err
+    monkeypatch.undo()
+    assert len(list((elsewhere / "out").iterdir())) == 3
+    assert "7 pictures, 3 were there already" in job("--out", elsewhere / "out").out
+
+
+def test_the_figures_of_a_job(job) -> None:
+    figures = json.loads(job("--out", "out", "--json", "--measure", "--lambda", 20).out)
+    assert figures["images"] == 10 and figures["codes"] == sum(figures["accepted_per_pass"]) == 160
+    assert figures["codes_per_pass"] == pytest.approx(160 / figures["passes"])
+    assert figures["settings"]["batch_size"] == 8 and figures["folder"] == "out" and figures["tv_spent"] > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        ([], "give a PROMPT, or --prompts FILE"),
+        (["a tulip", "--prompts", "p.txt", "--out", "o"], "not both"),
+        (["--prompts", "p.txt"], "add --out DIR"),
+        (["--prompts", "p.txt", "--out", "p.txt"], "p.txt is a file"),
+        (["--prompts", "p.txt", "--out", "p.txt/o"], "p.txt is a file"),
+        (["--prompts", "p.txt", "--out", "o", "-o", "x.png"], "x.png names one file"),
+        (["--prompts", "none.txt", "--out", "o"], "none.txt cannot be read"),
+        (["--prompts", "empty.txt", "--out", "o"], "empty.txt holds none"),
+        (["--prompts", "p.txt", "--out", "o", "--actors", 2], "add --ray"),
+        (["--prompts", "p.txt", "--out", "o", "--ray", "somewhere"], "'somewhere' is no address"),
+        (["--prompts", "p.txt", "--out", "o", "--cfg", 0.5], "--cfg 0.5 is out of range"),
+        (["a tulip", "--out", "o"], "--out goes with --prompts"),
+        (["a tulip", "--ray"], "--ray goes with --prompts"),
+    ],
+)
+def test_refusals(args, names, run, model, elsewhere: Path) -> None:
+    (elsewhere / "p.txt").write_text("red tulip\n")
+    (elsewhere / "empty.txt").write_text("# nothing\n\n")
+    outcome = run("generate", *args, "--model", model)
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
+    assert names in outcome.err
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["empty.txt", "p.txt"]
+
+
+def test_without_ray_one_sentence_says_what_to_install(job, monkeypatch) -> None:
+    monkeypatch.setattr(cluster, "find_spec", lambda name: None)
+    outcome = job("--out", "out", "--ray", "local")
+    assert outcome.code == 2 and outcome.err.count("\n") == 1
+    assert "pip install 'lanternpp[ray]'" in outcome.err
+
+
+def test_ray_alone_means_this_machine() -> None:
+    assert with_values(["--ray", "--actors", "2"]) == ["--ray", "local", "--actors", "2"]
+    assert with_values(["-n", "2", "--ray"]) == ["-n", "2", "--ray", "local"]
+    assert with_values(["--ray", "auto", "-n", "2"]) == ["--ray", "auto", "-n", "2"]
