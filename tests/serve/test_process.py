@@ -18,7 +18,14 @@ from served import until
 
 from lanternpp.cli import main
 
-COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve", "--no-page"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "from lanternpp.cli import main; main()",
+    "serve",
+    "--no-page",
+    "--no-calibrate",
+]
 IMAGES = "/v1/images/generations"
 
 

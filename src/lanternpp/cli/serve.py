@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lanternpp.cli import options as opt
 from lanternpp.cli.overrides import check, takes_overrides
-from lanternpp.cli.terminal import say, tell_effect
+from lanternpp.cli.terminal import progress_bar, say, tell_effect
 from lanternpp.errors import InputError
+
+if TYPE_CHECKING:
+    from lanternpp.pipeline import Pipeline
+    from lanternpp.serve.terms import Terms
+    from lanternpp.tuning.batches import Choice
 
 PANEL = "Server"
 
@@ -100,6 +105,15 @@ BodyLimit = Annotated[
         help="Most bytes of a request.", callback=opt.within(1, remedy="1 or more"), rich_help_panel=PANEL
     ),
 ]
+Calibrate = Annotated[
+    bool,
+    typer.Option(
+        "--calibrate/--no-calibrate",
+        help="Measure at the first start which tree is fastest for how many pictures at once, down to plain "
+        "decoding; a --tree of your own is kept.",
+        rich_help_panel=PANEL,
+    ),
+]
 Page = Annotated[bool, typer.Option("--page/--no-page", help="The page at /.", rich_help_panel=PANEL)]
 
 
@@ -118,6 +132,7 @@ def serve(
     allow_host: AllowHost = None,
     prompt_limit: PromptLimit = 1000,
     body_limit: BodyLimit = 1 << 20,
+    calibrate: Calibrate = True,
     page: Page = True,
     model: opt.Model = opt.MODEL,
     drafter: opt.Drafter = None,
@@ -158,8 +173,9 @@ def serve(
         pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
         tell_effect(pipe.effect)
         pipe.new_engine(terms.settings(pipe, None, {}))  # what is missing is missed now
+        choose = fastest(pipe, terms, slots) if calibrate and "tree" not in overrides else None
         warnings.simplefilter("ignore", PromptWarning)  # of strangers' prompts
-        batcher = Batcher(pipe, slots, queue, lanes)
+        batcher = Batcher(pipe, slots, queue, lanes, choose)
         try:
             app = create_app(batcher, terms, page)
         except BaseException:
@@ -181,3 +197,19 @@ def refuse(slots: int, overrides: dict[str, Any]) -> None:
         raise InputError(
             f"--batch-size {overrides['batch_size']} would change nothing: the server decides with every step; use --slots"
         )
+
+
+def fastest(pipe: Pipeline, terms: Terms, slots: int) -> Choice | None:
+    """Which tree to draw with at which size, measured now or before; None where nothing tells what to draw."""
+    from lanternpp.evaluation.prompts import PROMPTS, read_prompts
+    from lanternpp.tuning.batches import calibrate, sizes
+
+    if not (pipe.folder / PROMPTS).is_file():
+        say(
+            "serve",
+            f"{pipe.name} brings no {PROMPTS}, so batches of every size draw with the method's own tree",
+        )
+        return None
+    prompts = read_prompts(None, pipe.folder)[:4]
+    with progress_bar("calibrating") as progress:
+        return calibrate(pipe, terms.settings(pipe, None, {}), sizes(slots), prompts, progress)
