@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -36,20 +38,36 @@ def document(pipe):
         yield schemathesis.openapi.from_asgi("/openapi.json", app)
 
 
-schema = schemathesis.pytest.from_fixture("document")
-
-
-@schema.parametrize()
-@settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [
+        ("/v1/images/generations", "POST"),
+        ("/v1/models", "GET"),
+        ("/v1/models/{model}", "GET"),
+        ("/healthz", "GET"),
+        ("/metrics", "GET"),
+    ],
 )
-def test_generated_requests(case):
-    case.call_and_validate(checks=CHECKS)
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+def test_generated_requests(document, path, method, mode):
+    operation = document[path][method]
+
+    @settings(
+        max_examples=20,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def requests(case):
+        case.call_and_validate(checks=CHECKS)
+
+    try:
+        requests()
+    except Unsatisfiable:
+        assert mode is GenerationMode.NEGATIVE and method == "GET"  # nothing that could be wrong
 
 
 def test_the_document_tells_of_what_is_answered(document):

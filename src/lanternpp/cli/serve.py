@@ -14,11 +14,10 @@ from lanternpp.errors import InputError
 
 if TYPE_CHECKING:
     from lanternpp.pipeline import Pipeline
-    from lanternpp.settings import Settings
+    from lanternpp.serve.terms import Terms
     from lanternpp.tuning.batches import Choice
 
 PANEL = "Server"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 Host = Annotated[
     str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine.", rich_help_panel=PANEL)
@@ -110,7 +109,8 @@ Calibrate = Annotated[
     bool,
     typer.Option(
         "--calibrate/--no-calibrate",
-        help="Measure at the first start which tree is fastest for how many pictures at once, and draw with it.",
+        help="Measure at the first start which tree is fastest for how many pictures at once, down to plain "
+        "decoding; a --tree of your own is kept.",
         rich_help_panel=PANEL,
     ),
 ]
@@ -147,31 +147,33 @@ def serve(
 
     The method and its options are the defaults of requests. SIGTERM lets accepted pictures finish.
     """
-    refuse(host, slots, overrides)
-    check(model, drafter, method, overrides)
+    refuse(slots, overrides)
 
-    import warnings
-
-    from lanternpp import Pipeline
-    from lanternpp.serve.app import create_app
-    from lanternpp.serve.batcher import Batcher
-    from lanternpp.serve.server import bind, run, url
-    from lanternpp.serve.terms import Terms, gather_keys
-    from lanternpp.targets.base import PromptWarning
+    from lanternpp.serve.entrance import LOOPBACK, bind, gather_keys, url
 
     keys = gather_keys(api_key or (), api_key_file)
     if host not in LOOPBACK and not keys and not no_key:
         raise InputError(
             f"--host {host} lets others in, and there is no API key; give --api-key-file, or --no-key to let everybody draw"
         )
-    names = [*LOOPBACK, *(allow_host or ())] if host in LOOPBACK or allow_host else []
-    terms = Terms(method, overrides, keys, names, deadline, body_limit, prompt_limit)
     with bind(host, port) as bound:
+        check(model, drafter, method, overrides)
+
+        import warnings
+
+        from lanternpp import Pipeline
+        from lanternpp.serve.app import create_app
+        from lanternpp.serve.batcher import Batcher
+        from lanternpp.serve.server import run
+        from lanternpp.serve.terms import Terms
+        from lanternpp.targets.base import PromptWarning
+
+        names = [*LOOPBACK, *(allow_host or ())] if host in LOOPBACK or allow_host else []
+        terms = Terms(method, overrides, keys, names, deadline, body_limit, prompt_limit)
         pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
         tell_effect(pipe.effect)
-        settings = terms.settings(pipe, None, {})
-        pipe.new_engine(settings)  # what is missing is missed now
-        choose = by_batch_size(pipe, settings, slots) if calibrate and "tree" not in overrides else None
+        pipe.new_engine(terms.settings(pipe, None, {}))  # what is missing is missed now
+        choose = fastest(pipe, terms, slots) if calibrate and "tree" not in overrides else None
         warnings.simplefilter("ignore", PromptWarning)  # of strangers' prompts
         batcher = Batcher(pipe, slots, queue, lanes, choose)
         try:
@@ -187,8 +189,18 @@ def serve(
             say("serve", f"not all pictures were finished within {drain:g} s")
 
 
-def by_batch_size(pipe: Pipeline, settings: Settings, slots: int) -> Choice:
-    """What is fastest for how many pictures at once, measured where it is not known yet."""
+def refuse(slots: int, overrides: dict[str, Any]) -> None:
+    """What can be refused at once. Raises InputError."""
+    if slots < 1 or slots & (slots - 1):
+        raise InputError(f"--slots {slots} is no power of two; use 1, 2, 4, 8 ...")
+    if "batch_size" in overrides:
+        raise InputError(
+            f"--batch-size {overrides['batch_size']} would change nothing: the server decides with every step; use --slots"
+        )
+
+
+def fastest(pipe: Pipeline, terms: Terms, slots: int) -> Choice:
+    """Which tree to draw with at which size, measured now or before."""
     from lanternpp.tuning.batches import calibrate, sizes
     from lanternpp.tuning.lane import usual_conditions
 
@@ -202,16 +214,4 @@ def by_batch_size(pipe: Pipeline, settings: Settings, slots: int) -> Choice:
             if bar:
                 bar(done, total)
 
-        return calibrate(pipe, settings, sizes(slots), usual_conditions(pipe), tell)
-
-
-def refuse(host: str, slots: int, overrides: dict[str, Any]) -> None:
-    """What can be refused at once. Raises InputError."""
-    if slots < 1 or slots & (slots - 1):
-        raise InputError(f"--slots {slots} is no power of two; use 1, 2, 4, 8 ...")
-    if "batch_size" in overrides:
-        raise InputError(
-            f"--batch-size {overrides['batch_size']} would change nothing: the server decides with every step; use --slots"
-        )
-    if not host:
-        raise InputError("--host '' is empty; use 127.0.0.1, or 0.0.0.0 for all addresses")
+        return calibrate(pipe, terms.settings(pipe, None, {}), sizes(slots), usual_conditions(pipe), tell)

@@ -14,7 +14,9 @@ from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.refusals import refusal
 from lanternpp.serve.terms import Terms
 
-os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # before gradio is imported
+# Gradio reads these when it is imported: it tells nobody, and counts its own events for nobody.
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+os.environ.setdefault("GRADIO_ANALYTICS_CACHE_FREQUENCY", str(10**9))
 import gradio as gr
 
 from lanternpp.serve.page.layout import build_page
