@@ -13,7 +13,6 @@ from lanternpp.cli.terminal import say, tell_effect
 from lanternpp.errors import InputError
 
 PANEL = "Server"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 Host = Annotated[
     str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine.", rich_help_panel=PANEL)
@@ -133,26 +132,29 @@ def serve(
 
     The method and its options are the defaults of requests. SIGTERM lets accepted pictures finish.
     """
-    refuse(host, slots, overrides)
-    check(model, drafter, method, overrides)
+    refuse(slots, overrides)
 
-    import warnings
-
-    from lanternpp import Pipeline
-    from lanternpp.serve.app import create_app
-    from lanternpp.serve.batcher import Batcher
-    from lanternpp.serve.server import bind, run, url
-    from lanternpp.serve.terms import Terms, gather_keys
-    from lanternpp.targets.base import PromptWarning
+    from lanternpp.serve.entrance import LOOPBACK, bind, gather_keys, url
 
     keys = gather_keys(api_key or (), api_key_file)
     if host not in LOOPBACK and not keys and not no_key:
         raise InputError(
             f"--host {host} lets others in, and there is no API key; give --api-key-file, or --no-key to let everybody draw"
         )
-    names = [*LOOPBACK, *(allow_host or ())] if host in LOOPBACK or allow_host else []
-    terms = Terms(method, overrides, keys, names, deadline, body_limit, prompt_limit)
     with bind(host, port) as bound:
+        check(model, drafter, method, overrides)
+
+        import warnings
+
+        from lanternpp import Pipeline
+        from lanternpp.serve.app import create_app
+        from lanternpp.serve.batcher import Batcher
+        from lanternpp.serve.server import run
+        from lanternpp.serve.terms import Terms
+        from lanternpp.targets.base import PromptWarning
+
+        names = [*LOOPBACK, *(allow_host or ())] if host in LOOPBACK or allow_host else []
+        terms = Terms(method, overrides, keys, names, deadline, body_limit, prompt_limit)
         pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
         tell_effect(pipe.effect)
         pipe.new_engine(terms.settings(pipe, None, {}))  # what is missing is missed now
@@ -171,7 +173,7 @@ def serve(
             say("serve", f"not all pictures were finished within {drain:g} s")
 
 
-def refuse(host: str, slots: int, overrides: dict[str, Any]) -> None:
+def refuse(slots: int, overrides: dict[str, Any]) -> None:
     """What can be refused at once. Raises InputError."""
     if slots < 1 or slots & (slots - 1):
         raise InputError(f"--slots {slots} is no power of two; use 1, 2, 4, 8 ...")
@@ -179,5 +181,3 @@ def refuse(host: str, slots: int, overrides: dict[str, Any]) -> None:
         raise InputError(
             f"--batch-size {overrides['batch_size']} would change nothing: the server decides with every step; use --slots"
         )
-    if not host:
-        raise InputError("--host '' is empty; use 127.0.0.1, or 0.0.0.0 for all addresses")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lanternpp import __version__
 from lanternpp.errors import InputError
+from lanternpp.pipeline import versions
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.terms import Terms
 
@@ -33,7 +33,7 @@ def create_app(batcher: Batcher, terms: Terms | None = None, page: bool = True) 
     terms = terms or Terms()
     app = FastAPI(
         title="lanternpp",
-        version=__version__,
+        version=versions()["lanternpp"],
         summary="Pictures by speculative decoding, over the OpenAI Images API",
         docs_url=None,  # these pages would load scripts from other hosts
         redoc_url=None,
