@@ -194,12 +194,12 @@ def test_text_reaches_neither_the_browser_nor_a_template() -> None:
 
 
 def test_a_band_is_what_one_pass_decided() -> None:
-    svg = looks.bands([1, 3, 5, 1], columns=4, rows=3, width=4)
+    svg = looks.bands([1, 3, 5, 1, 2], seen=10, columns=4, rows=3, width=4)
     first, second = re.findall(r'd="([^"]*)"', svg)
     assert first == "M0 0h1v1h-1zM0 1h4v1h-4zM0 2h1v1h-1z"  # passes 1 and 3, which fills a row and goes on
     assert second == "M1 0h3v1h-3zM1 2h1v1h-1z"
 
 
 def test_codes_that_end_a_row_are_no_column() -> None:
-    svg = looks.bands([1, 6], columns=3, rows=2, width=4)
+    svg = looks.bands([1, 6], seen=7, columns=3, rows=2, width=4)
     assert re.findall(r'd="([^"]*)"', svg) == ["M0 0h1v1h-1z", "M1 0h2v1h-2zM0 1h3v1h-3z"]

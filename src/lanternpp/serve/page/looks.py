@@ -25,15 +25,15 @@ def jpeg(image: Image.Image) -> str:
     return f"data:image/jpeg;base64,{encode(image, 'jpeg')}"
 
 
-def bands(accepted: Iterable[int], columns: int, rows: int, width: int) -> str:
+def bands(accepted: Iterable[int], seen: int, columns: int, rows: int, width: int) -> str:
     """Which codes came in one pass, as SVG: neighbouring passes in alternating tints.
 
-    accepted: codes by each pass. width: codes of a row, those that end it and are not drawn among them.
+    accepted: codes by each pass, of which the first `seen` codes can be seen. width: codes of a row, those that end it and are not drawn among them.
     """
     paths: tuple[list[str], list[str]] = ([], [])
     at = 0
     for turn, count in enumerate(accepted):
-        end = at + count
+        end = min(at + count, seen)
         while at < end:
             row, column = divmod(at, width)
             stop = min(end, (row + 1) * width)
@@ -84,7 +84,7 @@ class Look:
         return (
             f'<div class="picture" style="{shape}"><img alt="{text(alt)}" '
             f'src="{jpeg(picture.image)}">'
-            f"{bands(picture.accepted, self.columns, self.rows, self.width)}</div>"
+            f"{bands(picture.accepted, picture.seen, self.columns, self.rows, self.width)}</div>"
         )
 
 
@@ -113,7 +113,7 @@ def verdict(frame: Frame | None) -> str:
         if not base.passes and not side.passes:
             return note("Waiting for a free place …", "running")
         share = [round(100 * s.decided / (s.length * len(s.pictures))) for s in (base, side)]
-        return note(f"Plain decoding {share[0]} %, {side.settings.method} {share[1]} %", "running")
+        return note(f"Plain decoding {share[0]}\u00a0%, {side.settings.method} {share[1]}\u00a0%", "running")
     times, method = frame.speedup, side.settings.method
     each = " a picture" if len(side.pictures) > 1 else ""
     took = f"{side.seconds:.2f} s{each} where plain decoding took {base.seconds:.2f} s"

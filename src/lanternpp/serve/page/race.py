@@ -33,6 +33,7 @@ class Picture:
     accepted: tuple[int, ...]  # codes by each pass
     seconds: float  # of computing
     image: Image.Image | None  # None: nothing to be seen yet
+    seen: int  # codes in the image; it may lag behind
     drawn: Drawn | None  # once it is finished
 
 
@@ -167,11 +168,12 @@ class Race:
         seed = ticket.order.seed
         if ticket.done:
             drawn = ticket.result(0)
-            return Picture(seed, len(drawn.codes), drawn.accepted, drawn.seconds, drawn.image, drawn)
+            count = len(drawn.codes)
+            return Picture(seed, count, drawn.accepted, drawn.seconds, drawn.image, count, drawn)
         if news is None:
-            return Picture(seed, 0, (), 0.0, None, None)
-        image = seen[1] if seen else None
-        return Picture(seed, len(news.codes), news.accepted, news.seconds, image, None)
+            return Picture(seed, 0, (), 0.0, None, 0, None)
+        codes, image = seen or (0, None)
+        return Picture(seed, len(news.codes), news.accepted, news.seconds, image, codes, None)
 
 
 def heard(batcher: Batcher, prompt: str) -> Sequence[str]:
