@@ -25,6 +25,10 @@ from lanternpp.settings import Settings, build_proposer, build_rule, resolve
 from lanternpp.tuned import CONDITIONS, Tuned
 from lanternpp.vq.neighbours import cache_folder, neighbours
 
+TABLES = [
+    m * 10**e for e in range(5) for m in (1, 2, 5)
+]  # neighbours of the tables on disk; others are cut from these
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -188,7 +192,10 @@ class Pipeline:
             )
         device = next(self.target.parameters()).device
         beside = self.folder if self.folder.is_dir() else self.folder.parent
-        return neighbours(self.target.codebook.cpu(), k, cache_folder(beside)).to(device)
+        codebook = self.target.codebook.cpu()
+        kept = min(next(n for n in TABLES if n >= k), len(codebook) - 1) if k <= TABLES[-1] else k
+        table = neighbours(codebook, max(k, kept), cache_folder(beside))
+        return table[:, :k].contiguous().to(device)
 
     @torch.inference_mode()
     def images(self, codes: Tensor) -> list[Image.Image]:

@@ -21,6 +21,11 @@ class Tree:
     mask: Tensor  # [B, N, N] bool, True where j is i or an ancestor of i
     widths: tuple[int, ...]  # most children of any node at depth 0, 1, ...; a constant of the builder
 
+    @property
+    def chain(self) -> bool:
+        """Whether it has a single path, so that a node's id is its depth."""
+        return all(width <= 1 for width in self.widths)
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -90,5 +95,6 @@ class Frontier:
     codes: Tensor  # [B, W] int64
     node: Tensor  # [B, W] int64 ids of these nodes
     parent: Tensor  # [B, W] int64 ids of their parents, looked beyond before
-    depth: Tensor  # [B, W] int64
+    level: int  # their depth
+    depth: Tensor  # [B, W] int64, the same
     mask: Tensor  # [B, W, N] bool, True at themselves and their ancestors, the root apart

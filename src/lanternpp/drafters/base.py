@@ -104,5 +104,17 @@ class QueryDrafter(Drafter):
         """
 
     @abstractmethod
+    def ask(self, features: Tensor) -> Tensor:
+        """Features of a level [..., D] -> [..., H], what matters of them once the code before is known."""
+
+    @abstractmethod
+    def tell(self, before: Tensor) -> Tensor:
+        """Embeddings of codes [..., D] -> [..., H], what a code says of the level behind it."""
+
+    @abstractmethod
+    def turn(self, features: Tensor, asked: Tensor, told: Tensor) -> Tensor:
+        """Features of a level, turned by the code drafted before it."""
+
     def after(self, features: Tensor, before: Tensor) -> Tensor:
         """Features of a level [..., D] and embeddings of the codes drafted before it [..., D] -> features [..., D]."""
+        return self.turn(features, self.ask(features), self.tell(before))

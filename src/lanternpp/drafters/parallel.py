@@ -108,9 +108,17 @@ class ParallelDrafter(QueryDrafter):
             x = torch.cat((x, queries.to(x.dtype)), 1)
         return x if hints is None else x + self.hint(hints)
 
-    def after(self, features: Tensor, before: Tensor) -> Tensor:
+    def ask(self, features: Tensor) -> Tensor:
+        """[..., D] -> [..., turn]."""
+        return self.down(features)
+
+    def tell(self, before: Tensor) -> Tensor:
+        """[..., D] -> [..., turn]."""
+        return self.before(before)
+
+    def turn(self, features: Tensor, asked: Tensor, told: Tensor) -> Tensor:
         """What a query said, turned by the code drafted just before it."""
-        return features + self.up(F.silu(self.down(features) + self.before(before)))
+        return features + self.up(F.silu(asked + told))
 
     def teach(
         self,

@@ -48,12 +48,13 @@ class Cache:
         for kind, x in enumerate((k, v)):
             self.kv[layer, kind].transpose(1, 2).index_put_((rows, slots), x)
 
-    def commit(self, path: Tensor, kept: Tensor) -> None:
-        """Move the kept nodes, path [R, P], behind what is decided; kept [R] of them now count."""
-        source = self.used[:, None] + path
-        target = self.used[:, None] + torch.arange(path.shape[1], device=path.device)
-        kv = self.kv.transpose(3, 4)
-        kv[:, :, self._row, target] = kv[:, :, self._row, source]
+    def commit(self, path: Tensor | None, kept: Tensor) -> None:
+        """Move the kept nodes, path [R, P], behind what is decided; kept [R] of them now count. None: they lie there."""
+        if path is not None:
+            source = self.used[:, None] + path
+            target = self.used[:, None] + torch.arange(path.shape[1], device=path.device)
+            kv = self.kv.transpose(3, 4)
+            kv[:, :, self._row, target] = kv[:, :, self._row, source]
         self.used += kept
 
     def rows(self, rows: Tensor, start: Tensor, count: int) -> RowCache:

@@ -93,7 +93,7 @@ class Engine:
         draft = self.proposer.propose(noise)
         features, logits = self.look(draft)
         verdict = self.judge(draft, logits, noise)
-        self.cache.commit(rows(verdict.path), rows(verdict.kept))
+        self.cache.commit(None if draft.tree.chain else rows(verdict.path), rows(verdict.kept))
         self._append(verdict)
         self.proposer.observe(Look(draft, features, logits, verdict))
 
@@ -112,6 +112,11 @@ class Engine:
     def done(self) -> list[int]:
         """Slots with nothing left to decide, the idle ones among them. The one host read of the loop."""
         return (self.count >= self.target.length).nonzero()[:, 0].tolist()
+
+    @torch.inference_mode()
+    def drop(self, slot: int) -> None:
+        """Give up the sample at `slot`, which is idle from now on."""
+        self.count[slot] = self.target.length
 
     def harvest(self, slot: int) -> Harvest:
         """The codes of a finished sample."""

@@ -50,6 +50,8 @@ class Parallel(Proposer):
         self.features = torch.zeros_like(self.ahead)
         self.hints = torch.zeros_like(self.ahead[:, 1:])  # [B, depth, D] of the features of every level
         self.waiting = torch.zeros_like(self.root)
+        every = torch.arange(target.vocab, device=like.device)
+        self.told = self.drafter.tell(target.embed(every).to(like.dtype))  # [V, H]
         self._row = torch.arange(batch, device=like.device)
         self._line = torch.arange(span, device=like.device)
 
@@ -71,16 +73,19 @@ class Parallel(Proposer):
     def propose(self, noise: Noise) -> Draft:
         """One pass of the drafter, then a tree whose nodes cost a product each."""
         levels = self._look()  # [B, depth, D]
+        asked = self.drafter.ask(levels)
+        index = self.count[:, None] + self._line[: self.depth]
+        index.clamp_(max=self.target.length - 1)  # [B, depth] the code of the image that each level guesses
 
         def children(q: Tensor, count: int, level: int) -> Tensor:
             return self.sampling.children(q, count, noise, Noise.DRAFT + level)
 
         def extend(at: Frontier) -> Tensor:
-            before = self.target.embed(at.codes).to(levels.dtype)
-            here = levels.gather(1, at.depth[..., None].expand(-1, -1, levels.shape[-1]))
-            return self._probs(self.drafter.after(here, before), at.depth)
+            here, told = slice(at.level, at.level + 1), self.told[at.codes]
+            turned = self.drafter.turn(levels[:, here], asked[:, here], told)
+            return self._probs(turned, index[:, here])
 
-        q = self._probs(levels[:, :1], torch.zeros_like(self.root[:, None]))[:, 0]
+        q = self._probs(levels[:, :1], index[:, :1])[:, 0]
         return self.builder.grow(self.root, q, extend, children)
 
     def observe(self, look: Look) -> None:
@@ -109,9 +114,8 @@ class Parallel(Proposer):
         first = out[self._row, (self.waiting - 1).clamp(min=0)]
         return torch.cat((first[:, None], out[:, known:]), 1)
 
-    def _probs(self, features: Tensor, depth: Tensor) -> Tensor:
-        """Features [B, W, D] of nodes at depth [B, W] -> what their children are drawn from, [B, W, V]."""
-        index = (self.count[:, None] + depth).clamp(max=self.target.length - 1)
+    def _probs(self, features: Tensor, index: Tensor) -> Tensor:
+        """Features [B, W, D] of codes index [B, 1] of the image -> what those are drawn from, [B, W, V]."""
         logits = self.target.head(features)
         logits = logits if logits.element_size() == 8 else logits.float()
         return self.sampling.probs(self.target.constrain(logits, index))

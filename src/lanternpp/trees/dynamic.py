@@ -95,7 +95,7 @@ class DynamicTree(TreeBuilder):
             seen = seen.gather(1, parent[..., None].expand(-1, -1, self.scratch))
             seen = seen.scatter(2, slot[..., None], True)
             code = codes.flatten(1).gather(1, best)
-            level_q = extend(Frontier(code, slot, above, torch.full_like(slot, depth), seen))
+            level_q = extend(Frontier(code, slot, above, depth, torch.full_like(slot, depth), seen))
             first = last
         return offers
 

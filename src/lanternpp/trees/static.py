@@ -16,11 +16,12 @@ from lanternpp.types import Draft, Frontier, Tree
 class _Level:
     """The nodes at one depth that have children, and where those children go; node ids."""
 
+    at: slice | Tensor  # [W] those nodes, as an index
     node: Tensor  # [B, W]
     parent: Tensor  # [B, W]
     depth: Tensor  # [B, W]
     mask: Tensor  # [B, W, N]
-    pick: Tensor  # [C] of the W * K drawn children, those that are nodes
+    pick: Tensor | None  # [C] of the W * K drawn children, those that are nodes; None: all, in order
     first: int  # ids first..last - 1 are the children
     last: int
     width: int  # K
@@ -45,12 +46,12 @@ class StaticTree(TreeBuilder):
         for depth, level in enumerate(levels):
             if depth:
                 frontier = Frontier(
-                    codes.gather(1, level.node), level.node, level.parent, level.depth, level.mask
+                    codes[:, level.at], level.node, level.parent, depth, level.depth, level.mask
                 )
                 level_q = extend(frontier)
-            probs[:, level.node[0]] = level_q
+            probs[:, level.at] = level_q
             drawn = children(level_q, level.width, depth).flatten(1)
-            codes[:, level.first : level.last] = drawn[:, level.pick]
+            codes[:, level.first : level.last] = drawn if level.pick is None else drawn[:, level.pick]
         return Draft(tree, codes, probs)
 
     def _constants(self, root: Tensor, q: Tensor) -> tuple[Tree, list[_Level], Tensor]:
@@ -89,13 +90,18 @@ class StaticTree(TreeBuilder):
                 kid: w * widths[d] + rank for w, i in enumerate(nodes) for rank, kid in enumerate(kids[i])
             }
             first = min(made)
+            pick = [slot[first + j] for j in range(len(made))]
+            run = nodes == list(range(nodes[0], nodes[-1] + 1))
             levels.append(
                 _Level(
+                    slice(nodes[0], nodes[-1] + 1) if run else torch.tensor(nodes, device=device),
                     each(nodes),
                     each([parent[i] for i in nodes]),
                     each([d] * len(nodes)),
                     each(beyond[nodes], torch.bool),
-                    torch.tensor([slot[first + j] for j in range(len(made))], device=device),
+                    None
+                    if pick == list(range(len(nodes) * widths[d]))
+                    else torch.tensor(pick, device=device),
                     first,
                     first + len(made),
                     widths[d],

@@ -1,0 +1,183 @@
+"""`lanternpp serve`: an HTTP server that draws, with OpenAI's Images API and a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lanternpp.cli import options as opt
+from lanternpp.cli.overrides import check, takes_overrides
+from lanternpp.cli.terminal import say, tell_effect
+from lanternpp.errors import InputError
+
+PANEL = "Server"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+Host = Annotated[
+    str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine.", rich_help_panel=PANEL)
+]
+Port = Annotated[
+    int,
+    typer.Option(help="0: any free one.", callback=opt.within(0, 65535, "0 to 65535"), rich_help_panel=PANEL),
+]
+Slots = Annotated[
+    int,
+    typer.Option(
+        help="Most pictures of the same settings drawn at once: 1, 2, 4, 8 ...", rich_help_panel=PANEL
+    ),
+]
+Queue = Annotated[
+    int,
+    typer.Option(
+        help="Most pictures that wait; above it: 429.",
+        callback=opt.within(1, remedy="1 or more"),
+        rich_help_panel=PANEL,
+    ),
+]
+Lanes = Annotated[
+    int,
+    typer.Option(
+        help="Most engines kept: each holds the caches of its settings and its rows.",
+        callback=opt.within(1, remedy="1 or more"),
+        rich_help_panel=PANEL,
+    ),
+]
+Deadline = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        help="After which a picture is given up: 504.",
+        callback=opt.within(0, remedy="above 0", above=True),
+        rich_help_panel=PANEL,
+    ),
+]
+Drain = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        help="That accepted pictures have to finish after SIGTERM.",
+        callback=opt.within(0, remedy="0 or more"),
+        rich_help_panel=PANEL,
+    ),
+]
+Key = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        help="Who names it is let in; may be given again. Others on this machine can read it from the list of "
+        "processes: prefer --api-key-file, or the variable LANTERNPP_API_KEYS.",
+        rich_help_panel=PANEL,
+    ),
+]
+KeyFile = Annotated[
+    Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key a line.", rich_help_panel=PANEL)
+]
+NoKey = Annotated[
+    bool,
+    typer.Option("--no-key", help="Let everybody in who reaches --host.", rich_help_panel=PANEL),
+]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="A name by which it may be called, where a proxy stands before it; may be given again.",
+        rich_help_panel=PANEL,
+    ),
+]
+PromptLimit = Annotated[
+    int,
+    typer.Option(
+        help="Most characters of a prompt.",
+        callback=opt.within(1, remedy="1 or more"),
+        rich_help_panel=PANEL,
+    ),
+]
+BodyLimit = Annotated[
+    int,
+    typer.Option(
+        help="Most bytes of a request.", callback=opt.within(1, remedy="1 or more"), rich_help_panel=PANEL
+    ),
+]
+Page = Annotated[bool, typer.Option("--page/--no-page", help="The page at /.", rich_help_panel=PANEL)]
+
+
+@takes_overrides
+def serve(
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    slots: Slots = 8,
+    queue: Queue = 64,
+    lanes: Lanes = 4,
+    deadline: Deadline = 300.0,
+    drain: Drain = 60.0,
+    api_key: Key = None,
+    api_key_file: KeyFile = None,
+    no_key: NoKey = False,
+    allow_host: AllowHost = None,
+    prompt_limit: PromptLimit = 1000,
+    body_limit: BodyLimit = 1 << 20,
+    page: Page = True,
+    model: opt.Model = opt.MODEL,
+    drafter: opt.Drafter = None,
+    size: opt.Size = None,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    method: opt.Method = opt.METHOD,
+    *,
+    overrides: dict[str, Any],
+) -> None:
+    """Draw over HTTP, with OpenAI's Images API at /v1 and a page at /; many pictures share every pass.
+
+    The method and its options are the defaults of requests. SIGTERM lets accepted pictures finish.
+    """
+    refuse(host, slots, overrides)
+    check(model, drafter, method, overrides)
+
+    import warnings
+
+    from lanternpp import Pipeline
+    from lanternpp.serve.app import create_app
+    from lanternpp.serve.batcher import Batcher
+    from lanternpp.serve.server import bind, run, url
+    from lanternpp.serve.terms import Terms, gather_keys
+    from lanternpp.targets.base import PromptWarning
+
+    keys = gather_keys(api_key or (), api_key_file)
+    if host not in LOOPBACK and not keys and not no_key:
+        raise InputError(
+            f"--host {host} lets others in, and there is no API key; give --api-key-file, or --no-key to let everybody draw"
+        )
+    names = [*LOOPBACK, *(allow_host or ())] if host in LOOPBACK or allow_host else []
+    terms = Terms(method, overrides, keys, names, deadline, body_limit, prompt_limit)
+    with bind(host, port) as bound:
+        pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
+        tell_effect(pipe.effect)
+        pipe.new_engine(terms.settings(pipe, None, {}))  # what is missing is missed now
+        warnings.simplefilter("ignore", PromptWarning)  # of strangers' prompts
+        batcher = Batcher(pipe, slots, queue, lanes)
+        try:
+            app = create_app(batcher, terms, page)
+        except BaseException:
+            batcher.close(False, 0)
+            raise
+
+        def ready() -> None:
+            typer.echo(f"{url(bound)}: {pipe.name} with {method} in {pipe.dtype}, {slots} slots")
+
+        if not run(app, batcher, bound, drain, ready):
+            say("serve", f"not all pictures were finished within {drain:g} s")
+
+
+def refuse(host: str, slots: int, overrides: dict[str, Any]) -> None:
+    """What can be refused at once. Raises InputError."""
+    if slots < 1 or slots & (slots - 1):
+        raise InputError(f"--slots {slots} is no power of two; use 1, 2, 4, 8 ...")
+    if "batch_size" in overrides:
+        raise InputError(
+            f"--batch-size {overrides['batch_size']} would change nothing: the server decides with every step; use --slots"
+        )
+    if not host:
+        raise InputError("--host '' is empty; use 127.0.0.1, or 0.0.0.0 for all addresses")

@@ -1,0 +1,238 @@
+"""The routes: OpenAI's images and models, health, and figures."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response
+
+from lanternpp.errors import InputError
+from lanternpp.serve import schemas
+from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.metrics import CONTENT, Metrics
+from lanternpp.serve.orders import Cancelled, Drawn, Order, Ticket
+from lanternpp.serve.pictures import encode, picture_size, png_notes
+from lanternpp.serve.refusals import explain, refusal
+from lanternpp.serve.schemas import ImagesRequest, Refusal
+from lanternpp.serve.terms import Terms
+
+SEEDS = 1 << 31  # of pictures for which none is asked
+REASONS = {
+    400: "Something in the request will not do",
+    401: "No API key, or a wrong one",
+    404: "No such model",
+    413: "The body is too large",
+    429: "The queue is full; Retry-After says when to try again",
+    500: "The server failed",
+    503: "The server shuts down",
+    504: "Not finished by the deadline",
+}
+
+
+def reasons(*status: int) -> dict[int | str, dict[str, Any]]:
+    """Refusals of a route, for the OpenAPI document."""
+    return {code: {"model": Refusal, "description": REASONS[code]} for code in status}
+
+
+class Desk:
+    """Turns requests into orders, and pictures into answers."""
+
+    def __init__(self, batcher: Batcher, terms: Terms):
+        self.batcher, self.terms, self.pipe = batcher, terms, batcher.pipe
+        self.size = "{}x{}".format(*picture_size(self.pipe))
+
+    def orders(self, asked: ImagesRequest, client: str) -> list[Order]:
+        """One order per picture. Raises InputError."""
+        if len(asked.prompt) > self.terms.prompt:
+            raise InputError(
+                f"the prompt has {len(asked.prompt)} characters; this server takes at most {self.terms.prompt}"
+            )
+        if asked.size not in (None, "auto", self.size):
+            raise InputError(
+                f"size {asked.size!r} is not what {self.pipe.name} draws; use {self.size!r} or 'auto'"
+            )
+        if asked.partial_images and not asked.stream:
+            raise InputError("partial_images come with stream only; set stream to true")
+        settings = self.terms.settings(self.pipe, asked.method, asked.overrides())
+        limits = [limit for limit in (asked.deadline, self.terms.deadline) if limit is not None]
+        seed = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed
+        return [
+            Order(asked.prompt, seed + i, settings, min(limits, default=None), client)
+            for i in range(asked.n or 1)
+        ]
+
+    def facts(self, order: Order, drawn: Drawn) -> schemas.Facts:
+        """How a picture was drawn."""
+        return schemas.Facts(
+            seed=order.seed,
+            method=drawn.settings.method,
+            rows=drawn.rows,
+            codes=len(drawn.codes),
+            passes=len(drawn.accepted),
+            codes_per_pass=len(drawn.codes) / len(drawn.accepted),
+            accepted_per_pass=list(drawn.accepted),
+            seconds=drawn.seconds,
+            waited=drawn.waited,
+            tv_spent=drawn.tv_spent,
+            settings=asdict(drawn.settings),
+        )
+
+    def file(self, asked: ImagesRequest, order: Order, drawn: Drawn) -> str:
+        """A picture as base64 of the format asked for."""
+        notes = png_notes(self.pipe, order, drawn)
+        return encode(drawn.image, asked.output_format or "png", asked.output_compression, notes)
+
+    def answer(self, asked: ImagesRequest, tickets: list[Ticket], drawn: list[Drawn]) -> dict[str, Any]:
+        """The response with all pictures."""
+        kind, data = asked.output_format or "png", []
+        for ticket, one in zip(tickets, drawn, strict=True):
+            file, facts = self.file(asked, ticket.order, one), self.facts(ticket.order, one)
+            if asked.response_format == "url":
+                data.append(schemas.Picture(url=f"data:image/{kind};base64,{file}", lanternpp=facts))
+            else:
+                data.append(schemas.Picture(b64_json=file, lanternpp=facts))
+        codes = sum(len(one.codes) for one in drawn)
+        response = schemas.ImagesResponse(
+            created=int(time.time()),
+            output_format=kind,
+            size=self.size,
+            data=data,
+            usage=usage(asked.prompt, codes),
+        )
+        return response.model_dump(exclude_none=True)
+
+
+def usage(prompt: str, codes: int) -> schemas.Usage:
+    """Words in, codes out."""
+    words = len(prompt.split())
+    return schemas.Usage(
+        input_tokens=words,
+        output_tokens=codes,
+        total_tokens=words + codes,
+        input_tokens_details=schemas.InputDetails(text_tokens=words),
+    )
+
+
+async def together(request: Request, tickets: list[Ticket]) -> list[Drawn]:
+    """All pictures of a request. Gives all up as soon as one fails, or the client goes away (Cancelled)."""
+    pictures = asyncio.gather(*(ticket.drawn() for ticket in tickets))
+    gone = asyncio.ensure_future(disconnected(request))
+    try:
+        either: set[asyncio.Future[Any]] = {pictures, gone}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not pictures.done():
+            raise Cancelled("the client went away")
+        return pictures.result()
+    finally:
+        gone.cancel()
+        pictures.cancel()
+        for ticket in tickets:
+            ticket.cancel()
+
+
+async def disconnected(request: Request) -> None:
+    """Returns when the client goes away."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def client_of(request: Request) -> str:
+    """Who takes turns with whom: the holders of keys, else the addresses."""
+    named = getattr(request.state, "client", None)
+    return named or (request.client.host if request.client else "")
+
+
+def router(batcher: Batcher, terms: Terms, metrics: Metrics) -> APIRouter:
+    """All routes of the API."""
+    from lanternpp.serve.streaming import PictureStream
+
+    desk, routes = Desk(batcher, terms), APIRouter()
+    card = schemas.ModelCard(id=batcher.pipe.name)
+    no_model = f"is not served here; use {card.id!r}"
+
+    @routes.post(
+        "/v1/images/generations",
+        response_model=schemas.ImagesResponse,
+        responses={
+            200: {
+                "description": "Pictures, or with stream events of them",
+                "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            },
+            **reasons(*REASONS),
+        },
+        summary="Draw pictures",
+        operation_id="createImage",
+    )
+    async def generations(request: Request, asked: ImagesRequest) -> Response:
+        """Draw pictures of a prompt, as OpenAI's Images API does."""
+        if asked.model not in (None, card.id):
+            return refusal(404, f"model {asked.model!r} {no_model}", "model_not_found", "model")
+        try:
+            orders = desk.orders(asked, client_of(request))
+            tickets = await run_in_threadpool(batcher.submit_all, orders)
+            if asked.stream:
+                return PictureStream(desk, asked, tickets)
+            drawn = await together(request, tickets)
+            return JSONResponse(await run_in_threadpool(desk.answer, asked, tickets, drawn))
+        except Exception as error:
+            return explain(error)
+
+    @routes.get("/v1/models", responses=reasons(401), summary="List models", operation_id="listModels")
+    async def models() -> schemas.ModelList:
+        """The one model that is served."""
+        return schemas.ModelList(data=[card])
+
+    @routes.get(
+        "/v1/models/{model:path}",
+        response_model=schemas.ModelCard,
+        responses=reasons(401, 404),
+        summary="Look a model up",
+        operation_id="retrieveModel",
+    )
+    async def model(model: str) -> schemas.ModelCard | JSONResponse:
+        """The model, if it is the one that is served."""
+        return (
+            card
+            if model == card.id
+            else refusal(404, f"model {model!r} {no_model}", "model_not_found", "model")
+        )
+
+    @routes.get(
+        "/healthz",
+        response_model=schemas.Health,
+        responses={503: {"model": schemas.Health, "description": "It shuts down"}},
+        summary="Whether requests are taken",
+        operation_id="health",
+    )
+    async def healthz() -> JSONResponse:
+        """200, or 503 from the moment on that it shuts down."""
+        stats, closed = batcher.stats, batcher.closed
+        state = schemas.Health(
+            status="draining" if closed else "ok", running=stats.running, queued=stats.queued
+        )
+        return JSONResponse(state.model_dump(), 503 if closed else 200)
+
+    @routes.get(
+        "/metrics",
+        response_class=Response,
+        responses={
+            200: {
+                "description": "Prometheus' text format",
+                "content": {"text/plain": {"schema": {"type": "string"}}},
+            },
+            **reasons(401),
+        },
+        summary="Figures for Prometheus",
+        operation_id="metrics",
+    )
+    async def figures() -> Response:
+        """Requests, queue, batch size, codes per pass, seconds."""
+        return Response(metrics.text(), media_type=CONTENT)
+
+    return routes

@@ -1,0 +1,83 @@
+"""The app: routes, limits and, where gradio is installed, the page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lanternpp import __version__
+from lanternpp.errors import InputError
+from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.terms import Terms
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+EXTRA = "serving needs {name}, which is not installed; run pip install 'lanternpp[serve]'"
+
+
+def create_app(batcher: Batcher, terms: Terms | None = None, page: bool = True) -> FastAPI:
+    """The ASGI app over a batcher, which stays the caller's to close.
+
+    page: the page at / as well. Raises InputError where a package of the extra is missing.
+    """
+    try:
+        from fastapi import FastAPI
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+        from lanternpp.serve.api import router
+        from lanternpp.serve.guard import BodyLimit, Keys, SafeHeaders
+        from lanternpp.serve.metrics import Counted, Metrics
+        from lanternpp.serve.refusals import install
+    except ImportError as error:
+        raise InputError(EXTRA.format(name=error.name)) from None
+    terms = terms or Terms()
+    app = FastAPI(
+        title="lanternpp",
+        version=__version__,
+        summary="Pictures by speculative decoding, over the OpenAI Images API",
+        docs_url=None,  # these pages would load scripts from other hosts
+        redoc_url=None,
+    )
+    metrics = Metrics(batcher)
+    app.include_router(router(batcher, terms, metrics))
+    install(app)
+    if page:
+        add_page(app, batcher, terms)
+    app.add_middleware(BodyLimit, most=terms.body)
+    app.add_middleware(Keys, keys=terms.keys)
+    if terms.hosts:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(terms.hosts), www_redirect=False)
+    app.add_middleware(SafeHeaders)
+    app.add_middleware(Counted, metrics=metrics)  # added last, runs first
+    describe(app, bool(terms.keys))
+    return app
+
+
+def add_page(app: FastAPI, batcher: Batcher, terms: Terms) -> None:
+    """Mount the page; it comes after all routes, so that it shadows none."""
+    try:
+        from lanternpp.serve.page import mount_page  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        return
+    mount_page(app, batcher, batcher.pipe, terms.prompt, terms.deadline)
+
+
+def describe(app: FastAPI, keys: bool) -> None:
+    """Make the OpenAPI document say what the app does: bodies that will not do get 400, not 422."""
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = made()
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        schemas = document["components"]["schemas"]
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        if keys:
+            document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"key": []}]
+            document["paths"]["/healthz"]["get"]["security"] = []
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,128 @@
+"""What stands before the app: keys, a limit on bodies, and headers that keep browsers careful. Plain ASGI."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lanternpp.serve.refusals import refusal
+
+OPEN = ("/healthz",)  # asked by load balancers, which have no key
+API = ("/v1/", "/metrics", "/openapi.json", "/healthz")
+STRICT = "default-src 'none'; frame-ancestors 'none'"
+PAGE = (  # nothing from other hosts; the page's own scripts are inline
+    "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; frame-ancestors 'none'"
+)
+
+
+class Keys:
+    """Lets in who names one of the keys: as a bearer token, or as the password of HTTP Basic, for browsers.
+
+    `scope["state"]["client"]` then says which of the keys it was. Without keys everybody is let in.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]):
+        self.app, self.keys = app, [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 401."""
+        if scope["type"] not in ("http", "websocket") or not self.keys or scope["path"] in OPEN:
+            await self.app(scope, receive, send)
+            return
+        which = self._which(told(Headers(scope=scope).get("authorization", "")))
+        if which is not None:
+            scope.setdefault("state", {})["client"] = f"key {which}"
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            api = scope["path"].startswith(API)
+            answer = refusal(
+                401,
+                "this server wants one of its API keys: as Authorization: Bearer KEY, or as the password of HTTP Basic",
+                "invalid_api_key",
+                WWW_Authenticate="Bearer" if api else 'Basic realm="lanternpp", charset="UTF-8"',
+            )
+            await answer(scope, receive, send)
+
+    def _which(self, key: bytes) -> int | None:
+        """The number of the key that this is. Every key is compared, in a time that tells nothing."""
+        same = [hmac.compare_digest(key, own) for own in self.keys]
+        return same.index(True) if any(same) else None
+
+
+def told(authorization: str) -> bytes:
+    """The key in an Authorization header, or nothing."""
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip().encode()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
+        except (binascii.Error, ValueError):
+            return b""
+    return b""
+
+
+class BodyLimit:
+    """Refuses bodies above a limit with 413, be their length announced or not."""
+
+    def __init__(self, app: ASGIApp, most: int):
+        self.app, self.most = app, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, counting what is received."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        message = f"the body is larger than {self.most} bytes; send less"
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > self.most:
+            answer = refusal(413, message, "body_too_large", Connection="close")
+            await answer(scope, receive, send)
+            return
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            part = await receive()
+            received += len(part.get("body", b""))
+            if received > self.most:
+                raise HTTPException(413, message, {"Connection": "close"})
+            return part
+
+        await self.app(scope, counted, send)
+
+
+class SafeHeaders:
+    """Headers of every answer."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Add them where the answer starts."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        api = scope["path"].startswith(API)
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.setdefault("X-Content-Type-Options", "nosniff")
+                headers.setdefault("X-Frame-Options", "DENY")
+                headers.setdefault("Referrer-Policy", "no-referrer")
+                headers.setdefault("Content-Security-Policy", STRICT if api else PAGE)
+                if api:
+                    headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        await self.app(scope, receive, sent)

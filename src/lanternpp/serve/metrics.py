@@ -1,0 +1,114 @@
+"""What Prometheus may ask, in a registry of the server's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.orders import Cancelled, Expired, Ticket
+
+CONTENT = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+ROUTES = ("/v1/images/generations", "/v1/models", "/healthz", "/metrics", "/openapi.json")
+
+
+class Metrics:
+    """Counts what a batcher draws and an app answers."""
+
+    def __init__(self, batcher: Batcher):
+        disable_created_metrics()
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "lanternpp_requests", "HTTP requests answered", ["route", "status"], registry=self.registry
+        )
+        self.pictures = Counter(
+            "lanternpp_pictures", "Pictures by how they ended", ["outcome", "method"], registry=self.registry
+        )
+        self.seconds = Histogram(
+            "lanternpp_picture_seconds",
+            "Seconds from order to picture",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.waited = Histogram(
+            "lanternpp_waiting_seconds", "Seconds in the queue", buckets=SECONDS, registry=self.registry
+        )
+        self.batch = Histogram(
+            "lanternpp_batch_size",
+            "Pictures that a step advances",
+            buckets=[1 << i for i in range(batcher.slots.bit_length())],
+            registry=self.registry,
+        )
+        self.speed = Histogram(
+            "lanternpp_codes_per_pass",
+            "Codes per pass of a picture",
+            ["method"],
+            buckets=(1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15),
+            registry=self.registry,
+        )
+        self.registry.register(Glance(batcher))
+        batcher.observers.append(self)
+
+    def stepped(self, pictures: int) -> None:
+        """A step advanced so many pictures."""
+        self.batch.observe(pictures)
+
+    def ended(self, ticket: Ticket) -> None:
+        """A ticket is settled."""
+        method, error = ticket.order.settings.method, ticket.error
+        if error is None:
+            drawn = ticket.result()
+            self.seconds.observe(ticket.age)
+            self.waited.observe(drawn.waited)
+            self.speed.labels(method).observe(len(drawn.codes) / len(drawn.accepted))
+        ends = {type(None): "drawn", Cancelled: "cancelled", Expired: "expired"}
+        self.pictures.labels(ends.get(type(error), "failed"), method).inc()
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class Glance(Collector):
+    """What the batcher is doing at the moment it is asked."""
+
+    def __init__(self, batcher: Batcher):
+        self.batcher = batcher
+
+    def collect(self) -> Iterator[Metric]:
+        """Gauges."""
+        stats = self.batcher.stats
+        yield GaugeMetricFamily("lanternpp_queue_length", "Pictures that wait", stats.queued)
+        yield GaugeMetricFamily("lanternpp_queue_limit", "Most pictures that may wait", self.batcher.queue)
+        yield GaugeMetricFamily("lanternpp_running", "Pictures in slots", stats.running)
+        lanes = GaugeMetricFamily("lanternpp_lanes", "Engines kept, by their rows", labels=["rows"])
+        for rows, count in sorted(stats.lanes.items()):
+            lanes.add_metric([str(rows)], count)
+        yield lanes
+
+
+class Counted:
+    """Counts the answers of an app by route and status. Plain ASGI."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics):
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, and look at the status."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path = scope["path"]
+        route = next((known for known in ROUTES if path == known or path.startswith(f"{known}/")), "page")
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.metrics.requests.labels(route, str(message["status"])).inc()
+            await send(message)
+
+        await self.app(scope, receive, sent)

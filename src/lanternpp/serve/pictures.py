@@ -1,0 +1,79 @@
+"""Pictures as bytes, finished or not."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from dataclasses import asdict
+
+import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from torch import Tensor
+
+from lanternpp.pipeline import Pipeline, versions
+from lanternpp.serve.orders import Drawn, Order
+
+GREY = (128, 128, 128)
+QUALITY = 90  # of jpeg, where nothing is said
+
+
+def picture_size(pipe: Pipeline) -> tuple[int, int]:
+    """Width and height of the pictures that a model draws, in pixels."""
+    blank = torch.zeros(1, pipe.target.length, dtype=torch.int64, device=_device(pipe))
+    return pipe.images(blank)[0].size
+
+
+def half_drawn(pipe: Pipeline, codes: Tensor) -> Image.Image:
+    """What is decided of a picture, codes [decided]; the rest is grey. Costs what a picture's pixels cost.
+
+    Until they are decided, codes below stand in for themselves: each repeats the decided one above it, so that what
+    is decided looks as it will.
+    """
+    target, decided = pipe.target, len(codes)
+    if not decided:
+        return Image.new("RGB", picture_size(pipe), GREY)
+    place = torch.arange(target.length)
+    above = (place - decided) // target.width + 1  # rows up to one that is decided
+    source = place.where(place < decided, place - above * target.width).clamp(min=0)
+    image = pipe.images(codes.cpu()[source][None].to(_device(pipe)))[0]
+    rows = target.length // target.width
+    row, column = divmod(decided, target.width)
+    top, middle = round(row * image.height / rows), round((row + 1) * image.height / rows)
+    image.paste(GREY, (round(column * image.width / target.width), top, image.width, middle))
+    image.paste(GREY, (0, middle, image.width, image.height))
+    return image
+
+
+def png_notes(pipe: Pipeline, order: Order, drawn: Drawn) -> dict[str, str]:
+    """What a PNG says of how it was made: enough to make it again, and nothing that varies between runs."""
+    return {
+        "prompt": order.prompt,
+        "seed": str(order.seed),
+        "images": "1",
+        "model": pipe.name,
+        "settings": json.dumps(asdict(drawn.settings), sort_keys=True),
+        "versions": json.dumps(versions(), sort_keys=True),
+    }
+
+
+def encode(
+    image: Image.Image, kind: str = "png", quality: int | None = None, notes: dict[str, str] | None = None
+) -> str:
+    """A picture as base64 of a file: png, jpeg or webp (without loss, unless a quality is given)."""
+    file = io.BytesIO()
+    if kind == "png":
+        info = PngInfo()
+        for key, value in (notes or {}).items():
+            info.add_text(key, value)
+        image.save(file, format="PNG", pnginfo=info)
+    elif kind == "jpeg":
+        image.save(file, format="JPEG", quality=QUALITY if quality is None else quality)
+    else:
+        image.save(file, format="WEBP", lossless=quality is None, quality=80 if quality is None else quality)
+    return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def _device(pipe: Pipeline) -> torch.device:
+    return next(pipe.target.parameters()).device

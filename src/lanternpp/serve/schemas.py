@@ -1,0 +1,159 @@
+"""What requests and responses look like: the OpenAI Images API, and a few fields of our own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+AtLeastOne = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+Name = Annotated[str, Field(max_length=100)]
+
+
+class ImagesRequest(BaseModel):
+    """A request for pictures. Fields that OpenAI's models heed and ours do not are taken and ignored."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    prompt: str = Field(min_length=1, description="What to draw.", examples=["a photo of a red tulip"])
+    model: Name | None = Field(None, description="One of /v1/models, or nothing.")
+    n: Annotated[int, Field(ge=1, le=10)] | None = Field(
+        None, description="Pictures; picture i has seed + i."
+    )
+    size: Name | None = Field(None, description='"auto", or the size that the model draws.')
+    response_format: Literal["b64_json", "url"] | None = Field(None, description="url: a data: URL.")
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    output_compression: Annotated[int, Field(ge=0, le=100)] | None = Field(
+        None, description="Quality of jpeg and webp; default: 90, and webp without loss."
+    )
+    stream: bool | None = Field(None, description="Server-sent events, a picture as soon as it is finished.")
+    partial_images: Annotated[int, Field(ge=0, le=3)] | None = Field(
+        None, description="With stream: pictures of what is decided, spread evenly."
+    )
+    background: Literal["auto", "opaque"] | None = None
+    moderation: Name | None = None
+    quality: Name | None = None
+    style: Name | None = None
+    user: Annotated[str, Field(max_length=1000)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=1000)] | None = None
+
+    seed: Annotated[int, Field(ge=0, le=2**62)] | None = Field(
+        None, description="Of the first picture; default: drawn by the server, and told in the answer."
+    )
+    deadline: Positive | None = Field(None, description="Seconds after which the pictures are of no use.")
+    method: Name | None = Field(None, description="A method by name; default: the server's.")
+    neighbours: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    delta: NotNegative | None = None
+    lam: AtLeastOne | None = None
+    nu: NotNegative | None = None
+    residual: Name | None = None
+    window: Annotated[int, Field(ge=1, le=256)] | None = None
+    coupling: Name | None = None
+    fresh: Name | None = None
+    measure: bool | None = Field(None, description="Measure tv_spent, which takes time.")
+    cfg: AtLeastOne | None = None
+    temperature: NotNegative | None = None
+    top_k: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+
+    def overrides(self) -> dict[str, Any]:
+        """The fields of `Settings` that were given."""
+        return {name: value for name in OWN if (value := getattr(self, name)) is not None}
+
+
+OWN = (
+    *("neighbours", "delta", "lam", "nu", "residual", "window", "coupling", "fresh", "measure"),
+    *("cfg", "temperature", "top_k", "top_p"),
+)
+
+
+class Facts(BaseModel):
+    """How a picture was drawn: enough to draw it again, and what it took."""
+
+    seed: int
+    method: str
+    rows: int = Field(description="Rows of the lane that it was drawn in.")
+    codes: int
+    passes: int
+    codes_per_pass: float
+    accepted_per_pass: list[int]
+    seconds: float = Field(description="That its lane computed while it was there.")
+    waited: float = Field(description="Seconds in the queue.")
+    tv_spent: float | None = None
+    settings: dict[str, Any]
+
+
+class Picture(BaseModel):
+    """One picture of a response."""
+
+    b64_json: str | None = None
+    url: str | None = None
+    lanternpp: Facts
+
+
+class InputDetails(BaseModel):
+    """What the input consisted of."""
+
+    image_tokens: int = 0
+    text_tokens: int
+
+
+class Usage(BaseModel):
+    """Words of the prompt and codes of the pictures."""
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    input_tokens_details: InputDetails
+
+
+class ImagesResponse(BaseModel):
+    """The pictures of a request."""
+
+    created: int
+    background: Literal["opaque"] = "opaque"
+    output_format: Literal["png", "jpeg", "webp"]
+    size: str
+    data: list[Picture]
+    usage: Usage
+
+
+class ModelCard(BaseModel):
+    """A model that can be asked for."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "lanternpp"
+
+
+class ModelList(BaseModel):
+    """All models that can be asked for."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(BaseModel):
+    """Whether the server takes requests."""
+
+    status: Literal["ok", "draining"]
+    running: int
+    queued: int
+
+
+class Fault(BaseModel):
+    """What is wrong, in one sentence."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Refusal(BaseModel):
+    """The body of every answer that is not a success."""
+
+    error: Fault

@@ -1,0 +1,96 @@
+"""The process: a socket, uvicorn, and an end in which accepted requests finish and new ones hear that it is over."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from lanternpp.errors import InputError
+from lanternpp.serve.batcher import Batcher
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+LAST_WORDS = 5  # seconds in which answers may still be written once nothing is drawn any more
+IDLE = 30  # seconds that a connection may rest between two requests
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at this address, which does not listen yet; port 0: any free one. Raises InputError."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise InputError(f"--host {host!r} is no address of this machine: {error.strerror}") from None
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+        bound.listen(0)  # a busy port is found here on some systems
+    except OSError as error:
+        bound.close()
+        raise InputError(
+            f"port {port} of {host} cannot be used ({error.strerror}); stop what uses it, or give another --port"
+        ) from None
+    return bound
+
+
+def url(bound: socket.socket) -> str:
+    """How a browser on this machine reaches it."""
+    host, port = bound.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run(
+    app: FastAPI, batcher: Batcher, bound: socket.socket, drain: float, ready: Callable[[], None]
+) -> bool:
+    """Serve until SIGTERM or SIGINT; `ready` is called once requests are answered.
+
+    From the signal on, accepted orders have `drain` seconds to finish and new ones get 503. A second signal ends it
+    at once. Returns whether all that was accepted was finished.
+    """
+    import uvicorn
+
+    finished = True
+
+    class Server(uvicorn.Server):
+        """uvicorn, except that it keeps listening while the batcher drains."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            """As ever, then say so."""
+            await super().startup(sockets)
+            if self.started:
+                ready()
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            """The first signal drains, the second ends."""
+            if batcher.closed:
+                self.should_exit = self.force_exit = True
+            else:
+                threading.Thread(target=self.drain, name="lanternpp-drain", daemon=True).start()
+
+        def drain(self) -> None:
+            """Let the batcher finish, then uvicorn stop."""
+            nonlocal finished
+            finished = batcher.close(True, drain)
+            self.should_exit = True
+
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=IDLE,
+        timeout_graceful_shutdown=LAST_WORDS,
+    )
+    try:
+        Server(config).run(sockets=[bound])
+    finally:
+        batcher.close(False, 0)
+    return finished

@@ -1,0 +1,23 @@
+"""A tiny model for the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from models import write_model
+from served import tiny
+
+from lanternpp import Pipeline
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's folder."""
+    return write_model(tmp_path_factory.mktemp("served") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def pipe(model: Path) -> Pipeline:
+    """The tiny model."""
+    return tiny(model)

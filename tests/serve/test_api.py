@@ -1,0 +1,263 @@
+"""The HTTP API as clients meet it: OpenAI's own client, plain requests, and one that goes away."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import socket
+
+import httpx
+import openai
+import pytest
+from PIL import Image
+from served import SlowPipe, batcher_of, listening, until
+
+from lanternpp import Pipeline
+from lanternpp.serve.app import create_app
+from lanternpp.serve.terms import Terms
+
+KEY = "correct-horse-battery"
+IMAGES = "/v1/images/generations"
+
+
+@pytest.fixture(scope="module")
+def server(pipe: Pipeline):
+    """A server of the tiny model; its address."""
+    with batcher_of(pipe, slots=4) as batcher:
+        app = create_app(batcher, Terms(hosts=["127.0.0.1"], prompt=50, body=4000), page=False)
+        with listening(app) as address:
+            yield address
+
+
+@pytest.fixture
+def client(server: str):
+    with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=300) as made:
+        yield made
+
+
+@pytest.fixture
+def http(server: str):
+    with httpx.Client(base_url=server, timeout=300) as made:
+        yield made
+
+
+def opened(b64: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(b64)))
+
+
+def refusal(answer: httpx.Response) -> tuple[int, str]:
+    """Status and sentence of a refusal, whose shape is OpenAI's."""
+    assert set(answer.json()) == {"error"}
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    return answer.status_code, answer.json()["error"]["message"]
+
+
+def test_the_openai_client_draws(client, pipe):
+    answer = client.images.generate(
+        prompt="a red tulip", model=client.models.list().data[0].id, n=3, extra_body={"seed": 5}
+    )
+    assert len(answer.data) == 3 and answer.output_format == "png" and answer.size == "16x16"
+    for i, one in enumerate(answer.data):
+        facts = one.lanternpp
+        wanted = pipe("a red tulip", seed=5 + i, **facts["settings"])
+        drawn = opened(one.b64_json)
+        assert drawn.tobytes() == wanted.images[0].tobytes()
+        assert json.loads(drawn.info["settings"]) == facts["settings"] and drawn.info["seed"] == str(5 + i)
+        assert facts["accepted_per_pass"] == wanted.stats.accepted_per_pass
+    assert answer.usage.output_tokens == 3 * pipe.target.length
+
+
+def test_the_openai_client_streams(client, pipe):
+    events = list(
+        client.images.generate(
+            prompt="a red tulip", stream=True, partial_images=3, extra_body={"seed": 5, "method": "ar"}
+        )
+    )
+    kinds = [event.type.removeprefix("image_generation.") for event in events]
+    assert kinds[-1] == "completed" and set(kinds[:-1]) == {"partial_image"} and 1 <= len(kinds) - 1 <= 3
+    assert [event.partial_image_index for event in events[:-1]] == list(range(len(kinds) - 1))
+    wanted = pipe("a red tulip", seed=5, **events[-1].lanternpp["settings"]).images[0]
+    assert opened(events[-1].b64_json).tobytes() == wanted.tobytes()
+    partial = opened(events[0].b64_json)
+    assert partial.size == wanted.size
+    assert partial.getpixel((15, 15)) == (128, 128, 128) != wanted.getpixel((15, 15))
+
+
+def test_several_pictures_stream_and_each_is_told_from_the_others(client):
+    events = list(
+        client.images.generate(prompt="a tulip", n=2, stream=True, partial_images=0, extra_body={"seed": 1})
+    )
+    assert sorted((event.index, event.lanternpp["seed"]) for event in events) == [(0, 1), (1, 2)]
+
+
+@pytest.mark.parametrize(("form", "kind"), [("png", "PNG"), ("jpeg", "JPEG"), ("webp", "WEBP")])
+def test_formats(client, form, kind):
+    answer = client.images.generate(prompt="a tulip", response_format="url", output_format=form)
+    head, _, data = answer.data[0].url.partition(",")
+    assert head == f"data:image/{form};base64" and opened(data).format == kind
+
+
+def test_a_seed_that_is_not_given_is_told(client):
+    first, second = (client.images.generate(prompt="a tulip").data[0].lanternpp["seed"] for _ in range(2))
+    assert first != second
+
+
+WRONG = {
+    "unknown word": ({"prompt": "a spaceship"}, 400, "names no subject"),
+    "empty": ({"prompt": "  "}, 400, "empty"),
+    "no prompt": ({}, 400, "'prompt' is missing"),
+    "long": ({"prompt": "tulip " * 10}, 400, "takes at most 50"),
+    "n": ({"prompt": "tulip", "n": 11}, 400, "n 11"),
+    "size": ({"prompt": "tulip", "size": "32x32"}, 400, "use '16x16'"),
+    "model": ({"prompt": "tulip", "model": "dall-e-3"}, 404, "use 'tiny'"),
+    "method": ({"prompt": "tulip", "method": "magic"}, 400, "known: ar"),
+    "unread": ({"prompt": "tulip", "method": "ar", "lam": 2}, 400, "would change nothing"),
+    "dial": ({"prompt": "tulip", "method": "lantern", "delta": 7}, 400, "outside [0, 1]"),
+    "neighbours": ({"prompt": "tulip", "neighbours": 99}, 400, "99 neighbours"),
+    "infinite": ('{"prompt": "tulip", "cfg": Infinity}', 400, "cfg"),
+    "a file": ({"prompt": "tulip", "tree": "/etc/passwd"}, 400, "'tree' is unknown"),
+    "a class": ({"prompt": "tulip", "method": "os:system"}, 400, "unknown"),
+    "half a pair": ('{"prompt": "\\ud800 tulip"}', 400, "prompt"),
+    "no JSON": ("{", 400, "no JSON"),
+    "a list": ("[]", 400, "JSON object"),
+    "partial": ({"prompt": "tulip", "partial_images": 1}, 400, "stream"),
+    "large": ({"prompt": "tulip", "user": "x" * 5000}, 413, "4000 bytes"),
+    "late": ({"prompt": "tulip", "deadline": 1e-9}, 504, "not finished"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_one_sentence_for_every_bad_request(http, name):
+    body, status, said = WRONG[name]
+    content = body if isinstance(body, str) else json.dumps(body)
+    answer = http.post(IMAGES, content=content, headers={"content-type": "application/json"})
+    got, sentence = refusal(answer)
+    assert got == status and said in sentence and "\n" not in sentence and "Traceback" not in sentence
+
+
+def test_a_body_whose_length_is_not_announced_is_limited_too(http):
+    chunks = (b"x" * 1000 for _ in range(10))
+    assert refusal(http.post(IMAGES, content=chunks, headers={"content-type": "application/json"}))[0] == 413
+
+
+def test_other_paths_and_ways(http):
+    assert refusal(http.get("/v1/models/other"))[0] == 404
+    assert refusal(http.get("/etc/passwd"))[0] == 404
+    assert refusal(http.get(IMAGES))[0] == 405
+    form = http.post(
+        IMAGES, content='{"prompt": "tulip"}', headers={"content-type": "text/plain"}
+    )  # no preflight
+    assert refusal(form)[0] == 400
+
+
+def test_a_name_that_is_not_ours_is_not_answered(http):
+    assert http.get("/v1/models", headers={"host": "evil.example"}).status_code == 400
+
+
+def test_answers_make_browsers_careful(http):
+    headers = http.get("/v1/models").headers
+    assert headers["x-content-type-options"] == "nosniff" and headers["x-frame-options"] == "DENY"
+    assert "default-src 'none'" in headers["content-security-policy"]
+
+
+def test_health_and_figures(http, client):
+    assert http.get("/healthz").json() == {"status": "ok", "running": 0, "queued": 0}
+    client.images.generate(prompt="a tulip")
+    text = http.get("/metrics").text
+    for figure in (
+        'lanternpp_requests_total{route="/v1/images/generations",status="200"}',
+        'lanternpp_pictures_total{method="lantern++",outcome="drawn"}',
+        "lanternpp_queue_length 0.0",
+        "lanternpp_running 0.0",
+        "lanternpp_batch_size_sum",
+        "lanternpp_codes_per_pass_sum",
+        "lanternpp_picture_seconds_sum",
+        "lanternpp_waiting_seconds_sum",
+    ):
+        assert figure in text
+
+
+def test_keys(pipe):
+    with batcher_of(pipe) as batcher:
+        app = create_app(batcher, Terms(keys=["another-key-of-ours", KEY]), page=False)
+        with listening(app) as address, httpx.Client(base_url=address, timeout=300) as http:
+            assert http.get("/healthz").status_code == 200
+            for path in ("/v1/models", "/metrics", "/openapi.json", "/"):
+                for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic ???"}):
+                    answer = http.get(path, headers=headers)
+                    assert refusal(answer)[0] == 401 and "www-authenticate" in answer.headers
+            assert http.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
+            assert http.get("/metrics", auth=("anyone", KEY)).status_code == 200
+            with pytest.raises(openai.AuthenticationError):
+                openai.OpenAI(base_url=f"{address}/v1", api_key="sk-no").models.list()
+            assert openai.OpenAI(base_url=f"{address}/v1", api_key=KEY).models.list().data
+
+
+@pytest.fixture
+def slow():
+    """An app over engines that step when they are allowed to: one slot, two places in the queue."""
+    pipe = SlowPipe()
+    with (
+        batcher_of(pipe, slots=1, queue=2) as batcher,
+        listening(create_app(batcher, Terms("ar"), page=False)) as address,
+    ):
+        yield pipe, batcher, address
+        pipe.allow()
+
+
+def ask(address: str, stream: bool = False, **more: object) -> socket.socket:
+    """A request whose answer is not awaited."""
+    host, _, port = address.removeprefix("http://").partition(":")
+    body = json.dumps({"prompt": "tulip", "stream": stream, **more}).encode()
+    line = socket.create_connection((host, int(port)))
+    head = f"POST {IMAGES} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    line.sendall(head.encode() + body)
+    return line
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_vanishes_frees_its_slot_within_a_step(slow, stream):
+    pipe, batcher, address = slow
+    with ask(address, stream, seed=1):
+        until(lambda: pipe.admitted == [1])
+        other = ask(address, seed=2)
+        until(lambda: batcher.stats.queued == 1)
+    ticket = batcher._fleet.tickets[0]
+    until(lambda: ticket.done)
+    pipe.allow(1)  # the step that was under way
+    until(lambda: pipe.admitted == [1, 2])
+    assert pipe.dropped == [1]
+    pipe.allow()
+    assert other.recv(100).startswith(b"HTTP/1.1 200")
+    other.close()
+
+
+def test_a_full_queue_is_429_with_a_time_to_wait(slow):
+    pipe, batcher, address = slow
+    lines = [ask(address, seed=i) for i in range(3)]
+    until(lambda: batcher.stats.queued == 2)
+    answer = httpx.post(address + IMAGES, json={"prompt": "tulip"}, timeout=120)
+    assert refusal(answer)[0] == 429 and int(answer.headers["retry-after"]) >= 1
+    pipe.allow()
+    for line in lines:
+        assert line.recv(100).startswith(b"HTTP/1.1 200")
+        line.close()
+
+
+def test_what_breaks_says_nothing_of_how(slow, caplog):
+    pipe, _, address = slow
+    answer = httpx.post(address + IMAGES, json={"prompt": "tulip", "seed": 666}, timeout=120)
+    assert refusal(answer) == (500, "the server failed at this request; its log says how")
+    assert "out of memory" in caplog.text
+    pipe.allow()
+    assert httpx.post(address + IMAGES, json={"prompt": "tulip"}, timeout=120).status_code == 200
+
+
+def test_a_batcher_that_closed_is_503(slow):
+    pipe, batcher, address = slow
+    pipe.allow()
+    batcher.close()
+    answer = httpx.post(address + IMAGES, json={"prompt": "tulip"}, timeout=120)
+    assert refusal(answer)[0] == 503 and answer.headers["connection"] == "close"
+    assert httpx.get(f"{address}/healthz").status_code == 503

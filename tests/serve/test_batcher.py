@@ -1,0 +1,190 @@
+"""What becomes of orders: slots, deadlines, refusals, failures, the end. Steps happen when a test allows them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from served import SlowPipe, batcher_of, order, until
+
+from lanternpp.errors import InputError
+from lanternpp.serve.batcher import Batcher, Cancelled, Closed, Expired, Full, Order
+
+
+@pytest.fixture
+def slow():
+    return SlowPipe()
+
+
+def seeds(*numbers: int) -> list[Order]:
+    return [order(seed) for seed in numbers]
+
+
+def test_pictures_join_a_running_batch_and_leave_it(slow):
+    with batcher_of(slow, slots=4) as batcher:
+        first = batcher.submit_all(seeds(1, 2, 3))
+        until(lambda: batcher.stats.running == 3)
+        slow.allow(1)
+        late = batcher.submit(order(4))
+        until(lambda: len(slow.admitted) == 4)
+        slow.allow()
+        drawn = [ticket.result(120) for ticket in (*first, late)]
+        assert [one.rows for one in drawn] == [4] * 4
+        assert [int(one.codes[0]) for one in drawn] == [1, 2, 3, 4]
+        assert len(slow.engines) == 1
+        until(lambda: batcher.stats.running == 0)
+
+
+def test_cancelling_frees_the_slot_within_a_step(slow):
+    with batcher_of(slow, slots=1) as batcher:
+        running = batcher.submit(order(1))
+        until(lambda: slow.admitted == [1])
+        waiting = batcher.submit(order(2))
+        running.cancel()
+        slow.allow(1)
+        until(lambda: slow.admitted == [1, 2])
+        assert slow.dropped == [1]
+        with pytest.raises(Cancelled):
+            running.result(0)
+        slow.allow()
+        assert int(waiting.result(120).codes[0]) == 2
+
+
+def test_cancelling_what_waits_frees_its_place(slow):
+    with batcher_of(slow, slots=1, queue=1) as batcher:
+        batcher.submit(order(1))
+        until(lambda: slow.admitted == [1])
+        batcher.submit(order(2)).cancel()
+        slow.allow(1)
+        until(lambda: batcher.stats.queued == 0)
+        slow.allow()
+        assert int(batcher.submit(order(3)).result(120).codes[0]) == 3
+        assert slow.admitted == [1, 3]
+
+
+def test_the_queue_is_bounded_and_takes_all_or_none(slow):
+    with batcher_of(slow, slots=1, queue=3) as batcher:
+        batcher.submit(order(1))
+        until(lambda: batcher.stats.queued == 0 and batcher.stats.running == 1)
+        batcher.submit_all(seeds(2, 3))
+        with pytest.raises(Full, match="2 pictures are waiting") as refused:
+            batcher.submit_all(seeds(4, 5))
+        assert refused.value.retry_after >= 1
+        assert batcher.stats.queued == 2
+        batcher.submit(order(6))
+        with pytest.raises(InputError, match="4 pictures do not fit the queue of 3"):
+            batcher.submit_all(seeds(1, 2, 3, 4))
+
+
+def test_a_deadline_holds_in_the_queue_and_in_a_slot(slow):
+    with batcher_of(slow, slots=1) as batcher:
+        running = batcher.submit(order(1, deadline=0.05))
+        waiting = batcher.submit(order(2, deadline=0.05))
+        fine = batcher.submit(order(3, deadline=60.0))
+        until(lambda: slow.admitted == [1] and fine.age > 0.1)
+        slow.allow(1)
+        for ticket in (running, waiting):
+            with pytest.raises(Expired, match=r"within 0\.05 s"):
+                ticket.result(120)
+        slow.allow()
+        assert fine.result(120) and slow.admitted == [1, 3]
+
+
+def test_a_step_that_breaks_fails_its_lane_and_nothing_else(slow):
+    with batcher_of(slow, slots=1) as batcher:
+        broken, fine = batcher.submit(order(13)), batcher.submit(order(1))
+        slow.allow()
+        with pytest.raises(RuntimeError, match="a step broke"):
+            broken.result(120)
+        assert fine.result(120) and len(slow.engines) == 2
+
+
+def test_an_engine_that_cannot_be_built_fails_its_order_alone(slow):
+    def choose(settings, rows):
+        if settings.temperature == 0:
+            raise InputError("no drafter")
+        return settings
+
+    with batcher_of(slow, choose=choose) as batcher:
+        slow.allow()
+        settings = order().settings
+        greedy = type(settings)(**{**settings.__dict__, "temperature": 0.0})
+        with pytest.raises(InputError, match="no drafter"):
+            batcher.submit(Order("a tulip", 1, greedy)).result(120)
+        assert batcher.submit(order(2)).result(120)
+
+
+def test_a_prompt_the_target_cannot_follow_is_refused_at_once(slow):
+    with batcher_of(slow) as batcher:
+        for prompt in ("a spaceship", " "):
+            with pytest.raises(InputError):
+                batcher.submit(order(prompt=prompt))
+
+
+def test_draining_finishes_what_was_accepted_and_refuses_what_comes(slow):
+    with batcher_of(slow, slots=1) as batcher:
+        tickets = batcher.submit_all(seeds(1, 2, 3))
+        ends: list[bool] = []
+        closing = threading.Thread(target=lambda: ends.append(batcher.close(True, 30)))
+        closing.start()
+        until(lambda: batcher.closed)
+        with pytest.raises(Closed):
+            batcher.submit(order(4))
+        slow.allow()
+        closing.join(120)
+        assert ends == [True]
+        assert [int(ticket.result(0).codes[0]) for ticket in tickets] == [1, 2, 3]
+
+
+def test_what_is_not_finished_in_time_is_closed(slow):
+    with batcher_of(slow, slots=1) as batcher:
+        tickets = batcher.submit_all(seeds(1, 2))
+        until(lambda: slow.admitted == [1])
+        threading.Timer(0.3, slow.allow, [1]).start()  # a step does end, once
+        assert batcher.close(True, 0.1) is False
+        for ticket in tickets:
+            with pytest.raises(Closed):
+                ticket.result(0)
+
+
+def test_a_watcher_sees_codes_come_and_the_end(slow):
+    with batcher_of(slow) as batcher:
+        ticket = batcher.submit(order(5))
+        seen = []
+        watching = threading.Thread(target=lambda: seen.extend(ticket.watch()))
+        watching.start()
+        until(lambda: ticket.wanted is not None)
+        for decided in (2, 3):
+            slow.allow(1)
+            until(lambda decided=decided: seen and len(seen[-1].codes) == decided)
+        slow.allow()
+        watching.join(120)
+        assert not watching.is_alive()
+        assert [len(progress.codes) for progress in seen] == [2, 3]
+        assert seen[-1].accepted == (1, 1, 1) and seen[-1].codes.tolist() == [5, 5, 5]
+
+
+def test_a_coroutine_may_follow_and_wait_and_give_up(slow):
+    async def client(batcher: Batcher) -> list[int]:
+        ticket = batcher.submit(order(5))
+        seen = []
+        async for progress in ticket.follow():
+            seen.append(len(progress.codes))
+            slow.allow(1)
+        assert int((await ticket.drawn()).codes[0]) == 5
+        other = batcher.submit(order(6))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(other.drawn(), 0.05)
+        assert isinstance(other.error, Cancelled)
+        return seen
+
+    with batcher_of(slow) as batcher:
+        slow.allow(1)
+        assert asyncio.run(client(batcher)) == [2, 3]
+
+
+@pytest.mark.parametrize("wrong", [{"slots": 6}, {"slots": 0}, {"queue": 0}, {"lanes": 0}])
+def test_wrong_numbers_are_refused(slow, wrong):
+    with pytest.raises(InputError):
+        Batcher(slow, **wrong)

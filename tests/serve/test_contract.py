@@ -1,0 +1,84 @@
+"""The OpenAPI document is kept: generated requests find no 5xx, and no answer that it does not tell of."""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+from served import batcher_of
+
+from lanternpp.serve.app import create_app
+from lanternpp.serve.terms import Terms
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    unsupported_method,
+]
+
+
+@pytest.fixture(scope="module")
+def document(pipe):
+    """The document of an app in this process."""
+    with batcher_of(pipe, slots=2) as batcher:
+        app = create_app(batcher, Terms("ar"), page=False)
+        yield schemathesis.openapi.from_asgi("/openapi.json", app)
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [
+        ("/v1/images/generations", "POST"),
+        ("/v1/models", "GET"),
+        ("/v1/models/{model}", "GET"),
+        ("/healthz", "GET"),
+        ("/metrics", "GET"),
+    ],
+)
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+def test_generated_requests(document, path, method, mode):
+    operation = document[path][method]
+
+    @settings(
+        max_examples=20,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def requests(case):
+        case.call_and_validate(checks=CHECKS)
+
+    try:
+        requests()
+    except Unsatisfiable:
+        assert mode is GenerationMode.NEGATIVE and method == "GET"  # nothing that could be wrong
+
+
+def test_the_document_tells_of_what_is_answered(document):
+    paths = document.raw_schema["paths"]
+    assert set(paths) == {
+        "/v1/images/generations",
+        "/v1/models",
+        "/v1/models/{model}",
+        "/healthz",
+        "/metrics",
+    }
+    told = paths["/v1/images/generations"]["post"]["responses"]
+    assert {"200", "400", "401", "404", "413", "429", "503", "504"} <= set(told) and "422" not in told
+    assert "text/event-stream" in told["200"]["content"]

@@ -1,0 +1,43 @@
+"""Who starts next."""
+
+from __future__ import annotations
+
+from served import order
+
+from lanternpp.serve.line import Line
+from lanternpp.serve.orders import Ticket
+
+
+def line(*clients: str) -> Line:
+    made = Line()
+    for number, client in enumerate(clients):
+        made.join(Ticket(order(number, client)))
+    return made
+
+
+def seeds(waiting: Line) -> list[int]:
+    return [ticket.order.seed for ticket in waiting]
+
+
+def test_one_client_is_served_in_the_order_of_its_orders():
+    assert seeds(line("a", "a", "a")) == [0, 1, 2]
+
+
+def test_clients_take_turns():
+    assert seeds(line("a", "a", "a", "a", "b", "b", "c")) == [0, 4, 6, 1, 5, 2, 3]
+
+
+def test_who_comes_late_waits_for_no_more_than_one_turn_of_each():
+    waiting = line("a", "a", "a", "a")
+    for ticket in list(waiting)[:2]:
+        waiting.leave(ticket)
+    waiting.join(Ticket(order(9, "b")))
+    assert seeds(waiting) == [2, 9, 3]
+
+
+def test_leaving_gives_no_one_a_better_turn():
+    waiting = line("a", "a", "b", "b")
+    waiting.leave(next(iter(waiting)))
+    assert seeds(waiting) == [2, 1, 3]
+    waiting.join(Ticket(order(9, "a")))  # behind its own first, as b's second is
+    assert seeds(waiting) == [2, 1, 3, 9]

@@ -1,0 +1,124 @@
+"""`lanternpp serve` as a process: how it starts, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from served import until
+
+from lanternpp.cli import main
+
+COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve", "--no-page"]
+IMAGES = "/v1/images/generations"
+
+
+@contextmanager
+def serving(model: Path, *options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, once it answers, and its address."""
+    process = subprocess.Popen(
+        [*COMMAND, "--port", "0", "--model", str(model), "--device", "cpu", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("http://"), process.stderr.read()
+        yield process, line.split(": ")[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_sigterm_under_load_finishes_what_was_accepted_and_refuses_what_comes(model):
+    """Accepted: 200. After the signal: 503. The end: status 0."""
+    with serving(model, "--slots", "1", "--queue", "40", "--method", "ar") as (process, address):
+        with httpx.Client(base_url=address, timeout=300) as http, ThreadPoolExecutor(4) as crowd:
+            http.post(IMAGES, json={"prompt": "tulip"}).raise_for_status()
+            body = {"prompt": "red tulip", "n": 10, "seed": 1}
+            answers = [crowd.submit(httpx.post, address + IMAGES, json=body, timeout=300) for _ in range(4)]
+            until(lambda: waiting(http) >= 25)
+            process.send_signal(signal.SIGTERM)
+            until(lambda: http.get("/healthz").status_code == 503)
+            late = http.post(IMAGES, json={"prompt": "tulip"})
+            assert late.status_code == 503 and late.json()["error"]["code"] == "shutting_down"
+            assert late.headers["connection"] == "close"
+            for answer in answers:
+                assert answer.result().status_code == 200 and len(answer.result().json()["data"]) == 10
+        assert process.wait(120) == 0
+        assert process.stderr.read() == ""
+
+
+def waiting(http: httpx.Client) -> int:
+    """Pictures in the queue."""
+    return http.get("/healthz").json()["queued"]
+
+
+def test_what_is_not_finished_in_time_is_refused_and_the_end_is_clean(model):
+    with serving(model, "--slots", "1", "--method", "ar", "--drain", "0") as (process, address):
+        with ThreadPoolExecutor(1) as crowd, httpx.Client(base_url=address) as http:
+            body = {"prompt": "red tulip", "n": 10}
+            answers = [crowd.submit(httpx.post, address + IMAGES, json=body, timeout=300) for _ in range(1)]
+            until(lambda: waiting(http) >= 5)
+            process.send_signal(signal.SIGINT)
+            assert answers[0].result().status_code == 503
+        assert process.wait(120) == 0
+        assert "not all pictures were finished" in process.stderr.read()
+
+
+def refused(*options: str, **environment: str) -> str:
+    """The one line on stderr of a start that is refused."""
+    done = subprocess.run(
+        [*COMMAND, *options], capture_output=True, text=True, env={**os.environ, **environment}, timeout=300
+    )
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_a_busy_port_is_one_sentence(model):
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = str(busy.getsockname()[1])
+        assert f"port {port} of 127.0.0.1 cannot be used" in refused("--port", port, "--model", str(model))
+
+
+def test_the_world_is_not_let_in_without_a_key(model):
+    assert "there is no API key" in refused("--host", "0.0.0.0", "--model", str(model), LANTERNPP_API_KEYS="")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--slots", "6"], "power of two"),
+        (["--batch-size", "4"], "use --slots"),
+        (["--method", "ar", "--lambda", "2"], "would change nothing"),
+        (["--api-key", "short"], "16 or more"),
+        (["--api-key-file", "nowhere"], "cannot be read"),
+        (["--host", "no.such.host.invalid"], "no address of this machine"),
+        (["--deadline", "0"], "above 0"),
+    ],
+)
+def test_wrong_options(model, capsys, options, said):
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--no-page", "--port", "0", "--model", str(model), *options])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and said in error and error.count("\n") == 1
+
+
+def test_keys_come_from_the_environment(model):
+    key = "a-key-from-the-environment"
+    with serving(model, LANTERNPP_API_KEYS=key) as (_, address):
+        answer = httpx.get(f"{address}/v1/models")
+        assert answer.status_code == 401 and "server" not in answer.headers
+        named = httpx.get(f"{address}/v1/models", headers={"authorization": f"Bearer {key}"})
+        assert named.status_code == 200

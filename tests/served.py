@@ -1,0 +1,143 @@
+"""For tests of the server: a real one in this process, and a pipeline whose steps wait to be allowed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from lanternpp import Pipeline
+from lanternpp.engine.decode import Harvest
+from lanternpp.errors import InputError
+from lanternpp.serve.batcher import Batcher, Order
+from lanternpp.settings import Settings, resolve
+
+LENGTH = 4
+PROMPT = "a red tulip"
+
+
+def settings(method: str = "ar", **overrides: object) -> Settings:
+    """Of a method, for a model without defaults."""
+    return resolve(method, {}, overrides)
+
+
+def order(seed: int = 0, client: str = "", prompt: str = PROMPT, **more: object) -> Order:
+    """One picture by plain decoding."""
+    return Order(prompt, seed, settings(), client=client, **more)
+
+
+class SlowEngine:
+    """Decides a code per step, and a step only when its pipeline allows one."""
+
+    def __init__(self, pipe: SlowPipe, rows: int):
+        self.pipe = pipe
+        self.count = torch.full((rows,), LENGTH)
+        self.codes = torch.zeros(rows, LENGTH, dtype=torch.int64)
+        self.passes, self.accepted = torch.zeros_like(self.count), torch.ones_like(self.codes)
+
+    def admit(self, slot: int, condition: str, seed: int) -> None:
+        if seed == 666:
+            raise RuntimeError("out of memory")
+        self.codes[slot] = seed
+        self.count[slot] = self.passes[slot] = 1
+        self.pipe.admitted.append(seed)
+
+    def step(self) -> None:
+        self.pipe.allowed.acquire()
+        if (self.codes == 13).any():
+            raise RuntimeError("a step broke")
+        self.passes += self.count < LENGTH
+        self.count += self.count < LENGTH
+
+    def done(self) -> list[int]:
+        return (self.count >= LENGTH).nonzero()[:, 0].tolist()
+
+    def harvest(self, slot: int) -> Harvest:
+        return Harvest(self.codes[slot].clone(), [1] * LENGTH, None)
+
+    def drop(self, slot: int) -> None:
+        self.count[slot] = LENGTH
+        self.pipe.dropped.append(int(self.codes[slot, 0]))
+
+
+class SlowPipe:
+    """A pipeline of slow engines; `allow` lets them step."""
+
+    name, length, width = "slow", LENGTH, 2
+
+    def __init__(self) -> None:
+        self.allowed = threading.Semaphore(0)
+        self.admitted: list[int] = []
+        self.dropped: list[int] = []
+        self.engines: list[Settings] = []
+        self.target = self
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return iter([torch.zeros(1)])
+
+    def settings(self, method: str, **overrides: object) -> Settings:
+        return settings(method, **overrides)
+
+    def prompt(self, conditions: list[str], branches: int) -> None:
+        if "spaceship" in conditions[0]:
+            raise InputError("prompt 'a spaceship' names no subject this model knows")
+
+    def new_engine(self, settings: Settings) -> SlowEngine:
+        self.engines.append(settings)
+        return SlowEngine(self, settings.batch_size)
+
+    def images(self, codes: torch.Tensor) -> list[Image.Image]:
+        return [Image.new("L", (2, 2), int(codes[0, 0]) % 256)]
+
+    def allow(self, steps: int = 10_000) -> None:
+        self.allowed.release(steps)
+
+
+def until(true: Callable[[], object], seconds: float = 120) -> None:
+    """Wait for something that must come true."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.002)
+
+
+@contextmanager
+def batcher_of(pipe: object, **options: object) -> Iterator[Batcher]:
+    """A batcher that is closed in the end, whatever happens."""
+    made = Batcher(pipe, **options)
+    try:
+        yield made
+    finally:
+        if isinstance(pipe, SlowPipe):
+            pipe.allow()
+        made.close(drain=False, timeout=0)
+
+
+def tiny(folder: Path) -> Pipeline:
+    """The tiny model, in float32."""
+    return Pipeline.from_pretrained(str(folder), device="cpu", dtype="float32", tuned=False)
+
+
+@contextmanager
+def listening(app: object) -> Iterator[str]:
+    """A real server of an app on a free port of this machine; its address."""
+    import uvicorn
+
+    from lanternpp.serve.server import bind, url
+
+    bound = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield url(bound)
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        bound.close()
