@@ -94,10 +94,7 @@ def _verify_chain(
         return _verdict(draft, nothing, nothing[:, 0] + 1, sampling.draw(p[:, 0], noise))
     here, code = p[:, :-1].flatten(0, 1), codes.flatten()
     pick = codes[..., None]
-    if draft.probs is None:
-        q = torch.zeros_like(p[:, :-1]).scatter_(-1, pick, 1)
-    else:
-        q = draft.probs[:, :-1]
+    q = torch.zeros_like(p[:, :-1]).scatter_(-1, pick, 1) if draft.probs is None else draft.probs[:, :-1]
     chance = q.gather(-1, pick).flatten()
     tried = (draft.tree.children[:, :-1, 0] >= 0).flatten() & (chance > 0)
     relaxed = rule.relax(here, code)
