@@ -7,8 +7,9 @@ from models import write_model
 from served import batcher_of
 
 from lanternpp import Pipeline
-from lanternpp.cli.serve import by_batch_size
+from lanternpp.cli.serve import fastest
 from lanternpp.serve.batcher import Order
+from lanternpp.serve.terms import Terms
 from lanternpp.tuning import batches
 from lanternpp.tuning.batches import Cell, Choice
 
@@ -22,11 +23,11 @@ def pipe(tmp_path, monkeypatch) -> Pipeline:
 
 
 def test_it_is_measured_at_the_first_start_and_read_at_the_second(pipe, capsys) -> None:
-    settings = pipe.settings("lantern++", proposer="parallel", tree="chain-3")
-    first = by_batch_size(pipe, settings, 2)
+    terms = Terms("lantern++", {"proposer": "parallel"})
+    first = fastest(pipe, terms, 2)
     assert "measuring which tree" in capsys.readouterr().err
     assert {cell.rows for cell in first.cells} == {1, 2}
-    assert by_batch_size(pipe, settings, 2) == first and capsys.readouterr().err == ""
+    assert fastest(pipe, terms, 2) == first and capsys.readouterr().err == ""
 
 
 def test_pictures_are_those_of_the_settings_they_say(pipe) -> None:

@@ -23,6 +23,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """No one reads these figures."""
     monkeypatch.setattr(batches, "WARM", 1)
     monkeypatch.setattr(batches, "STEPS", 2)
+    monkeypatch.setattr(batches, "COUNTED", 3)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ CHAINS = (1, 2, 4, 6, 8)
 MARGIN = 0.03  # what a tree must gain over plain decoding, and over the method's own tree
 WARM, STEPS = 2, 12  # of every tree at every size
 LEAST, LONG = 3, 30.0  # steps that must be, where more would take longer than so many seconds
-COUNTED = 4  # pictures whose passes are counted
+COUNTED = 8  # pictures whose passes are counted: of prompts from all over the list, as these differ
 SEED = 3000
 Tell = Callable[[int, int], None]
 
@@ -182,7 +182,8 @@ class _Calibration:
     def _count(self, tree: str | None) -> list[int]:
         """Codes decided by every pass that had room for its whole draft."""
         engine = self._engine(replace(self.settings, tree=tree), COUNTED)
-        wanted, length = [self.prompts[i % len(self.prompts)] for i in range(COUNTED)], engine.target.length
+        count, length = len(self.prompts), engine.target.length
+        wanted = [self.prompts[i * max(count, COUNTED) // COUNTED % count] for i in range(COUNTED)]
         found: list[int] = []
         for drawn in generate(engine, wanted, list(range(SEED, SEED + COUNTED))):
             decided = drawn.accepted[0]
