@@ -62,7 +62,7 @@ async def client(
     luck = random.Random(args.seed + number)
     while time.monotonic() < end and (args.requests is None or run.asked < args.requests):
         run.asked += 1
-        body = {"prompt": luck.choice(PROMPTS), "seed": luck.randrange(1 << 31), **args.body}
+        body = {"prompt": luck.choice(args.said), "seed": luck.randrange(1 << 31), **args.body}
         began = time.monotonic()
         while True:
             try:
@@ -129,6 +129,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--requests", type=int, help="so many pictures in all, in place of --seconds")
     parser.add_argument("--body", type=json.loads, default={}, help="more fields of every request, as JSON")
+    parser.add_argument("--prompts", type=Path, help="one a line, in place of some that nature-128 knows")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", type=int, default=0)
     parser.add_argument("--keep", type=int, default=1000, help="pictures of which some are checked")
@@ -139,6 +140,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     args.headers = {"authorization": f"Bearer {args.key}"} if args.key else {}
+
+    args.said = args.prompts.read_text(encoding="utf-8").splitlines() if args.prompts else PROMPTS
 
     before, began = resident(args.pid), time.monotonic()
     run = asyncio.run(load(args))

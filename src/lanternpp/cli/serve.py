@@ -166,7 +166,6 @@ def serve(
         from lanternpp.serve.batcher import Batcher
         from lanternpp.serve.server import run
         from lanternpp.serve.terms import Terms
-        from lanternpp.targets.base import PromptWarning
 
         names = [*LOOPBACK, *(allow_host or ())] if host in LOOPBACK or allow_host else []
         terms = Terms(method, overrides, keys, names, deadline, body_limit, prompt_limit)
@@ -174,7 +173,7 @@ def serve(
         tell_effect(pipe.effect)
         pipe.new_engine(terms.settings(pipe, None, {}))  # what is missing is missed now
         choose = fastest(pipe, terms, slots) if calibrate and "tree" not in overrides else None
-        warnings.simplefilter("ignore", PromptWarning)  # of strangers' prompts
+        warnings.simplefilter("ignore", UserWarning)  # from here on they are about strangers' prompts
         batcher = Batcher(pipe, slots, queue, lanes, choose)
         try:
             app = create_app(batcher, terms, page)
