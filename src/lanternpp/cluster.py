@@ -6,12 +6,15 @@ import logging
 import os
 import re
 import secrets
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from types import FrameType
 from typing import Any
 
 from lanternpp.errors import InputError
@@ -20,6 +23,7 @@ LOCAL, AUTO = "local", "auto"
 LOOPBACK = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's name for: one machine, bound to 127.0.0.1
     "RAY_AUTH_MODE": "token",
+    "RAY_worker_niceness": "0",  # its workers are this command's own work
 }
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -72,22 +76,36 @@ def cluster(address: str, workers: int | None = None) -> Iterator[Any]:
     import ray
 
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    try:
+    with ExitStack() as ends:
+        ends.enter_context(ending_on_sigterm())
         if address == LOCAL:
-            with tempfile.TemporaryDirectory(prefix="lanternpp-ray-", ignore_cleanup_errors=True) as folder:
-                own = {
-                    "num_cpus": max(cores(), workers or 1),
-                    "object_store_memory": STORE,
-                    "_temp_dir": folder,
-                }
-                start(ray, own | quiet)
-                yield ray
-                ray.shutdown()
+            made = tempfile.TemporaryDirectory(prefix="lanternpp-ray-", ignore_cleanup_errors=True)
+            own: dict[str, Any] = {"num_cpus": max(cores(), workers or 1), "object_store_memory": STORE}
+            own["_temp_dir"] = ends.enter_context(made)
+            ends.callback(ray.shutdown)
+            start(ray, own | quiet)
         else:
+            ends.callback(ray.shutdown)
             connect(ray, address, quiet)
-            yield ray
+        ends.enter_context(ending_on_sigterm())  # Ray has put its own in place
+        yield ray
+
+
+@contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """SIGTERM leaves the block as an exception does, with the status of a killed process, so that nothing stays behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(sig: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + sig)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
     finally:
-        ray.shutdown()
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def start(ray: Any, options: dict[str, Any]) -> None:

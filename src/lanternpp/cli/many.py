@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lanternpp.many.painter import Painter, Source
     from lanternpp.many.pool import Pool
 
-PANEL = "Many pictures"
+PANEL, PANEL_RAY = "Many pictures", "Ray"
 Prompts = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Draw every line of this file; needs --out.", rich_help_panel=PANEL),
@@ -41,9 +41,9 @@ Ray = Annotated[
     typer.Option(
         "--ray",
         metavar="[local|auto|HOST:PORT]",
-        help="Draw with workers of Ray: on this machine (local, the default), or on the cluster it is part of (auto) "
-        "or at an address. Needs lanternpp\\[ray].",
-        rich_help_panel=PANEL,
+        help="Use Ray: on this machine (local, the default), on the cluster it is part of (auto), or on the one at an "
+        "address. Needs lanternpp\\[ray].",
+        rich_help_panel=PANEL_RAY,
     ),
 ]
 Actors = Annotated[
@@ -52,7 +52,7 @@ Actors = Annotated[
         metavar="N",
         help="Workers of Ray; default: one for each GPU, else one for every four cores.",
         callback=opt.within(1, 10_000, "1 to 10000"),
-        rich_help_panel=PANEL,
+        rich_help_panel=PANEL_RAY,
     ),
 ]
 
@@ -90,13 +90,18 @@ class Asked:
         if self.out is None:
             raise InputError(f"--prompts {self.prompts} needs a folder to write to; add --out DIR")
         picture_folder(self.out)
-        if self.ray is not None:
-            from lanternpp.cluster import check_address, require
-
-            check_address(self.ray)
-            require()
-        elif self.actors is not None:
+        check_ray(self.ray)
+        if self.ray is None and self.actors is not None:
             raise InputError(f"--actors {self.actors} are workers of Ray; add --ray")
+
+
+def check_ray(address: str | None) -> None:
+    """InputError where Ray was asked for and is not installed, or cannot be at such an address."""
+    if address is not None:
+        from lanternpp.cluster import check_address, require
+
+        check_address(address)
+        require()
 
 
 def draw(

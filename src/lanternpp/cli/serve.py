@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lanternpp.cli import many
 from lanternpp.cli import options as opt
 from lanternpp.cli.overrides import check, takes_overrides
 from lanternpp.cli.terminal import progress_bar, say, tell_effect
@@ -116,6 +117,16 @@ Calibrate = Annotated[
 ]
 Page = Annotated[bool, typer.Option("--page/--no-page", help="The page at /.", rich_help_panel=PANEL)]
 
+Replicas = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Copies of the server under --ray; default: one for each GPU, else one for every four cores.",
+        callback=opt.within(1, 10_000, "1 to 10000"),
+        rich_help_panel=many.PANEL_RAY,
+    ),
+]
+
 
 @takes_overrides
 def serve(
@@ -134,6 +145,8 @@ def serve(
     body_limit: BodyLimit = 1 << 20,
     calibrate: Calibrate = True,
     page: Page = True,
+    ray: many.Ray = None,
+    replicas: Replicas = None,
     model: opt.Model = opt.MODEL,
     drafter: opt.Drafter = None,
     size: opt.Size = None,
@@ -148,6 +161,9 @@ def serve(
     The method and its options are the defaults of requests. SIGTERM lets accepted pictures finish.
     """
     refuse(slots, overrides)
+    if replicas is not None and ray is None:
+        raise InputError(f"--replicas {replicas} are of Ray Serve; add --ray")
+    many.check_ray(ray)
 
     from lanternpp.serve.entrance import LOOPBACK, bind, gather_keys, url
 
@@ -156,25 +172,43 @@ def serve(
         raise InputError(
             f"--host {host} lets others in, and there is no API key; give --api-key-file, or --no-key to let everybody draw"
         )
+    names = [*LOOPBACK, *(allow_host or ())] if host in LOOPBACK or allow_host else []
+    late = f"not all pictures were finished within {drain:g} s"
+    if ray is not None:
+        check(model, drafter, method, overrides)
+
+        from lanternpp.serve import ray_serve
+        from lanternpp.serve.plan import Plan
+        from lanternpp.serve.terms import Terms
+
+        terms = Terms(method, overrides, keys, names, deadline, body_limit, prompt_limit)
+        plan = Plan(many.placed(model), many.placed(drafter), device, dtype, size, terms, slots, queue, lanes)
+
+        def deployed(address: str, opened: ray_serve.Opened) -> None:
+            tell_effect(opened.effect)
+            typer.echo(
+                f"{address}: {opened.model} with {method} in {opened.dtype}, {opened.replicas} replicas of {slots} slots, "
+                "without the page"
+            )
+
+        if not ray_serve.run(ray, replicas, plan, host, port, drain, deployed):
+            say("serve", late)
+        return
     with bind(host, port) as bound:
         check(model, drafter, method, overrides)
 
-        import warnings
-
-        from lanternpp import Pipeline
         from lanternpp.serve.app import create_app
-        from lanternpp.serve.batcher import Batcher
+        from lanternpp.serve.plan import Plan
         from lanternpp.serve.server import run
         from lanternpp.serve.terms import Terms
 
-        names = [*LOOPBACK, *(allow_host or ())] if host in LOOPBACK or allow_host else []
         terms = Terms(method, overrides, keys, names, deadline, body_limit, prompt_limit)
-        pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
+        plan = Plan(model, drafter, device, dtype, size, terms, slots, queue, lanes)
+        pipe = plan.read()
         tell_effect(pipe.effect)
-        pipe.new_engine(terms.settings(pipe, None, {}))  # what is missing is missed now
-        choose = fastest(pipe, terms, slots) if calibrate and "tree" not in overrides else None
-        warnings.simplefilter("ignore", UserWarning)  # from here on they are about strangers' prompts
-        batcher = Batcher(pipe, slots, queue, lanes, choose)
+        batcher = plan.open(
+            pipe, fastest(pipe, terms, slots) if calibrate and "tree" not in overrides else None
+        )
         try:
             app = create_app(batcher, terms, page)
         except BaseException:
@@ -182,10 +216,12 @@ def serve(
             raise
 
         def ready() -> None:
-            typer.echo(f"{url(bound)}: {pipe.name} with {method} in {pipe.dtype}, {slots} slots")
+            typer.echo(
+                f"{url(bound)}: {batcher.pipe.name} with {method} in {batcher.pipe.dtype}, {slots} slots"
+            )
 
         if not run(app, batcher, bound, drain, ready):
-            say("serve", f"not all pictures were finished within {drain:g} s")
+            say("serve", late)
 
 
 def refuse(slots: int, overrides: dict[str, Any]) -> None:
