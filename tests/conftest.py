@@ -8,6 +8,11 @@ import torch
 torch.set_num_threads(1)  # the tests' tensors are small: a second thread makes them ten times slower
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How often tests/training/test_kills.py kills each of its commands."""
+    parser.addoption("--kills", type=int, default=3, help="kills of each command that must survive them")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip GPU tests on a machine without one."""
     if torch.cuda.is_available():

@@ -1,35 +1,58 @@
-"""A tiny drafter's training from nothing: pictures drawn, features kept, steps; for a process that may be killed."""
+"""Commands of a process that may be killed, on a tiny model: states after every step, shards of a few pictures."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch._dynamo  # what an optimizer would import; here, once for all processes
 
-from lanternpp.training.drafter import DrafterSettings, train
-from lanternpp.training.run import Plan
-from lanternpp.training.samples import Own
+from lanternpp.cli import main
+from lanternpp.training import cached, codes, drafter, parallel, rollouts, runs, samples  # noqa: F401 (once)
+from lanternpp.tuning import run  # noqa: F401
 
-STEPS = 12
+TRAIN = "train drafter --model tiny --warmup 2 --checks 2 --save-minutes 0"
+COMMANDS = {
+    "own": f"{TRAIN} --self --prompts mine --samples 12 --sample-batch 1 --cache-features --loss guided "
+    "--steps 26 --batch-size 3",
+    "pictures": f"{TRAIN} --data photos --kind parallel --steps 26 --batch-size 4",
+    "rollouts": f"{TRAIN} --self --prompts mine --kind parallel --rollouts 12 --steps 26 --batch-size 3",
+    "tune": "tune --model tiny --prompts mine --nodes 5 --depth 3 --rounds 2 -n 2 --no-plots --dtype float32",
+}
 
 
-def learn(model: str, life: float | None = None) -> None:
-    """Train the drafter of a model, with a state after every step and shards of four pictures.
+def start(work: Callable[..., None], *args: object) -> Any:
+    """A process that begins with everything imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["killed", "shared"])
+    process = context.Process(target=work, args=args)
+    process.start()
+    return process
+
+
+def obey(name: str, folder: str, life: float | None = None) -> None:
+    """Run a command in a folder; `work` then holds the seconds that it took of the processor.
 
     After `life` seconds of its own work, whatever else the machine does, the system ends the process.
     """
     torch.set_num_threads(1)
-    place, began = Path(model), time.process_time()
+    os.chdir(folder)
+    os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
+    cached.SHARD, codes.PART, runs.PART = 1 << 14, 1, 2
+    began = time.process_time()
     if life is not None:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # nothing of ours runs when it comes, as with SIGKILL
         signal.setitimer(signal.ITIMER_PROF, life)
-    (place / "mine").write_text("red tulip\na tulip\n")
-    from lanternpp.training import cached
-
-    cached.SHARD = 1 << 14
-    plan = Plan(place / "drafter", STEPS, checks=2, log_steps=5, save_minutes=0)
-    settings = DrafterSettings(loss="guided", batch_size=3, warmup=2)
-    assert train(None, place, 1, settings, plan, own=Own(place / "mine", 12, 1), follow=True, cache=True)
-    (place / "work").write_text(str(time.process_time() - began))
+    try:
+        main(COMMANDS[name].split())
+    except SystemExit as end:
+        if end.code:
+            sys.exit(end.code)
+    Path("work").write_text(str(time.process_time() - began))

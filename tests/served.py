@@ -128,7 +128,7 @@ def listening(app: object) -> Iterator[str]:
     """A real server of an app on a free port of this machine; its address."""
     import uvicorn
 
-    from lanternpp.serve.server import bind, url
+    from lanternpp.serve.entrance import bind, url
 
     bound = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))

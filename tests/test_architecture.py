@@ -61,8 +61,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation": LIBRARY,
     "tuning": LIBRARY | {"evaluation"},
     "many": LIBRARY,
-    "serve": LIBRARY,
+    "serve": {*LIBRARY, "evaluation.prompts"},
     "cli": LIBRARY | {"training", "evaluation", "tuning", "many", "serve", ""},
+    "__main__": {"cli"},
 }
 ONLY_TORCH = {"accept", "trees"}
 QUICK = ["cli", "errors", "methods", "names", "registry"]  # loaded before help is shown

@@ -31,6 +31,7 @@ MODELS = {
 }
 DEFAULTS = "defaults.json"
 DRAWERS = {"drafter": "drafter", "parallel": "parallel drafter"}  # folders of a model, and what is in them
+USERS = {"drafter": "use --method eagle", "parallel": "use --method parallel"}
 PROBE = 64  # codes over which rounding to 8 bits is measured
 
 
@@ -184,6 +185,10 @@ class Model:
         """The drafter that looks beyond a code at a time; InputError as `drafting`."""
         return self.drafting("drafter")
 
+    def holds(self, kind: str) -> bool:
+        """Whether there is a network of this kind to draft with; it is not read."""
+        return self.other is not None or (self.folder / kind).is_dir()
+
     def drafting(self, kind: str) -> Drafter:
         """The other folder's drafter, or the model's own in its folder `kind`, read once.
 
@@ -199,8 +204,10 @@ class Model:
         if self.other and not inside.is_dir():
             inside = folder / "drafter"
         if not inside.is_dir() and folder == self.folder:
+            there = [other for other in DRAWERS if other != kind and (self.folder / other).is_dir()]
+            has = f"; for the {DRAWERS[there[0]]} it has, {USERS[there[0]]}" if there else ""
             raise InputError(
-                f"{self.folder} comes without a {DRAWERS[kind]}; name one with --drafter, or train one"
+                f"{self.folder} comes without a {DRAWERS[kind]}; name one with --drafter, or train one{has}"
             )
         source = Source.open(inside if inside.is_dir() else folder)
         drafter = recognised("drafter", source, DRAFTERS).read(source, self.target, self.dtype)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from PIL import Image
@@ -22,7 +22,7 @@ from lanternpp.errors import InputError
 from lanternpp.models import MODELS, Model, model_folder, read_defaults
 from lanternpp.nn.int8 import Effect
 from lanternpp.settings import Settings, build_proposer, build_rule, resolve
-from lanternpp.tuned import CONDITIONS, Tuned
+from lanternpp.tuned import CONDITIONS, Tuned, fingerprint
 from lanternpp.vq.neighbours import cache_folder, neighbours
 
 TABLES = [
@@ -134,8 +134,11 @@ class Pipeline:
             rows = self.defaults.get("methods", {})
             own = {**rows, method: {**rows.get(method, {}), **found}}
             settings = resolve(method, {**self.defaults, "methods": own}, overrides)
-        if settings.top_k > self.target.vocab:
-            raise InputError(f"top-k {settings.top_k} exceeds the {self.target.vocab} codes of {self.name}")
+        vocab = self.target.vocab
+        if settings.top_k > vocab:
+            raise InputError(f"top-k {settings.top_k} exceeds the {vocab} codes of {self.name}")
+        if (settings.neighbours or 0) >= vocab and overrides.get("neighbours") is None:
+            settings = replace(settings, neighbours=vocab - 1)  # a default for codebooks of thousands
         return settings
 
     @property
@@ -146,6 +149,12 @@ class Pipeline:
         return f"{INT8}, {computed}" if model.int8 else computed
 
     @property
+    def weights(self) -> str:
+        """A hash of the weights of model and drafter: what is measured holds for these."""
+        model = self._models[False]
+        return fingerprint(model.folder, model.other)
+
+    @property
     def effect(self) -> Effect | None:
         """What weights in 8 bits did to the target's logits; None where they have their own dtype."""
         return self._models[False].effect
@@ -154,6 +163,21 @@ class Pipeline:
         """What a tuning holds for: the kind of device, the dtype, the batch, and the method's parts."""
         where = {"device": next(self.target.parameters()).device.type, "dtype": self.dtype}
         return where | {name: getattr(settings, name) for name in CONDITIONS if name not in where}
+
+    def can_draft(self, settings: Settings) -> bool:
+        """Whether the network that these settings draft with, if any, is there; none is read."""
+
+        class WantedError(Exception):
+            """What the proposer asks for."""
+
+        def ask(kind: str = "independent") -> NoReturn:
+            raise WantedError(kind)
+
+        try:
+            build_proposer(settings, ask, ask)
+        except WantedError as wanted:
+            return self._models[False].holds(str(wanted))
+        return True
 
     def engine(self, settings: Settings) -> Engine:
         """The engine for these settings, made once and kept."""

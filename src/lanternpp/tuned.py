@@ -25,6 +25,7 @@ from lanternpp.vq.neighbours import cache_folder
 FILE = "tuned.json"
 CONDITIONS = ("device", "dtype", "batch_size", "compile", "proposer", "accept")
 CHOSEN = ("tree", "neighbours", "lam", "delta", "nu", "residual")  # what an entry may set
+MADE = {"judge", "codes", "rollouts"}  # folders of what does not draw
 ENDS = 1 << 16  # bytes of a file's ends that are read to tell it from others
 
 
@@ -126,7 +127,7 @@ def _weights(folder: Path) -> Iterator[Path]:
         return
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
-        made_here = parts[0] == "judge" or path.name.startswith("neighbours-")
+        made_here = MADE & set(parts) or path.name == "state.pt" or path.name.startswith("neighbours-")
         if path.suffix in (SAFE, *PICKLED) and path.is_file() and not made_here:
             yield path
 

@@ -1,6 +1,7 @@
 """A model folder is read back as written, and never trusted."""
 
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -134,3 +135,21 @@ def test_checksum_sees_values_shape_and_dtype() -> None:
     assert len(marks) == 4
     assert checkpoints.checksum(x) == checkpoints.checksum(x.clone())
     assert json.dumps(sorted(marks))
+
+
+def test_what_killed_processes_were_writing_goes_once_it_is_old(tmp_path: Path) -> None:
+    left = (
+        ".state.pt.99999999.tmp",
+        ".tmpAb3dE9",
+        f".state.pt.{os.getpid()}.tmp",
+        ".tmpnotes",
+        "00000.safetensors",
+    )
+    for name in left:
+        (tmp_path / name).write_bytes(b"half")
+    checkpoints.sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(left)
+    for name in left:
+        os.utime(tmp_path / name, (0, 0))
+    checkpoints.sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(left[2:])

@@ -18,7 +18,14 @@ from served import until
 
 from lanternpp.cli import main
 
-COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve", "--no-page"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "from lanternpp.cli import main; main()",
+    "serve",
+    "--no-page",
+    "--no-calibrate",
+]
 IMAGES = "/v1/images/generations"
 
 
@@ -77,23 +84,25 @@ def test_what_is_not_finished_in_time_is_refused_and_the_end_is_clean(model):
         assert "not all pictures were finished" in process.stderr.read()
 
 
-def refused(*options: str, **environment: str) -> str:
+def refused(capsys: pytest.CaptureFixture[str], *options: object) -> str:
     """The one line on stderr of a start that is refused."""
-    done = subprocess.run(
-        [*COMMAND, *options], capture_output=True, text=True, env={**os.environ, **environment}, timeout=300
-    )
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--no-page", *map(str, options)])
+    said = capsys.readouterr()
+    assert end.value.code == 2 and said.out == "" and said.err.count("\n") == 1, said.err
+    return said.err
 
 
-def test_a_busy_port_is_one_sentence(model):
+def test_a_busy_port_is_one_sentence(model, capsys):
     with socket.create_server(("127.0.0.1", 0)) as busy:
-        port = str(busy.getsockname()[1])
-        assert f"port {port} of 127.0.0.1 cannot be used" in refused("--port", port, "--model", str(model))
+        port = busy.getsockname()[1]
+        said = refused(capsys, "--port", port, "--model", model)
+    assert f"port {port} of 127.0.0.1 cannot be used" in said
 
 
-def test_the_world_is_not_let_in_without_a_key(model):
-    assert "there is no API key" in refused("--host", "0.0.0.0", "--model", str(model), LANTERNPP_API_KEYS="")
+def test_the_world_is_not_let_in_without_a_key(model, capsys, monkeypatch):
+    monkeypatch.delenv("LANTERNPP_API_KEYS", raising=False)
+    assert "there is no API key" in refused(capsys, "--host", "0.0.0.0", "--port", 0, "--model", model)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +113,12 @@ def test_the_world_is_not_let_in_without_a_key(model):
         (["--method", "ar", "--lambda", "2"], "would change nothing"),
         (["--api-key", "short"], "16 or more"),
         (["--api-key-file", "nowhere"], "cannot be read"),
-        (["--host", "no.such.host.invalid"], "no address of this machine"),
+        (["--host", "no.such.host.invalid", "--no-key"], "no address of this machine"),
         (["--deadline", "0"], "above 0"),
     ],
 )
 def test_wrong_options(model, capsys, options, said):
-    with pytest.raises(SystemExit) as end:
-        main(["serve", "--no-page", "--port", "0", "--model", str(model), *options])
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and said in error and error.count("\n") == 1
+    assert said in refused(capsys, "--port", 0, "--model", model, *options)
 
 
 def test_keys_come_from_the_environment(model):

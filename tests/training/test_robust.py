@@ -1,10 +1,7 @@
 """What a training survives: kills at any moment, a full disk; and what it refuses before work is lost."""
 
 import json
-import multiprocessing
-import random
 import shutil
-import signal
 import socket
 import warnings
 from collections.abc import Callable
@@ -13,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from killed import STEPS, learn
+from killed import start
 from models import write_model
 from safetensors import SafetensorError
 from shared import learn as learn_together
@@ -29,44 +26,11 @@ from lanternpp.training.state import rewind
 CPU = torch.device("cpu")
 
 
-def start(work: Callable[..., None], *args: object) -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["killed", "shared"])
-    process = context.Process(target=work, args=args)
-    process.start()
-    return process
-
-
 def result(model: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     rows = [json.loads(line) for line in (model / "drafter" / "log.jsonl").read_text().splitlines()]
     for row in rows:
         row.pop("seconds", None)
     return checkpoints.load(model / "drafter")[1], rows
-
-
-def test_a_training_killed_at_any_moment_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    write_model(tmp_path / "whole")
-    shutil.rmtree(tmp_path / "whole" / "drafter")
-    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
-    start(learn, str(tmp_path / "whole")).join()
-    work = float((tmp_path / "whole" / "work").read_text())
-    wanted, log = result(tmp_path / "whole")
-    assert log[-1]["step"] == STEPS
-    draw, ends = random.Random(3), []
-    for _ in range(5):
-        process = start(learn, str(tmp_path / "killed"), draw.uniform(0.05, 0.5) * work)
-        process.join()
-        ends.append(process.exitcode)
-        if (tmp_path / "killed" / "drafter" / "state.pt").exists():
-            checkpoints.read_pt(tmp_path / "killed" / "drafter" / "state.pt")
-    assert ends.count(-signal.SIGPROF) >= 3
-    last = start(learn, str(tmp_path / "killed"))
-    last.join()
-    assert last.exitcode == 0
-    found, again = result(tmp_path / "killed")
-    assert again == log
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
 
 
 def test_two_processes_learn_what_one_does_from_the_same_batches(tmp_path: Path) -> None:

@@ -15,7 +15,18 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from lanternpp import __version__
-from lanternpp.cli import bench, compare, convert, eval, generate, models, serve, train_drafter, tune
+from lanternpp.cli import (
+    bench,
+    compare,
+    convert,
+    eval,
+    generate,
+    models,
+    serve,
+    throughput,
+    train_drafter,
+    tune,
+)
 from lanternpp.cli.terminal import one_line_warnings, say
 from lanternpp.errors import InputError
 
@@ -39,6 +50,7 @@ app.command()(bench.bench)
 app.command("eval")(eval.evaluate)
 app.add_typer(train_drafter.app, name="train")
 app.command()(tune.tune)
+app.command()(throughput.throughput)
 app.command()(serve.serve)
 app.command()(models.models)
 app.command()(convert.convert)

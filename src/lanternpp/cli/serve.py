@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lanternpp.cli import many
 from lanternpp.cli import options as opt
 from lanternpp.cli.overrides import check, takes_overrides
-from lanternpp.cli.terminal import say, tell_effect
+from lanternpp.cli.terminal import progress_bar, say, tell_effect
 from lanternpp.errors import InputError
 
+if TYPE_CHECKING:
+    from lanternpp.pipeline import Pipeline
+    from lanternpp.serve.terms import Terms
+    from lanternpp.tuning.batches import Choice
+
 PANEL = "Server"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 Host = Annotated[
     str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine.", rich_help_panel=PANEL)
@@ -102,13 +106,21 @@ BodyLimit = Annotated[
         help="Most bytes of a request.", callback=opt.within(1, remedy="1 or more"), rich_help_panel=PANEL
     ),
 ]
+Calibrate = Annotated[
+    bool,
+    typer.Option(
+        "--calibrate/--no-calibrate",
+        help="Measure at the first start which tree is fastest for how many pictures at once, down to plain "
+        "decoding; a --tree of your own is kept.",
+        rich_help_panel=PANEL,
+    ),
+]
 Page = Annotated[bool, typer.Option("--page/--no-page", help="The page at /.", rich_help_panel=PANEL)]
-
 Replicas = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="Copies of the server under --ray; default: one for each GPU, else one for every four cores.",
+        help="Servers under --ray; default: one for each GPU, else one for every four cores.",
         callback=opt.within(1, 10_000, "1 to 10000"),
         rich_help_panel=many.PANEL_RAY,
     ),
@@ -130,6 +142,7 @@ def serve(
     allow_host: AllowHost = None,
     prompt_limit: PromptLimit = 1000,
     body_limit: BodyLimit = 1 << 20,
+    calibrate: Calibrate = True,
     page: Page = True,
     ray: many.Ray = None,
     replicas: Replicas = None,
@@ -144,18 +157,15 @@ def serve(
 ) -> None:
     """Draw over HTTP, with OpenAI's Images API at /v1 and a page at /; many pictures share every pass.
 
-    The method and its options are the defaults of requests. SIGTERM lets accepted pictures finish.
+    The method and its options are the defaults of requests. SIGTERM lets accepted pictures finish. With --ray, several
+    servers share the work, without the page.
     """
-    refuse(host, slots, overrides)
-    if replicas is not None and ray is None:
-        raise InputError(f"--replicas {replicas} are of Ray Serve; add --ray")
+    refuse(slots, overrides)
+    if ray is None and replicas is not None:
+        raise InputError(f"--replicas {replicas} are of Ray; add --ray")
     many.check_ray(ray)
-    check(model, drafter, method, overrides)
 
-    from lanternpp.serve.app import create_app
-    from lanternpp.serve.plan import Plan
-    from lanternpp.serve.server import bind, run, url
-    from lanternpp.serve.terms import Terms, gather_keys
+    from lanternpp.serve.entrance import LOOPBACK, bind, gather_keys, url
 
     keys = gather_keys(api_key or (), api_key_file)
     if host not in LOOPBACK and not keys and not no_key:
@@ -163,26 +173,33 @@ def serve(
             f"--host {host} lets others in, and there is no API key; give --api-key-file, or --no-key to let everybody draw"
         )
     names = [*LOOPBACK, *(allow_host or ())] if host in LOOPBACK or allow_host else []
-    terms = Terms(method, overrides, keys, names, deadline, body_limit, prompt_limit)
-    late = f"not all pictures were finished within {drain:g} s"
-    if ray is not None:
-        from lanternpp.serve import ray_serve
-
-        plan = Plan(many.placed(model), many.placed(drafter), device, dtype, size, terms, slots, queue, lanes)
-
-        def deployed(address: str, opened: ray_serve.Opened) -> None:
-            tell_effect(opened.effect)
-            typer.echo(
-                f"{address}: {opened.model} with {method} in {opened.dtype}, {opened.replicas} replicas of {slots} slots, "
-                "without the page"
-            )
-
-        if not ray_serve.run(ray, replicas, plan, host, port, drain, deployed):
-            say("serve", late)
-        return
     with bind(host, port) as bound:
-        batcher = Plan(model, drafter, device, dtype, size, terms, slots, queue, lanes).open()
-        tell_effect(batcher.pipe.effect)
+        check(model, drafter, method, overrides)
+
+        import warnings
+
+        from lanternpp import Pipeline
+        from lanternpp.serve.app import create_app
+        from lanternpp.serve.batcher import Batcher
+        from lanternpp.serve.server import run
+        from lanternpp.serve.terms import Terms
+        from lanternpp.targets.base import PromptWarning
+
+        terms = Terms(method, overrides, keys, names, deadline, body_limit, prompt_limit)
+        if ray is not None:
+            from lanternpp.cli.serve_ray import deploy
+            from lanternpp.serve.ray_serve import Plan
+
+            where = many.placed(model), many.placed(drafter)
+            plan = Plan(*where, device, dtype, size, terms, slots, queue, lanes)
+            deploy(ray, replicas, plan, calibrate and "tree" not in overrides, host, bound, drain)
+            return
+        pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
+        tell_effect(pipe.effect)
+        pipe.new_engine(terms.settings(pipe, None, {}))  # what is missing is missed now
+        choose = fastest(pipe, terms, slots) if calibrate and "tree" not in overrides else None
+        warnings.simplefilter("ignore", PromptWarning)  # of strangers' prompts
+        batcher = Batcher(pipe, slots, queue, lanes, choose)
         try:
             app = create_app(batcher, terms, page)
         except BaseException:
@@ -190,15 +207,13 @@ def serve(
             raise
 
         def ready() -> None:
-            typer.echo(
-                f"{url(bound)}: {batcher.pipe.name} with {method} in {batcher.pipe.dtype}, {slots} slots"
-            )
+            typer.echo(f"{url(bound)}: {pipe.name} with {method} in {pipe.dtype}, {slots} slots")
 
         if not run(app, batcher, bound, drain, ready):
-            say("serve", late)
+            say("serve", f"not all pictures were finished within {drain:g} s")
 
 
-def refuse(host: str, slots: int, overrides: dict[str, Any]) -> None:
+def refuse(slots: int, overrides: dict[str, Any]) -> None:
     """What can be refused at once. Raises InputError."""
     if slots < 1 or slots & (slots - 1):
         raise InputError(f"--slots {slots} is no power of two; use 1, 2, 4, 8 ...")
@@ -206,5 +221,21 @@ def refuse(host: str, slots: int, overrides: dict[str, Any]) -> None:
         raise InputError(
             f"--batch-size {overrides['batch_size']} would change nothing: the server decides with every step; use --slots"
         )
-    if not host:
-        raise InputError("--host '' is empty; use 127.0.0.1, or 0.0.0.0 for all addresses")
+
+
+def fastest(pipe: Pipeline, terms: Terms, slots: int) -> Choice:
+    """Which tree to draw with at which size, measured now or before."""
+    from lanternpp.tuning.batches import calibrate, sizes
+    from lanternpp.tuning.lane import usual_conditions
+
+    told: list[str] = []
+    with progress_bar("measuring trees") as bar:
+
+        def tell(done: int, total: int) -> None:
+            if not told:
+                told.append("measuring which tree is fastest here, once; --no-calibrate leaves that out")
+                say("serve", told[0])
+            if bar:
+                bar(done, total)
+
+        return calibrate(pipe, terms.settings(pipe, None, {}), sizes(slots), usual_conditions(pipe), tell)

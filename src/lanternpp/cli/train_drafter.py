@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -149,6 +151,7 @@ def drafter(
             )
         settings = eagle.DrafterSettings(**shared, **only)
         leave(eagle.train(data, model, layers, settings, where, crops, limit, drawn, cfg is None, keep))
+        say_how(model, out, "eagle")
         return
     only |= given(cache_features=cache_features)
     if only:
@@ -156,10 +159,23 @@ def drafter(
             f"--{next(iter(only)).replace('_', '-')} is for drafters of --kind eagle: leave it out."
         )
     asked = parallel.ParallelSettings(**shared)
+    if rollouts is not None and rollouts < 1:
+        raise InputError(f"--rollouts {rollouts} must be at least 1.")
     if rollouts is None:
         leave(parallel.train(data, model, layers, asked, where, crops, limit, drawn, follow=cfg is None))
     else:
         leave(runs.train(data, model, asked, where, rollouts, drawn, follow=cfg is None, layers=layers))
+    say_how(model, out, kind)
+
+
+def say_how(model: str, out: Path | None, method: str) -> None:
+    """Say which command draws with what was trained."""
+    from lanternpp.training.team import team
+
+    if team().leads:
+        other = ["--drafter", str(out)] if out else []
+        words = ["lanternpp", "compare", "PROMPT", "--model", model, *other, "--method", method]
+        print(f"draw with it: {shlex.join(words)}", file=sys.stderr)
 
 
 def given(**options: Any) -> dict[str, Any]:

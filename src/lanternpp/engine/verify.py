@@ -33,6 +33,8 @@ def verify(
     a CPU a loop is left once no sample is undecided, and a child that no sample tries is passed over.
     """
     tree, widths = draft.tree, draft.tree.widths
+    if tree.chain and not measure and all(rule.at(level) is rule for level in range(len(widths))):
+        return _verify_chain(draft, logits, sampling, rule, noise)
     batch = torch.arange(len(logits), device=logits.device)
     hasty = logits.device.type == "cpu"
     node = torch.zeros_like(batch)
@@ -78,6 +80,37 @@ def verify(
     bonus = sampling.draw(left, noise)
     verdict = _verdict(draft, torch.stack(path, 1), kept, bonus)
     return replace(verdict, spent=torch.stack(spent, 1)) if measure else verdict
+
+
+def _verify_chain(
+    draft: Draft, logits: Tensor, sampling: Sampling, rule: Acceptance, noise: Noise
+) -> Verdict:
+    """`verify` where no node has more than one child: every level is judged at once, as if all before it were kept."""
+    codes, depth = draft.codes[:, 1:], draft.codes.shape[1] - 1
+    batch = torch.arange(len(codes), device=codes.device)
+    p = sampling.probs(logits)
+    if not depth:
+        nothing = torch.zeros_like(draft.codes)
+        return _verdict(draft, nothing, nothing[:, 0] + 1, sampling.draw(p[:, 0], noise))
+    here, code = p[:, :-1].flatten(0, 1), codes.flatten()
+    pick = codes[..., None]
+    q = torch.zeros_like(p[:, :-1]).scatter_(-1, pick, 1) if draft.probs is None else draft.probs[:, :-1]
+    chance = q.gather(-1, pick).flatten()
+    tried = (draft.tree.children[:, :-1, 0] >= 0).flatten() & (chance > 0)
+    relaxed = rule.relax(here, code)
+    if relaxed is not here:
+        permitted = logits[:, :-1].gather(-1, pick).flatten() > float("-inf")
+        relaxed = relaxed.where(permitted[:, None], here)
+    u = noise.fine(Noise.ACCEPT, depth, 1).flatten()
+    good = tried & sampling.accepts(relaxed, chance, code, u)
+    last = good.view_as(codes).cumprod(1).sum(1)  # [B] the node at which the walk ends
+    left, at = p[batch, last], last.clamp(max=depth - 1)
+    turn = batch * depth + at
+    rest = sampling.residual(rule, here[turn], relaxed[turn], q[batch, at], code[turn])
+    refused = tried[turn] & (last < depth)
+    left = left.where(~refused[:, None], rest)
+    path = torch.arange(depth + 1, device=codes.device).minimum(last[:, None])
+    return _verdict(draft, path, last + 1, sampling.draw(left, noise))
 
 
 def without(q: Tensor, code: Tensor) -> Tensor:

@@ -219,12 +219,22 @@ def begin(folder: Path, run: dict[str, Any], resume: bool) -> None:
             f"{folder} holds a run already; go on with it by --resume, or choose another folder with -o"
         )
     old = json.loads(path.read_text(encoding="utf-8"))
-    differing = [k for k in run if old.get(k) != run[k]]
+    differing = list(differences(old, run))
     if differing:
         raise InputError(
-            f"{folder} holds a run with other {', '.join(differing)}; repeat its settings to go on with it, "
+            f"{folder} holds a run with other settings ({'; '.join(differing)}); repeat them to go on with it, "
             "or choose another folder with -o"
         )
+
+
+def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
+    """What differs between two nested objects, by the names that lead to it: "settings.lam 2.0 -> 4.0"."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys((*old, *new)):
+            yield from differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+    elif old != new:
+        long = any(isinstance(value, dict | list) for value in (old, new))
+        yield name if long else f"{name} {old!r} -> {new!r}"
 
 
 def read_turns(folder: Path) -> list[Turn]:

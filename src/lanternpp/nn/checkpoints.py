@@ -181,11 +181,17 @@ def is_full(error: BaseException) -> bool:
 
 
 def sweep(folder: Path, stale: float = STALE) -> None:
-    """Remove what `replacing` left in a folder when its process was killed, if it is `stale` seconds old."""
+    """Remove what `replacing`, or safetensors in it, left in a folder when its process was killed.
+
+    stale: the seconds that it must be old.
+    """
     for path in folder.glob(".*.tmp"):
         owner = path.name.split(".")[-2]
         alive = Path(f"/proc/{owner}").exists() or not Path("/proc").is_dir()
         if owner.isdecimal() and not alive and time.time() - path.stat().st_mtime > stale:
+            path.unlink(missing_ok=True)
+    for path in folder.glob(".tmp" + "[A-Za-z0-9]" * 6):  # as safetensors names what it is writing
+        if path.is_file() and time.time() - path.stat().st_mtime > stale:
             path.unlink(missing_ok=True)
 
 

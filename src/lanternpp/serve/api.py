@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
-from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
-from lanternpp.errors import InputError
 from lanternpp.serve import schemas
 from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.desk import Desk
 from lanternpp.serve.metrics import CONTENT, Metrics
-from lanternpp.serve.orders import Cancelled, Drawn, Order, Ticket
-from lanternpp.serve.pictures import encode, picture_size, png_notes
+from lanternpp.serve.orders import Cancelled, Drawn, Ticket
 from lanternpp.serve.refusals import explain, refusal
 from lanternpp.serve.schemas import ImagesRequest, Refusal
+from lanternpp.serve.streaming import PictureStream
 from lanternpp.serve.terms import Terms
 
-SEEDS = 1 << 31  # of pictures for which none is asked
 REASONS = {
     400: "Something in the request will not do",
     401: "No API key, or a wrong one",
@@ -38,85 +34,6 @@ REASONS = {
 def reasons(*status: int) -> dict[int | str, dict[str, Any]]:
     """Refusals of a route, for the OpenAPI document."""
     return {code: {"model": Refusal, "description": REASONS[code]} for code in status}
-
-
-class Desk:
-    """Turns requests into orders, and pictures into answers."""
-
-    def __init__(self, batcher: Batcher, terms: Terms):
-        self.batcher, self.terms, self.pipe = batcher, terms, batcher.pipe
-        self.size = "{}x{}".format(*picture_size(self.pipe))
-
-    def orders(self, asked: ImagesRequest, client: str) -> list[Order]:
-        """One order per picture. Raises InputError."""
-        if len(asked.prompt) > self.terms.prompt:
-            raise InputError(
-                f"the prompt has {len(asked.prompt)} characters; this server takes at most {self.terms.prompt}"
-            )
-        if asked.size not in (None, "auto", self.size):
-            raise InputError(
-                f"size {asked.size!r} is not what {self.pipe.name} draws; use {self.size!r} or 'auto'"
-            )
-        if asked.partial_images and not asked.stream:
-            raise InputError("partial_images come with stream only; set stream to true")
-        settings = self.terms.settings(self.pipe, asked.method, asked.overrides())
-        limits = [limit for limit in (asked.deadline, self.terms.deadline) if limit is not None]
-        seed = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed
-        return [
-            Order(asked.prompt, seed + i, settings, min(limits, default=None), client)
-            for i in range(asked.n or 1)
-        ]
-
-    def facts(self, order: Order, drawn: Drawn) -> schemas.Facts:
-        """How a picture was drawn."""
-        return schemas.Facts(
-            seed=order.seed,
-            method=drawn.settings.method,
-            rows=drawn.rows,
-            codes=len(drawn.codes),
-            passes=len(drawn.accepted),
-            codes_per_pass=len(drawn.codes) / len(drawn.accepted),
-            accepted_per_pass=list(drawn.accepted),
-            seconds=drawn.seconds,
-            waited=drawn.waited,
-            tv_spent=drawn.tv_spent,
-            settings=asdict(drawn.settings),
-        )
-
-    def file(self, asked: ImagesRequest, order: Order, drawn: Drawn) -> str:
-        """A picture as base64 of the format asked for."""
-        notes = png_notes(self.pipe, order, drawn)
-        return encode(drawn.image, asked.output_format or "png", asked.output_compression, notes)
-
-    def answer(self, asked: ImagesRequest, tickets: list[Ticket], drawn: list[Drawn]) -> dict[str, Any]:
-        """The response with all pictures."""
-        kind, data = asked.output_format or "png", []
-        for ticket, one in zip(tickets, drawn, strict=True):
-            file, facts = self.file(asked, ticket.order, one), self.facts(ticket.order, one)
-            if asked.response_format == "url":
-                data.append(schemas.Picture(url=f"data:image/{kind};base64,{file}", lanternpp=facts))
-            else:
-                data.append(schemas.Picture(b64_json=file, lanternpp=facts))
-        codes = sum(len(one.codes) for one in drawn)
-        response = schemas.ImagesResponse(
-            created=int(time.time()),
-            output_format=kind,
-            size=self.size,
-            data=data,
-            usage=usage(asked.prompt, codes),
-        )
-        return response.model_dump(exclude_none=True)
-
-
-def usage(prompt: str, codes: int) -> schemas.Usage:
-    """Words in, codes out."""
-    words = len(prompt.split())
-    return schemas.Usage(
-        input_tokens=words,
-        output_tokens=codes,
-        total_tokens=words + codes,
-        input_tokens_details=schemas.InputDetails(text_tokens=words),
-    )
 
 
 async def together(request: Request, tickets: list[Ticket]) -> list[Drawn]:
@@ -150,8 +67,6 @@ def client_of(request: Request) -> str:
 
 def router(batcher: Batcher, terms: Terms, metrics: Metrics) -> APIRouter:
     """All routes of the API."""
-    from lanternpp.serve.streaming import PictureStream
-
     desk, routes = Desk(batcher, terms), APIRouter()
     card = schemas.ModelCard(id=batcher.pipe.name)
     no_model = f"is not served here; use {card.id!r}"

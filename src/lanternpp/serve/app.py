@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lanternpp import __version__
 from lanternpp.errors import InputError
+from lanternpp.pipeline import versions
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.terms import Terms
 
@@ -33,7 +33,7 @@ def create_app(batcher: Batcher, terms: Terms | None = None, page: bool = True) 
     terms = terms or Terms()
     app = FastAPI(
         title="lanternpp",
-        version=__version__,
+        version=versions()["lanternpp"],
         summary="Pictures by speculative decoding, over the OpenAI Images API",
         docs_url=None,  # these pages would load scripts from other hosts
         redoc_url=None,
@@ -56,10 +56,10 @@ def create_app(batcher: Batcher, terms: Terms | None = None, page: bool = True) 
 def add_page(app: FastAPI, batcher: Batcher, terms: Terms) -> None:
     """Mount the page; it comes after all routes, so that it shadows none."""
     try:
-        from lanternpp.serve.page import mount_page  # type: ignore[import-not-found,unused-ignore]
+        from lanternpp.serve.page import mount_page
     except ImportError:
         return
-    mount_page(app, batcher, batcher.pipe, terms.prompt, terms.deadline)
+    mount_page(app, batcher, terms)
 
 
 def describe(app: FastAPI, keys: bool) -> None:

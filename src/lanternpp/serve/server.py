@@ -1,4 +1,4 @@
-"""The process: a socket, uvicorn, and an end in which accepted requests finish and new ones hear that it is over."""
+"""The process: uvicorn, and an end in which accepted requests finish and new ones hear that it is over."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from lanternpp.errors import InputError
 from lanternpp.serve.batcher import Batcher
 
 if TYPE_CHECKING:
@@ -16,35 +15,6 @@ if TYPE_CHECKING:
 
 LAST_WORDS = 5  # seconds in which answers may still be written once nothing is drawn any more
 IDLE = 30  # seconds that a connection may rest between two requests
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket at this address, which does not listen yet; port 0: any free one. Raises InputError."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, proto)
-    except OSError as error:
-        raise InputError(f"--host {host!r} is no address of this machine: {error.strerror}") from None
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind(address)
-        bound.listen(0)  # a busy port is found here on some systems
-    except OSError as error:
-        bound.close()
-        raise InputError(
-            f"port {port} of {host} cannot be used ({error.strerror}); stop what uses it, or give another --port"
-        ) from None
-    return bound
-
-
-def url(bound: socket.socket) -> str:
-    """How a browser on this machine reaches it."""
-    host, port = bound.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def run(

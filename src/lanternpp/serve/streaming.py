@@ -6,19 +6,17 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from lanternpp.serve.desk import Desk, usage
 from lanternpp.serve.orders import Ticket
 from lanternpp.serve.pictures import encode, half_drawn
 from lanternpp.serve.refusals import explain
 from lanternpp.serve.schemas import ImagesRequest
-
-if TYPE_CHECKING:
-    from lanternpp.serve.api import Desk
 
 QUIET = 15.0  # seconds without an event after which a comment keeps the connection open
 SNAPSHOT = 0.02  # least seconds between two looks at a picture
@@ -88,8 +86,6 @@ class PictureStream(StreamingResponse):
                     break
         drawn = await ticket.drawn()
         file = await run_in_threadpool(desk.file, asked, ticket.order, drawn)
-        from lanternpp.serve.api import usage
-
         facts = desk.facts(ticket.order, drawn).model_dump(exclude_none=True)
         counted = usage(asked.prompt, len(drawn.codes)).model_dump()
         self._tell("completed", index, file, usage=counted, lanternpp=facts)

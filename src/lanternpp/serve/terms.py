@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from lanternpp.errors import InputError
 from lanternpp.methods import METHODS, method
 from lanternpp.pipeline import Pipeline
+from lanternpp.serve.entrance import check_keys
 from lanternpp.settings import DIALS, Settings
-
-KEYS = "LANTERNPP_API_KEYS"  # keys separated by commas or blanks
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-SHORTEST = 16  # characters of a key
 
 
 @dataclass(frozen=True)
@@ -39,11 +34,7 @@ class Terms:
         ):
             if value is not None and value <= 0:
                 raise InputError(f"{name} {value} is not above 0")
-        for key in self.keys:
-            if len(key) < SHORTEST or not key.isascii() or any(c.isspace() for c in key):
-                raise InputError(
-                    f"an API key of {len(key)} characters will not do; use {SHORTEST} or more ASCII characters without blanks"
-                )
+        check_keys(self.keys)
 
     def settings(self, pipe: Pipeline, named: str | None, given: Mapping[str, Any]) -> Settings:
         """The settings of a request: what it gives, then what the server was started with. Raises InputError.
@@ -56,18 +47,3 @@ class Terms:
         parts = {*DIALS, "proposer", "accept"}
         base = {k: v for k, v in self.overrides.items() if name == self.method or k not in parts}
         return pipe.settings(name, **{**base, **given, "batch_size": 1})
-
-
-def gather_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
-    """API keys from options, from a file of one a line, and from the environment. Raises InputError."""
-    found = [*given, *os.environ.get(KEYS, "").replace(",", " ").split()]
-    if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError) as error:
-            raise InputError(f"--api-key-file {str(file)!r} cannot be read: {error}") from None
-        own = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not own:
-            raise InputError(f"--api-key-file {str(file)!r} has no keys; write one a line")
-        found += own
-    return tuple(dict.fromkeys(found))

@@ -82,6 +82,11 @@ class Target(nn.Module, ABC):
         """Every condition that it can follow, where they can be listed; else none."""
         return ()
 
+    @property
+    def words(self) -> Mapping[str, Sequence[str]]:
+        """What a prompt may speak of, a list for each kind of word, where that can be listed; else none."""
+        return {}
+
     def expect(self, prompts: int) -> None:
         """So many prompts will be asked for again and again: keep of them what is slow to make."""
         return

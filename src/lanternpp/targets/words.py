@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -124,6 +124,12 @@ class WordsTarget(Target):
     def slots(self) -> int:
         """Word slots T of every prompt."""
         return self.config.slots
+
+    @property
+    def words(self) -> Mapping[str, Sequence[str]]:
+        """Subjects, of which a prompt needs one, and what may stand beside them."""
+        subjects = self.config.subjects
+        return {"subjects": subjects, "beside them": [w for w in self.config.words if w not in subjects]}
 
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
         """Sentences -> [branches * b, T, D]; raises InputError where no subject is named."""

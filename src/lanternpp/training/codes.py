@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,11 @@ from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import CONFIG, digest, replacing, sweep
 from lanternpp.training.data import Order, Pictures, Rows, generator, read_rows
 from lanternpp.training.report import Report
+from lanternpp.training.shards import Shards
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.reading import Reader
+
+PART = 16  # batches of pictures in a shard
 
 
 @dataclass(frozen=True)
@@ -86,14 +91,24 @@ def codes_of(
     data: Path, store: Path, reader: Reader, crops: int, limit: int | None = None, batch: int = 32
 ) -> Codes:
     """The codes that `reader` sees in the pictures of `data`, from the folder `store` or encoded now into it."""
-    if crops < 1:
-        raise InputError(f"crops {crops} must be at least 1.")
-    rows = {split: read_rows(data, split) for split in ("train", "val")}
-    key = digest([*reader.key, *(part.key for part in rows.values()), f"{crops} {limit}"])
-    path = store / f"{key}.safetensors"
+    rows = splits_of(data)
+    path = store / f"{codes_key(rows, reader, crops, limit)}.safetensors"
     if not path.is_file():
         encode(data, rows, path, reader, crops, limit, batch)
     return load(path)
+
+
+def splits_of(data: Path) -> dict[str, Rows]:
+    """The rows of both splits. InputError as `read_rows`."""
+    return {split: read_rows(data, split) for split in ("train", "val")}
+
+
+def codes_key(rows: Mapping[str, Rows], reader: Reader, crops: int, limit: int | None) -> str:
+    """The name of what a reader sees in pictures. InputError where there is nothing to see."""
+    for name, value in (("--crops", crops), ("--limit", limit)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} {value} must be at least 1.")
+    return digest([*reader.key, *(part.key for part in rows.values()), f"{crops} {limit}"])
 
 
 def load(path: Path) -> Codes:
@@ -115,7 +130,7 @@ def load(path: Path) -> Codes:
 def encode(
     data: Path, rows: dict[str, Rows], path: Path, reader: Reader, crops: int, limit: int | None, batch: int
 ) -> None:
-    """Encode both splits and write them as one file, whole or not at all."""
+    """Encode both splits and write them as one file; until it is whole, what is done is kept in shards beside it."""
     if reader.codes > 2**16:
         raise InputError(f"a tokenizer of {reader.codes} codes is too large: training takes up to {2**16}.")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,28 +144,39 @@ def encode(
     )
     began, tally, spoken = time.monotonic(), 0, False
     sweep(path.parent)
+    pieces = [
+        (name, variant, index)
+        for name, split in pictures.items()
+        for variant in range(1 if name == "val" else 2 * crops)
+        for index in torch.arange(len(split)).split(batch * PART)
+    ]
+    shards = Shards(path.with_name(f"{path.stem}-{len(train)}-{len(val)}"), len(pieces))
+    missing = set(shards.missing)
+    left = total - sum(len(index) for i, (_, _, index) in enumerate(pieces) if i not in missing)
     tensors = {
         "train": torch.empty(len(train), 2 * crops, reader.length, dtype=torch.uint16),
         "val": torch.empty(len(val), 1, reader.length, dtype=torch.uint16),
     }
+    ready = {name: split.to(reader.device) for name, split in pictures.items()}
     with report.bar(0.0):
-        for name, split in pictures.items():
-            on = split.to(reader.device)
-            for variant in range(tensors[name].shape[1]):
-                parts = zip(
-                    torch.arange(len(split)).split(batch), tensors[name][:, variant].split(batch), strict=True
-                )
-                for number, (index, into) in enumerate(parts):
-                    images = on.centre(index) if name == "val" else view(on, index, variant, number)
-                    into.copy_(reader.encode(images))
-                    tally += len(index)
-                    gone = time.monotonic() - began
-                    if not spoken and gone > 3:
-                        spoken = True
-                        report.say(
-                            f"{tally / gone:.0f} pictures a second: about {total / tally * gone / 60:.1f} min"
-                        )
-                    report.advance(gone, tally / total, f"{tally}/{total}")
+        for place, (name, variant, piece) in enumerate(pieces):
+            into = tensors[name][piece[0] : piece[-1] + 1, variant]
+            if place not in missing:
+                into.copy_(shards.read(place)[0]["codes"])
+                continue
+            for index, part in zip(piece.split(batch), into.split(batch), strict=True):
+                on, number = ready[name], int(index[0]) // batch
+                images = on.centre(index) if name == "val" else view(on, index, variant, number)
+                part.copy_(reader.encode(images))
+                tally += len(index)
+                gone = time.monotonic() - began
+                if not spoken and gone > 3:
+                    spoken = True
+                    report.say(
+                        f"{tally / gone:.0f} pictures a second: about {left / tally * gone / 60:.1f} min"
+                    )
+                report.advance(gone, (total - left + tally) / total, f"{total - left + tally}/{total}")
+            shards.write(place, {"codes": into}, {})
     facts: dict[str, Any] = {name: named(rows[name], pictures[name], limit) for name in pictures}
     facts["data"] = {
         "folder": data.resolve().name,
@@ -163,6 +189,7 @@ def encode(
     }
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"facts": json.dumps(facts)})
+    shutil.rmtree(shards.folder)
 
 
 def view(pictures: Pictures, index: Tensor, variant: int, number: int) -> Tensor:

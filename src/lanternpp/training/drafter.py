@@ -281,8 +281,8 @@ def train(
     """
     if layers < 1:
         raise InputError(f"layers {layers} must be at least 1.")
-    cfg = None if follow else settings.cfg
-    found = gather(model, plan.folder, plan.device, data, own, cfg, crops, limit)
+    known = asdict(settings) | {"layers": layers}
+    found = gather(model, plan, data, own, known, follow, crops, limit)
     settings = replace(settings, cfg=found.cfg)
     store = found.teacher.store if cache else None
     task = DrafterTask(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,8 +13,10 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.targets.base import Target
-from lanternpp.training.codes import Codes, codes_of
-from lanternpp.training.samples import Own, asked, own_codes
+from lanternpp.training.codes import Codes, codes_key, codes_of, splits_of
+from lanternpp.training.samples import Own, asked, own_codes, own_key
+from lanternpp.training.state import foresee
+from lanternpp.training.task import Plan
 from lanternpp.training.teacher import Teacher, key_of, read_teacher
 from lanternpp.training.team import team
 
@@ -46,31 +50,41 @@ def taught(model: str | Path, out: Path, device: torch.device, cfg: float | None
 
 def gather(
     model: str | Path,
-    out: Path,
-    device: torch.device,
+    plan: Plan,
     data: Path | None,
     own: Own | None,
-    cfg: float | None,
+    settings: Mapping[str, Any],
+    follow: bool,
     crops: int,
     limit: int | None,
 ) -> Material:
-    """The codes of the pictures in `data` or, where `own` says so, of pictures that the target draws at `cfg`.
+    """The codes of the pictures in `data` or, where `own` says so, of pictures that the target draws with `cfg`.
 
-    cfg None: the guidance that the model draws best with. InputError where there is nothing to learn from.
+    settings: of the training, `cfg` among them; follow: the guidance is the one that the model draws best with.
+    InputError where there is nothing to learn from, or what the plan's folder holds was trained otherwise: that is
+    found before anything is drawn or encoded.
     """
-    found = taught(model, out, device, cfg)
+    if data is not None:
+        splits_of(data)
+    early = {name: value for name, value in settings.items() if name != "cfg"}
+    foresee(plan, early)
+    found = taught(model, plan.folder, plan.device, None if follow else settings["cfg"])
     teacher, target = found.teacher, found.target
+    known = {"cfg": found.cfg, "target": found.origin}
     if own is not None:
         words = asked(own, data, teacher.place, target)
         guidance = Guidance(found.cfg)
+        foresee(plan, known | {"data": own_key(found.origin, words, own, guidance, found.sampling)})
         with team().leader_first():
             codes = own_codes(target, found.origin, words, own, guidance, found.sampling, teacher.store)
         if teacher.packs:
             del target  # before it is read again: one of them at a time
             target = teacher.read()
     elif data is not None:
+        reader = target.reader()
+        foresee(plan, known | {"data": codes_key(splits_of(data), reader, crops, limit)})
         with team().leader_first():
-            codes = codes_of(data, teacher.store, target.reader(), crops, limit)
+            codes = codes_of(data, teacher.store, reader, crops, limit)
     else:
         raise InputError("a drafter learns from pictures, --data DIR, or from the target's own, --self.")
     return Material(teacher, target, found.origin, found.sampling, found.cfg, codes)

@@ -239,7 +239,7 @@ def train(
     """Train a parallel drafter of `model` in the plan's folder; False if interrupted. See `drafter.train`."""
     if layers < 1:
         raise InputError(f"layers {layers} must be at least 1.")
-    cfg = None if follow else settings.cfg
-    found = gather(model, plan.folder, plan.device, data, own, cfg, crops, limit)
+    known = asdict(settings) | {"layers": layers}
+    found = gather(model, plan, data, own, known, follow, crops, limit)
     settings = replace(settings, cfg=found.cfg)
     return run(ParallelTask(settings, layers, found.target, found.codes, found.origin, plan.device), plan)

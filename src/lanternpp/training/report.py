@@ -30,7 +30,7 @@ class Report:
         self._task: Any = None
         self._spoken = time.monotonic()
         self._first: tuple[float, float] | None = None  # (progress, seconds) where this process began
-        self._validation = ""
+        self._validation = self._ended = ""
 
     @contextmanager
     def bar(self, progress: float) -> Iterator[None]:
@@ -68,10 +68,11 @@ class Report:
         if self._bar is not None:
             self._bar.update(self._task, completed=progress, description=line)
             self._spoken = time.monotonic()
-        elif self.due() or progress >= 1:
+        elif self.due() or (progress >= 1 and line != self._ended):
             gone, since = progress - self._first[0], seconds - self._first[1]
-            left = f"  {(1 - progress) * since / gone / 60:.1f} min left" if gone > 0 else ""
+            left = f"  {(1 - progress) * since / gone / 60:.1f} min left" if gone > 0 and progress < 1 else ""
             self.say(f"{100 * progress:5.1f} %{left}  {line}")
+            self._ended = line if progress >= 1 else ""
 
     def figures(self, step: int, figures: Mapping[str, float]) -> None:
         """Validation figures."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
-from lanternpp.nn.checkpoints import CONFIG, checksum, digest
+from lanternpp.nn.checkpoints import CONFIG, WEIGHTS, checksum, digest
 from lanternpp.nn.sources import Source
 from lanternpp.targets.base import Target
 from lanternpp.training.codes import Codes, Split
@@ -22,8 +22,9 @@ from lanternpp.training.features import Captions
 from lanternpp.training.material import taught
 from lanternpp.training.parallel import Lessons, ParallelSettings, ParallelTask
 from lanternpp.training.run import Plan, run
-from lanternpp.training.runs import Rollout, recorded, replay
+from lanternpp.training.runs import Rollout, recorded, replay, runs_key
 from lanternpp.training.samples import HELD, LEAST, MOST, Own, asked
+from lanternpp.training.state import foresee
 
 
 class RolloutTask(ParallelTask):
@@ -99,17 +100,15 @@ def train(
     """Go on with the parallel drafter in the plan's folder, on `count` runs of the target with it. False if interrupted.
 
     The captions of `data`, or what `own` asks for, are what is drawn. A drafter of fewer `layers` grows to so many.
-    Its state lies in a folder of its own below, and the weights are replaced at the end.
+    Its state lies in a folder of its own below, beside the drafter that it began with, and the weights are
+    replaced at the end. Once ended, it does not go on from there unless it is restarted.
     """
-    folder = plan.folder
-    if not (folder / CONFIG).is_file():
-        raise InputError(
-            f"{folder} holds no parallel drafter to go on with: train one first, without --rollouts."
-        )
+    folder, below = plan.folder, replace(plan, folder=plan.folder / "rollouts")
+    first = begun(folder, plan.restart)
     found = taught(model, folder, plan.device, None if follow else settings.cfg)
     words = asked(own or Own(), data, found.teacher.place, found.target)
     drafter = (
-        ParallelDrafter.read(Source.open(folder), found.target, found.teacher.dtype)
+        ParallelDrafter.read(Source.open(first), found.target, found.teacher.dtype)
         .to(plan.device)
         .eval()
         .requires_grad_(False)
@@ -120,10 +119,13 @@ def train(
     held = min(max(LEAST, count // HELD), MOST)
     said = [words.val[i % len(words.val)] for i in range(held)]
     said += [words.train[i % len(words.train)] for i in range(count)]
-    runs = recorded(found, drafter, origin, said, levels, batch, settings.seed + 1)
-    target = found.teacher.again(found.target)
     settings = replace(settings, cfg=found.cfg, levels=levels, turn=drafter.config.turn)
-    facts = {"codes": f"runs of {origin}", "runs": count, "drafter": origin, "prompts": len(words.train)}
+    name = runs_key(found, origin, said, levels, batch, settings.seed + 1)
+    known = asdict(settings) | {"layers": len(grown.decoder.blocks), "target": found.origin, "data": name}
+    foresee(below, known)
+    runs = recorded(found, drafter, name, said, levels, batch, settings.seed + 1)
+    target = found.teacher.again(found.target)
+    facts = {"codes": name, "runs": count, "drafter": origin, "prompts": len(words.train)}
     if data is not None:
         facts["folder"] = data.resolve().name
     task = RolloutTask(
@@ -131,13 +133,44 @@ def train(
     )
     task.model.load_state_dict(grown.state_dict())
     task.average.load_state_dict(grown.state_dict())
-    below = replace(plan, folder=folder / "rollouts")
     if not run(task, below):
         return False
     exported, tensors = task.export()
     checkpoints.save(folder, exported, tensors, plan.store)
     shutil.copyfile(below.folder / "provenance.json", folder / "provenance.json")
     return True
+
+
+def begun(folder: Path, restart: bool) -> Path:
+    """A copy of the drafter that a training on rollouts began with, made now where it begins.
+
+    InputError where there is no drafter, or it is neither that one nor what the training left.
+    """
+    first = folder / "rollouts" / "begin"
+    if (first / CONFIG).is_file() and not restart:
+        mine = sums(first), sums(folder / "rollouts")
+        if (folder / CONFIG).is_file() and sums(folder) not in mine:
+            raise InputError(
+                f"{folder} holds another drafter than its rollouts began with: pass --restart to go on with it."
+            )
+        return first
+    if not (folder / CONFIG).is_file():
+        raise InputError(
+            f"{folder} holds no parallel drafter to go on with: train one first, without --rollouts."
+        )
+    config, tensors = checkpoints.load(folder)
+    checkpoints.save(first, config, tensors)
+    return first
+
+
+def sums(folder: Path) -> str | None:
+    """A hash of the weights in a folder; None where there are none."""
+    if not (folder / WEIGHTS).is_file():
+        return None
+    return digest(
+        checksum(tensor.float())
+        for _, tensor in sorted(checkpoints.read_safetensors(folder / WEIGHTS).items())
+    )
 
 
 def grow(drafter: ParallelDrafter, layers: int, target: Target) -> ParallelDrafter:

@@ -118,18 +118,25 @@ def replay(rollout: Rollout, levels: int) -> tuple[Tensor, Tensor, Tensor]:
     return features, anchors, hints
 
 
+def runs_key(found: Taught, origin: str, texts: Sequence[str], depth: int, batch: int, seed: int) -> str:
+    """The name of runs of the texts with a drafter of weights `origin`."""
+    return digest([found.origin, origin, *texts, f"{found.cfg} {depth} {batch} {seed}"])
+
+
 def recorded(
     found: Taught,
     drafter: ParallelDrafter,
-    origin: str,
+    name: str,
     texts: Sequence[str],
     depth: int,
     batch: int,
     seed: int,
 ) -> list[Rollout]:
-    """Runs of the texts with a drafter of weights `origin`, kept in shards beside the codes; what is missing is recorded now."""
+    """Runs of the texts with a drafter, `name`d as `runs_key` does, kept in shards beside the codes.
+
+    What is missing is recorded now.
+    """
     target = found.target
-    name = digest([found.origin, origin, *texts, f"{found.cfg} {depth} {batch} {seed}"])
     parts = [list(range(first, min(first + PART, len(texts)))) for first in range(0, len(texts), PART)]
     shards = Shards(found.teacher.store / f"runs-{name}", len(parts))
     missing = shards.missing

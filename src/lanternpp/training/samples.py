@@ -100,13 +100,10 @@ def own_codes(
     target: Target, key: str, words: Asked, own: Own, guidance: Guidance, sampling: Sampling, store: Path
 ) -> Codes:
     """The codes of a target's own pictures, kept in `store`; what is missing is drawn now. `key`: the target's."""
-    count = own.count or max(len(words.train), FEWEST)
-    held = min(max(count // HELD, LEAST), MOST)
-    texts = [words.train[i % len(words.train)] for i in range(count)]
-    texts += [words.val[i % len(words.val)] for i in range(held)]
-    size = own.batch * 4
+    texts, held = wanted(words, own)
+    count, size = len(texts) - held, own.batch * 4
     parts = [list(range(first, min(first + size, count + held))) for first in range(0, count + held, size)]
-    name = digest([key, *texts, f"{guidance} {sampling} {own.seed} {own.batch}"])
+    name = own_key(key, words, own, guidance, sampling)
     shards = Shards(store / f"self-{name}", len(parts))
     missing = shards.missing
     if missing:
@@ -119,6 +116,19 @@ def own_codes(
     facts = {"self": True, "train": count, "val": held, "prompts": len(words.train), "codes": name}
     facts |= {"cfg": guidance.scale, "sampling": vars_of(sampling)}
     return Codes(splits[0], splits[1], facts)
+
+
+def wanted(words: Asked, own: Own) -> tuple[list[str], int]:
+    """A prompt for every picture, those to validate with last, and how many these are."""
+    count = own.count or max(len(words.train), FEWEST)
+    held = min(max(count // HELD, LEAST), MOST)
+    texts = [words.train[i % len(words.train)] for i in range(count)]
+    return texts + [words.val[i % len(words.val)] for i in range(held)], held
+
+
+def own_key(key: str, words: Asked, own: Own, guidance: Guidance, sampling: Sampling) -> str:
+    """The name of a target's own pictures."""
+    return digest([key, *wanted(words, own)[0], f"{guidance} {sampling} {own.seed} {own.batch}"])
 
 
 def vars_of(sampling: Sampling) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from lanternpp.nn import checkpoints
 from lanternpp.training.task import Plan, Task, groups
 
 STATE, LOG = "state.pt", "log.jsonl"
+MEANT = {
+    "data": ", which stands for what it learns from",
+    "target": ", which stands for the target's weights",
+}
 
 
 @dataclass
@@ -35,21 +40,12 @@ def begin(task: Task, plan: Plan) -> State:
     if plan.restart or not path.exists():
         for group in groups(task):
             group["initial_lr"] = group["lr"]
-        if plan.restart:
-            (plan.folder / LOG).unlink(missing_ok=True)
+        for left in (path, plan.folder / LOG):  # of what is begun anew, or was killed before its first state
+            left.unlink(missing_ok=True)
         return State()
     content = checkpoints.read_pt(path)
     old, new = content.get("settings", {}), task.settings
-    changed = [
-        f"{name} {old.get(name)!r} -> {new.get(name)!r}"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
-    ]
-    if changed:
-        raise InputError(
-            f"{path} was trained with other settings ({'; '.join(changed)}): "
-            "repeat its settings to resume, or pass --restart to start over."
-        )
+    refuse(path, old, new, sorted(old.keys() | new.keys()))
     for name, module in task.modules().items():
         checkpoints.fill(module, content["modules"][name], path)
     for name, optimizer in task.optimizers.items():
@@ -59,6 +55,27 @@ def begin(task: Task, plan: Plan) -> State:
     state.sums = {name: value.to(plan.device) for name, value in state.sums.items()}
     rewind(plan.folder / LOG, state.step)
     return state
+
+
+def foresee(plan: Plan, known: Mapping[str, Any]) -> None:
+    """InputError where the folder's state was trained with other settings than those known so far."""
+    path = plan.folder / STATE
+    if not plan.restart and path.exists():
+        refuse(path, checkpoints.read_pt(path).get("settings", {}), known, sorted(known))
+
+
+def refuse(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], names: Iterable[str]) -> None:
+    """InputError that says which of the named settings differ."""
+    changed = [
+        f"{name} {old.get(name)!r} -> {new.get(name)!r}{MEANT.get(name, '')}"
+        for name in names
+        if old.get(name) != new.get(name)
+    ]
+    if changed:
+        raise InputError(
+            f"{path} was trained with other settings ({'; '.join(changed)}): "
+            "repeat its settings to resume, or pass --restart to start over."
+        )
 
 
 def rewind(log: Path, step: int) -> None:

@@ -48,7 +48,7 @@ SHAPES: dict[str, Shape] = {
     "eagle-25": EAGLE,
     "lantern-57": by_levels((5, 13, 16, 14, 9)),
     "deep-8": by_levels((2, 2, 2, 1, 1)),
-    **{f"chain-{n}": chain(n) for n in (2, 3, 4, 5, 6, 8)},
+    **{f"chain-{n}": chain(n) for n in (1, 2, 3, 4, 5, 6, 8)},
 }
 
 MAX_NODES, MAX_DEPTH = 512, 32

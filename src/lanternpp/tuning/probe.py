@@ -88,18 +88,18 @@ class _Timed:
 
     def admit(self, conditions: Sequence[str | None], seeds: Sequence[int]) -> float:
         """A whole batch enters; seconds per sample."""
-        began = _now(self.engine)
+        began = now(self.engine)
         for slot, (condition, seed) in enumerate(zip(conditions, seeds, strict=True)):
             self.engine.admit(slot, condition, seed)
-        begin = _now(self.engine) - began
+        begin = now(self.engine) - began
         self.watch.take(begin)
         return begin / self.engine.batch
 
     def step(self) -> None:
         """One step."""
-        began = _now(self.engine)
+        began = now(self.engine)
         self.engine.step()
-        self.spans.append(self.watch.take(_now(self.engine) - began))
+        self.spans.append(self.watch.take(now(self.engine) - began))
 
     def took(self, *parts: str) -> float:
         """Seconds that parts of a step took."""
@@ -135,9 +135,9 @@ def probe(
         tree.step()
         other.step()
         witness.note(room)
-    began = _now(engine)
+    began = now(engine)
     pixels(torch.stack([engine.harvest(slot).codes for slot in range(engine.batch)]))
-    finished = (_now(engine) - began) / engine.batch
+    finished = (now(engine) - began) / engine.batch
     tried = witness.counts.tried
     return Probe(
         [list(path) for path in paths[1:]],
@@ -165,7 +165,8 @@ def trimmed(values: Sequence[float]) -> float:
     return sum(inner) / len(inner)
 
 
-def _now(engine: Engine) -> float:
+def now(engine: Engine) -> float:
+    """Seconds on a clock, once the engine's device has nothing left to do."""
     if engine.codes.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

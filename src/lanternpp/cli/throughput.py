@@ -1,0 +1,134 @@
+"""`lanternpp throughput`: pictures per second by batch size, plain and drafted, and with the tree chosen by batch size."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lanternpp.cli import options as opt
+from lanternpp.cli.overrides import check, takes_overrides
+from lanternpp.cli.terminal import progress_bar, tell_effect
+from lanternpp.errors import InputError
+
+MOST = 1024  # pictures at once
+
+Sizes = Annotated[str, typer.Option(metavar="A,B,...", help="Pictures at once, parted by commas.")]
+Rounds = Annotated[
+    int, typer.Option(help="Turns of each way to draw.", callback=opt.within(1, 1000, "1 to 1000"))
+]
+Prompts = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="One prompt per line; default: the model's own list.")
+]
+Folder = Annotated[
+    Path,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="Where figures go. The same command goes on where it was stopped.",
+    ),
+]
+Restart = Annotated[bool, typer.Option("--restart", help="Measure everything again.")]
+Plots = Annotated[bool, typer.Option("--plots/--no-plots", help="A PNG plot; it needs matplotlib.")]
+
+
+@takes_overrides
+def throughput(
+    batch_sizes: Sizes = "1,2,4,8,16",
+    rounds: Rounds = 3,
+    prompts: Prompts = None,
+    output: Folder = Path("out/throughput"),
+    restart: Restart = False,
+    plots: Plots = True,
+    as_json: opt.Json = False,
+    model: opt.Model = opt.MODEL,
+    drafter: opt.Drafter = None,
+    size: opt.Size = None,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    method: opt.Method = opt.METHOD,
+    seed: opt.Seed = 0,
+    *,
+    overrides: dict[str, Any],
+) -> None:
+    """Pictures per second by batch size: plain AR, a method as it is, and with its tree chosen for each size.
+
+    First every tree's steps are timed at every size, which is kept for the next time, and for `serve`. Then the three
+    take turns, each a batch that is kept full. Writes table.md, throughput.json and throughput.png.
+    """
+    asked = read_sizes(batch_sizes)
+    for name, remedy in (("batch_size", "--batch-sizes"), ("measure", "bench --measure")):
+        if name in overrides:
+            raise InputError(f"--{name.replace('_', '-')} would change nothing here; use {remedy}")
+    check(model, drafter, method, overrides)
+    if plots:
+        from lanternpp.evaluation.plots import check as drawable
+
+        drawable()
+
+    from lanternpp import Pipeline
+    from lanternpp.evaluation.prompts import read_prompts
+    from lanternpp.models import model_folder
+    from lanternpp.nn import checkpoints
+    from lanternpp.tuning import throughput as measured
+    from lanternpp.tuning.batches import calibrate
+    from lanternpp.tuning.lane import usual_conditions
+
+    given = read_prompts(prompts, model_folder(model)) if prompts else None
+    pipe = Pipeline.from_pretrained(model, drafter, device, dtype, size)
+    tell_effect(pipe.effect)
+    settings = pipe.settings(method, **{"batch_size": 1} | overrides)
+    conditions = given or usual_conditions(pipe)
+    for condition in conditions:
+        pipe.target.prompt([condition], 1)
+    with progress_bar("measuring trees") as tell:
+        choice = calibrate(pipe, settings, asked, conditions, tell, restart)
+    bench = measured.Throughput(pipe, settings, choice, asked, conditions, output, seed, restart)
+    with progress_bar("drawing") as tell:
+        rates = bench.run(rounds, tell)
+    told = bench.told | {"rounds": rounds, "rates": [asdict(rate) for rate in rates]}
+    told["trees"] = [asdict(cell) for cell in choice.cells]
+    checkpoints.write_text(output / "throughput.json", json.dumps(told, indent=1) + "\n")
+    checkpoints.write_text(output / "table.md", measured.markdown(rates, method))
+    if plots:
+        measured.plot(rates, method, output / "throughput.png")
+    if as_json:
+        typer.echo(json.dumps(told))
+    else:
+        show(rates, method)
+
+
+def read_sizes(text: str) -> list[int]:
+    """Batch sizes, ascending. Raises InputError."""
+    try:
+        sizes = sorted({int(word) for word in text.split(",")})
+    except ValueError:
+        sizes = []
+    if not sizes or not 1 <= sizes[0] <= sizes[-1] <= MOST:
+        raise InputError(
+            f"--batch-sizes {text!r} is no list of sizes; use whole numbers from 1 to {MOST} parted by commas"
+        )
+    return sizes
+
+
+def show(rates: list[Any], method: str) -> None:
+    """The figures on stdout, a line for each way at each size."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from lanternpp.tuning.throughput import CHOSEN, FIXED, PLAIN, figures, named
+
+    ways = {PLAIN: "plain AR", FIXED: method, CHOSEN: "by batch size"}
+    table = Table()
+    for place, head in enumerate(("batch", "", "draws", "pictures/s", "codes per pass", "speed-up")):
+        table.add_column(head, justify="left" if place in (1, 2) else "right")
+    for rate in rates:
+        if rate.kind == PLAIN and rate is not rates[0]:
+            table.add_section()
+        size = str(rate.rows) if rate.kind == PLAIN else ""
+        table.add_row(size, ways[rate.kind], named(rate).strip("`"), *figures(rate))
+    Console().print(table)

@@ -1,0 +1,68 @@
+"""Who may come in, and where: API keys and the address. Nothing here loads torch, so that refusals are quick."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from lanternpp.errors import InputError
+
+KEYS = "LANTERNPP_API_KEYS"  # keys separated by commas or blanks
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+SHORTEST = 16  # characters of a key
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """InputError unless each can be sent in a header and is not soon guessed."""
+    for key in keys:
+        if len(key) < SHORTEST or not key.isascii() or any(c.isspace() for c in key):
+            raise InputError(
+                f"an API key of {len(key)} characters will not do; use {SHORTEST} or more ASCII characters without blanks"
+            )
+
+
+def gather_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
+    """API keys from options, from a file of one a line, and from the environment. Raises InputError."""
+    found = [*given, *os.environ.get(KEYS, "").replace(",", " ").split()]
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise InputError(f"--api-key-file {str(file)!r} cannot be read: {error}") from None
+        own = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not own:
+            raise InputError(f"--api-key-file {str(file)!r} has no keys; write one a line")
+        found += own
+    check_keys(found)
+    return tuple(dict.fromkeys(found))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at this address, which does not listen yet; port 0: any free one. Raises InputError."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise InputError(f"--host {host!r} is no address of this machine: {error.strerror}") from None
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+        bound.listen(0)  # a busy port is found here on some systems
+    except OSError as error:
+        bound.close()
+        raise InputError(
+            f"port {port} of {host} cannot be used ({error.strerror}); stop what uses it, or give another --port"
+        ) from None
+    return bound
+
+
+def url(bound: socket.socket) -> str:
+    """How a browser on this machine reaches it."""
+    host, port = bound.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,251 @@
+"""Which tree to draft with at which batch size: measured once per machine, down to plain decoding.
+
+A pass over drafted codes costs more of a plain pass the more samples share it, so the tree that is fastest for one
+picture need not be so for eight. How many codes a pass decides does not depend on the batch: that is counted once.
+What a step costs does: at every size each tree's steps are timed beside plain ones. Nothing is chosen that was not
+measured to be faster than plain decoding at that size by `MARGIN`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lanternpp.engine.decode import Engine, generate
+from lanternpp.errors import InputError
+from lanternpp.evaluation.speed import BASELINE
+from lanternpp.methods import method as named_method
+from lanternpp.nn.checkpoints import digest
+from lanternpp.pipeline import Pipeline, versions
+from lanternpp.settings import Settings, dials_read
+from lanternpp.trees import build_tree, shape_name
+from lanternpp.trees.shapes import SHAPES, chain
+from lanternpp.trees.static import StaticTree
+from lanternpp.tuned import tuned_path
+from lanternpp.tuning.journal import Journal
+from lanternpp.tuning.lane import Conditions, Lane, machine
+
+CHAINS = (1, 2, 4, 6, 8)
+MARGIN = 0.03  # what a tree must gain over plain decoding, and over the method's own tree
+WARM, STEPS = 2, 12  # of every tree at every size
+LEAST, LONG = 3, 30.0  # steps that must be, where more would take longer than so many seconds
+COUNTED = 4  # pictures whose passes are counted
+SEED = 3000
+Tell = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A tree at a batch size, measured."""
+
+    rows: int  # samples at once
+    tree: str | None  # None: the method has none
+    codes: float  # that a pass decides of a sample, the prefill apart
+    step: float  # seconds of a step
+    plain: float  # seconds of a plain step
+    speedup: float  # pictures per second over those of plain decoding at the same size
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to draw with at which size: call it with settings and a size."""
+
+    settings: Settings  # what was measured, its batch size apart
+    cells: tuple[Cell, ...]
+
+    def __call__(self, settings: Settings, rows: int) -> Settings:
+        """The settings for a batch of `rows` samples that are to be drawn with `settings`.
+
+        Those themselves where their method, parts or tree are not the ones that were measured; other dials are taken to
+        be like those that were. Where a size was not measured the next larger one decides, and plain decoding
+        beyond the largest. Plain decoding follows the model exactly, also where the method asked for is relaxed.
+        """
+        same = replace(settings, batch_size=rows)
+        if not self.covers(settings):
+            return same
+        best = self.best(rows)
+        if best is None:
+            return plainly(same)
+        return same if best.tree is None else replace(same, tree=best.tree)
+
+    def covers(self, settings: Settings) -> bool:
+        """Whether settings are among those that were measured."""
+        mine = self.settings
+        names = ("method", "proposer", "accept", "tree", "window", "compile")
+        alike = all(getattr(settings, name) == getattr(mine, name) for name in names)
+        return alike and (settings.cfg == 1) == (mine.cfg == 1)
+
+    def best(self, rows: int) -> Cell | None:
+        """The fastest at a size; None: plain decoding."""
+        size = min((cell.rows for cell in self.cells if cell.rows >= rows), default=None)
+        field = {cell.tree: cell for cell in self.cells if cell.rows == size}
+        if not field:
+            return None
+        best = max(field.values(), key=lambda cell: cell.speedup)
+        own = field.get(self.settings.tree)
+        if own and best.speedup < own.speedup * (1 + MARGIN):
+            best = own
+        return best if best.speedup >= 1 + MARGIN else None
+
+
+def sizes(most: int) -> list[int]:
+    """1, 2, 4 and so on, up to `most`, which is among them."""
+    return [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
+
+
+def plainly(settings: Settings) -> Settings:
+    """The same picture by plain decoding: `ar`'s parts, and none of the dials that those do not read."""
+    row = {name: value for name, value in asdict(named_method(BASELINE)).items() if name != "about"}
+    return replace(settings, method=BASELINE, **row)
+
+
+def calibrate(
+    pipe: Pipeline,
+    settings: Settings,
+    rows: Sequence[int],
+    prompts: Conditions,
+    tell: Tell | None = None,
+    restart: bool = False,
+) -> Choice:
+    """Measure a method at these batch sizes, or read what was measured here before; `prompts` are drawn.
+
+    tell: called with (done, total) before every measurement. restart: measure again. What was measured lies beside the model's tunings, one line for each
+    measurement, so that one stopped goes on; with the same weights, settings, device, dtype, processor, threads and
+    versions it holds. Where it cannot be written it is measured all the same, with a warning. Raises InputError
+    where a part of the method is missing.
+    """
+    settings = replace(settings, batch_size=1, measure=False)
+    if settings.proposer == "nothing":
+        return Choice(settings, ())
+    with ExitStack() as stack:
+        journal = _journal(pipe, settings, prompts, restart, stack)
+        return _Calibration(pipe, settings, prompts, journal, tell or (lambda done, total: None)).run(rows)
+
+
+class _Calibration:
+    """The measurements of one method."""
+
+    def __init__(self, pipe: Pipeline, settings: Settings, prompts: Conditions, journal: Journal, tell: Tell):
+        self.pipe, self.settings, self.journal, self.tell = pipe, settings, journal, tell
+        self.prompts = prompts
+
+    def run(self, rows: Sequence[int]) -> Choice:
+        """Every tree at every size."""
+        field = [(size, tree) for size in rows for tree in self.trees(size)]
+        chains = {tree: depth for _, tree in field if (depth := _chain(tree))}
+        deepest = max(chains, key=chains.__getitem__, default=None)
+        others = dict.fromkeys(tree for _, tree in field if tree not in chains)
+        counted = [tree for tree in (deepest, *others) if tree is not None or not chains]
+        self.total = len(counted) + len(field)
+        kept = {
+            tree: self._once({"codes": tree}, partial(self._count, tree), i) for i, tree in enumerate(counted)
+        }
+        cells: list[Cell] = []
+        for size, tree in field:
+            measure = partial(self._time, size, tree)
+            took = self._once({"rows": size, "tree": tree}, measure, len(counted) + len(cells))
+            depth = chains.get(tree)
+            seen = kept[deepest if depth else tree]
+            codes = sum(min(n, depth + 1) if depth else n for n in seen) / len(seen)
+            cells.append(self._cell(size, tree, codes, took))
+        self.pipe.release()
+        return Choice(self.settings, tuple(cells))
+
+    def _once(self, key: Mapping[str, Any], measure: Callable[[], Any], place: int) -> Any:
+        """What was measured, or is now."""
+        if not self.journal.knows(key):
+            self.tell(place, self.total)
+        return self.journal.once(key, measure)
+
+    def trees(self, rows: int) -> list[str | None]:
+        """The method's own tree, the one that was tuned for this size, and chains."""
+        own = self.settings.tree
+        if own is None or "tree" not in dials_read(self.settings.proposer, self.settings.accept):
+            return [own]
+        where = self.pipe.conditions(replace(self.settings, batch_size=rows))
+        tuned = self.pipe.tuned.settings(self.settings.method, where) if self.pipe.tuned else {}
+        others = [dial for dial in tuned if dial != "tree" and tuned[dial] != getattr(self.settings, dial)]
+        found = [tuned["tree"]] if "tree" in tuned and not others else []
+        mine = {_chain(tree) for tree in (own, *found)} - {None}
+        return list(dict.fromkeys([own, *found, *(chain_name(n) for n in CHAINS if n not in mine)]))
+
+    def _engine(self, settings: Settings, rows: int) -> Engine:
+        return self.pipe.new_engine(replace(settings, batch_size=rows))
+
+    def _count(self, tree: str | None) -> list[int]:
+        """Codes decided by every pass that had room for its whole draft."""
+        engine = self._engine(replace(self.settings, tree=tree), COUNTED)
+        wanted, length = [self.prompts[i % len(self.prompts)] for i in range(COUNTED)], engine.target.length
+        found: list[int] = []
+        for drawn in generate(engine, wanted, list(range(SEED, SEED + COUNTED))):
+            decided = drawn.accepted[0]
+            for kept in drawn.accepted[1:]:
+                if decided + engine.proposer.depth + 1 <= length or not found:
+                    found.append(kept)
+                decided += kept
+        return found or [1]
+
+    def _time(self, rows: int, tree: str | None) -> dict[str, Any]:
+        """A tree's steps beside plain ones, each in the same moment as the other."""
+        plain = Lane(self._engine(plainly(self.settings), rows), self.prompts, SEED)
+        tried = Lane(self._engine(replace(self.settings, tree=tree), rows), self.prompts, SEED)
+        pairs: list[tuple[float, float]] = []
+        while len(pairs) < WARM + STEPS and not (len(pairs) >= WARM + LEAST and sum(map(sum, pairs)) > LONG):
+            pairs.append((tried.step(), plain.step()))
+        del pairs[:WARM]
+        begun = {"begin": median(tried.begun), "plain_begin": median(plain.begun)}
+        return begun | {"steps": [one for one, _ in pairs], "plain": [other for _, other in pairs]}
+
+    def _cell(self, rows: int, tree: str | None, codes: float, took: Mapping[str, Any]) -> Cell:
+        """Steps as a multiple of the plain ones beside them, so that a busy moment counts for both.
+
+        A picture takes its prefill, during which a batch stands still, and its share of its steps. Of the last draft
+        half of what it decides beyond a code is cut off, on average.
+        """
+        plain = median(took["plain"])
+        pace = median(one / other for one, other in zip(took["steps"], took["plain"], strict=True))
+        left = self.pipe.target.length - 1
+        passes = (left + (codes - 1) / 2) / codes
+        mine = took["begin"] + passes * pace * plain / rows
+        return Cell(
+            rows, tree, codes, pace * plain, plain, (took["plain_begin"] + left * plain / rows) / mine
+        )
+
+
+def chain_name(depth: int) -> str:
+    """A chain as `--tree` takes it."""
+    name = f"chain-{depth}"
+    return name if name in SHAPES else shape_name(chain(depth))
+
+
+def _chain(tree: str | None) -> int | None:
+    """How deep a tree is that is a chain; None: it is none."""
+    built = None if tree is None else build_tree(tree)
+    if isinstance(built, StaticTree) and built.shape == chain(built.depth):
+        return built.depth
+    return None
+
+
+def _journal(
+    pipe: Pipeline, settings: Settings, prompts: Conditions, restart: bool, stack: ExitStack
+) -> Journal:
+    """Where measurements go: beside the model's tunings, under a name that says what they hold for."""
+    told: dict[str, Any] = {"tuned": f"{settings.method}, by batch size", "model": pipe.name}
+    told |= {"weights": pipe.weights, "settings": asdict(settings), "prompts": list(prompts)}
+    told |= {"machine": machine(pipe), "versions": versions()}
+    name = f"batches-{digest([f'{key} {value}' for key, value in sorted(told.items())])}"
+    folder = tuned_path(pipe.folder).parent / name
+    for anew in (restart, True):  # a damaged one is made again
+        try:
+            return Journal(folder, told, anew)
+        except (InputError, OSError, ValueError) as error:
+            reason = error
+    warnings.warn(f"measurements by batch size are not kept: {reason}", stacklevel=2)
+    return Journal(Path(stack.enter_context(tempfile.TemporaryDirectory())), told)

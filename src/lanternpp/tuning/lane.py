@@ -1,0 +1,80 @@
+"""A batch that is kept full: where a picture ends, the next one enters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lanternpp.engine.decode import Engine
+from lanternpp.evaluation.prompts import PROMPTS, read_prompts
+from lanternpp.evaluation.speed import device_name
+from lanternpp.pipeline import Pipeline
+from lanternpp.tuning.probe import now
+from lanternpp.tuning.run import processor
+
+Conditions = Sequence[str | None]
+
+
+class Lane:
+    """An engine, what it draws in turn, and what is done with the codes of a finished picture."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        conditions: Conditions,
+        seed: int,
+        finish: Callable[[Tensor], object] | None = None,
+    ):
+        self.engine, self.conditions, self.seed, self.finish = engine, conditions, seed, finish
+        self.begun: list[float] = []  # seconds of every prefill
+        self._running: set[int] = set()
+
+    def refill(self) -> int:
+        """Let finished pictures out and new ones in; how many came in."""
+        done = self.engine.done()
+        for slot in done:
+            if slot in self._running and self.finish:
+                self.finish(self.engine.harvest(slot).codes[None])
+            began, place = now(self.engine), len(self.begun)
+            self.engine.admit(slot, self.conditions[place % len(self.conditions)], self.seed + place)
+            self.begun.append(now(self.engine) - began)
+        self._running.update(done)
+        return len(done)
+
+    def step(self) -> float:
+        """Seconds of one step; what comes in before it is off the clock."""
+        self.refill()
+        began = now(self.engine)
+        self.engine.step()
+        return now(self.engine) - began
+
+    def turn(self) -> dict[str, float]:
+        """Decide as many codes as the batch's pictures have: seconds with prefills and pixels, codes, passes.
+
+        Passes are counted per sample, prefills among them.
+        """
+        codes, passes, goal = 0, 0, self.engine.batch * self.engine.target.length
+        began = now(self.engine)
+        while codes < goal:
+            entered, before = self.refill(), int(self.engine.count.sum())
+            self.engine.step()
+            codes += entered + int(self.engine.count.sum()) - before
+            passes += entered + self.engine.batch
+        return {"seconds": now(self.engine) - began, "codes": codes, "passes": passes}
+
+
+def usual_conditions(pipe: Pipeline) -> Conditions:
+    """What to draw where no one says: the model's own list of prompts, some of its conditions, or the null condition."""
+    if (pipe.folder / PROMPTS).is_file():
+        return read_prompts(None, pipe.folder)
+    known = pipe.target.conditions
+    return known[:: max(1, len(known) // 25)] or [None]
+
+
+def machine(pipe: Pipeline) -> dict[str, object]:
+    """Where seconds are measured."""
+    name = device_name(next(pipe.target.parameters()).device)
+    where = {"device": name, "processor": processor(), "dtype": pipe.dtype}
+    return where | {"threads": torch.get_num_threads()}

@@ -1,0 +1,169 @@
+"""Pictures per second by batch size: plain decoding, a method as it is, and what is chosen by batch size.
+
+They take turns at the same prompts, a batch of each kept full, so that the machine is the same for all of them. Each turn
+is written down at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lanternpp.pipeline import Pipeline, versions
+from lanternpp.settings import Settings
+from lanternpp.tuning.batches import Choice, Tell, plainly
+from lanternpp.tuning.journal import Journal
+from lanternpp.tuning.lane import Conditions, Lane, machine
+
+PLAIN, FIXED, CHOSEN = "plain", "fixed", "chosen"
+WARM = 3  # steps before the first turn of a batch
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One way to draw at one batch size; figures are medians over the rounds."""
+
+    rows: int
+    kind: str  # PLAIN, FIXED or CHOSEN
+    method: str
+    tree: str | None
+    pictures: float  # per second
+    codes: float  # per pass, the prefills among the passes
+    speedup: float  # over plain decoding at the same size, round by round
+
+
+class Throughput:
+    """Rounds of a method at several batch sizes, written to a folder, which is gone on with unless `restart`.
+
+    Raises InputError where a part of the method is missing, or the folder holds something else.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        settings: Settings,
+        choice: Choice,
+        rows: Sequence[int],
+        conditions: Conditions,
+        folder: Path,
+        seed: int = 0,
+        restart: bool = False,
+    ):
+        self.pipe, self.settings, self.choice, self.rows = pipe, settings, choice, rows
+        self.conditions, self.seed = conditions, seed
+        told: dict[str, Any] = {
+            "tuned": f"{settings.method}, throughput",
+            "model": pipe.name,
+            "weights": pipe.weights,
+        }
+        told |= {"settings": asdict(settings), "prompts": list(conditions), "seed": seed}
+        self.told = told | {"machine": machine(pipe), "versions": versions()}
+        self.journal = Journal(folder, self.told, restart)
+
+    def ways(self, rows: int) -> dict[str, Settings]:
+        """The three ways to draw at a size."""
+        fixed = replace(self.settings, batch_size=rows)
+        return {PLAIN: plainly(fixed), FIXED: fixed, CHOSEN: self.choice(self.settings, rows)}
+
+    def run(self, rounds: int, tell: Tell | None = None) -> list[Rate]:
+        """Every way at every size; what is chosen is not drawn again where it is one of the others."""
+        made: list[Rate] = []
+        every = {rows: list(dict.fromkeys(self.ways(rows).values())) for rows in self.rows}
+        done, total = 0, rounds * sum(rows * len(ways) for rows, ways in every.items())
+        for rows, ways in every.items():
+            lanes: dict[Settings, Lane] = {}
+            turns: dict[Settings, list[dict[str, float]]] = {way: [] for way in ways}
+            for turn in range(rounds):
+                for way in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
+                    if tell:
+                        tell(done, total)
+                    key = {"rows": rows, "method": way.method, "tree": way.tree, "round": turn}
+                    turns[way].append(self.journal.once(key, partial(self._turn, lanes, way)))
+                    done += rows
+            made += [self._rate(kind, way, turns) for kind, way in self.ways(rows).items()]
+        return made
+
+    def _turn(self, lanes: dict[Settings, Lane], way: Settings) -> dict[str, float]:
+        if way not in lanes:
+            engine = self.pipe.new_engine(way)
+            lanes[way] = Lane(engine, self.conditions, self.seed, self.pipe.images)
+            for _ in range(WARM):
+                lanes[way].step()
+        return lanes[way].turn()
+
+    def _rate(self, kind: str, way: Settings, turns: dict[Settings, list[dict[str, float]]]) -> Rate:
+        plain = [turn["codes"] / turn["seconds"] for turn in turns[plainly(way)]]
+        mine = [turn["codes"] / turn["seconds"] for turn in turns[way]]
+        length = self.pipe.target.length
+        per_pass = sum(turn["codes"] for turn in turns[way]) / sum(turn["passes"] for turn in turns[way])
+        gain = median(one / other for one, other in zip(mine, plain, strict=True))
+        return Rate(way.batch_size, kind, way.method, way.tree, median(mine) / length, per_pass, gain)
+
+
+def markdown(rates: Sequence[Rate], method: str) -> str:
+    """A row per batch size."""
+    heads = ["batch", "plain AR, pictures/s", f"`{method}`, pictures/s", "codes per pass", "speed-up"]
+    heads += ["chosen by batch size", "pictures/s", "codes per pass", "speed-up"]
+    lines = [heads, ["--:", "--:", "--:", "--:", "--:", "---", "--:", "--:", "--:"]]
+    for rows in dict.fromkeys(rate.rows for rate in rates):
+        plain, fixed, chosen = (rate for rate in rates if rate.rows == rows)
+        lines.append([str(rows), f"{plain.pictures:.3g}", *figures(fixed), named(chosen), *figures(chosen)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def figures(rate: Rate) -> list[str]:
+    """Pictures per second, codes per pass, speed-up."""
+    return [f"{rate.pictures:.3g}", f"{rate.codes:.2f}", f"{rate.speedup:.2f}x"]
+
+
+def named(rate: Rate) -> str:
+    """What was chosen, in a word or two."""
+    if rate.tree is None:
+        return f"`{rate.method}`"
+    return f"a tree of {rate.tree.count('[') - 1}" if rate.tree.startswith("[") else f"`{rate.tree}`"
+
+
+def plot(rates: Sequence[Rate], method: str, path: Path) -> Path:
+    """Pictures per second, and speed-up over plain decoding, by batch size."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from lanternpp.evaluation.plots import save
+
+    made = Figure(figsize=(9, 4), dpi=130, layout="constrained")
+    FigureCanvasAgg(made)
+    labels = {PLAIN: "plain AR", FIXED: f"{method}, one tree", CHOSEN: f"{method}, tree by batch size"}
+    marks = {PLAIN: "s-", FIXED: "o--", CHOSEN: "D-"}
+    panels = made.subplots(1, 2)
+    for axes, field, says in zip(
+        panels, ("pictures", "speedup"), ("pictures per second", "speed-up over plain AR"), strict=True
+    ):
+        for i, (kind, label) in enumerate(labels.items()):
+            mine = [rate for rate in rates if rate.kind == kind]
+            sizes, values = [rate.rows for rate in mine], [getattr(rate, field) for rate in mine]
+            axes.plot(sizes, values, marks[kind], color=f"C{i}", label=label, markersize=5, alpha=0.85)
+            for rate in mine if field == "speedup" and kind == CHOSEN else []:
+                axes.annotate(
+                    named(rate).strip("`"),
+                    (rate.rows, rate.speedup),
+                    xytext=(0, 6),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=7,
+                )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(
+            sorted({rate.rows for rate in rates}), [str(n) for n in sorted({r.rows for r in rates})]
+        )
+        axes.set_xlabel("pictures at once")
+        axes.set_ylabel(says)
+        axes.margins(x=0.1, y=0.12)
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    panels[0].legend(fontsize=8, frameon=False)
+    return save(made, path)

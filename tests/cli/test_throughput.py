@@ -1,0 +1,76 @@
+"""`lanternpp throughput` on the tiny model: what it writes, and what a stop loses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from lanternpp.tuning import batches
+from lanternpp.tuning.journal import LINES
+from lanternpp.tuning.lane import Lane
+
+SMALL = ("--batch-sizes", "1,2", "--rounds", 2, "--dtype", "float32", "--prompts", "p.txt", "-o", "t")
+
+
+@pytest.fixture
+def own(model, tmp_path, elsewhere, monkeypatch) -> Path:
+    """A copy of the tiny model, and two prompts."""
+    monkeypatch.setattr(batches, "WARM", 0)
+    monkeypatch.setattr(batches, "STEPS", 1)
+    (elsewhere / "p.txt").write_text("a red tulip\na tulip\n")
+    return Path(shutil.copytree(model, tmp_path / "own"))
+
+
+def test_every_way_is_measured_at_every_size_and_a_stop_loses_one_turn(run, own, monkeypatch):
+    asked = ("throughput", "--model", own, *SMALL, "--proposer", "parallel", "--tree", "chain-3", "--json")
+    turns = []
+    turn = Lane.turn
+    monkeypatch.setattr(Lane, "turn", lambda lane: turns.append(lane.engine.batch) or turn(lane))
+    outcome = run(*asked)
+    assert outcome.code == 0, outcome.err
+    told = json.loads(outcome.out)
+    assert told == json.loads(Path("t/throughput.json").read_text())
+    assert [(rate["rows"], rate["kind"]) for rate in told["rates"]] == [
+        (rows, kind) for rows in (1, 2) for kind in ("plain", "fixed", "chosen")
+    ]
+    for plain, fixed, chosen in (told["rates"][:3], told["rates"][3:]):
+        assert plain["speedup"] == 1 and plain["codes"] == 1 and plain["method"] == "ar"
+        assert fixed["tree"] == "chain-3" and 1 <= fixed["codes"] <= 4 and fixed["pictures"] > 0
+        assert chosen["method"] in ("ar", "lantern++")
+    assert {(cell["rows"], cell["tree"]) for cell in told["trees"]} >= {(1, "chain-3"), (2, "chain-8")}
+    table = Path("t/table.md").read_text().splitlines()
+    assert len(table) == 4 and all(line.count("|") == 10 for line in table)
+    with Image.open("t/throughput.png") as image:
+        assert image.width > 800
+    log, drawn = Path("t", LINES), len(turns)
+    lines = log.read_text().splitlines(keepends=True)
+    assert len(lines) == drawn >= 2 * 2 * 2
+    log.write_text("".join(lines[:-1]) + lines[-1][:20])
+    again = json.loads(run(*asked).out)
+    assert len(turns) == drawn + 1 and len(again["rates"]) == 6
+    shown = run(*asked[:-1], "--no-plots").out
+    assert len(turns) == drawn + 1 and "by batch size" in shown and "chain-3" in shown
+    assert run(*asked[:-1], "--no-plots", "--restart").code == 0 and len(turns) >= 2 * drawn - 3
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--batch-sizes", "1,x"), "'1,x'"),
+        (("--batch-sizes", "0,2"), "'0,2'"),
+        (("--batch-sizes", ""), "''"),
+        (("--batch-size", 2), "--batch-sizes"),
+        (("--measure",), "bench --measure"),
+        (("--rounds", 0), "--rounds 0"),
+        (("--prompts", "absent.txt"), "absent.txt"),
+        (("--tree", "chain-99"), "chain-99"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(run, own, options, named):
+    outcome = run("throughput", "--model", own, *SMALL, *options)
+    assert outcome.code == 2 and outcome.err.count("\n") == 1 and named in outcome.err
+    assert not Path("t").exists()

@@ -1,0 +1,112 @@
+"""What a kill at any moment costs: at most a shard, a step or a measurement. `pytest --kills 10` kills more often."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from killed import COMMANDS, obey, start
+from models import write_model
+from safetensors import safe_open
+
+from lanternpp.nn import checkpoints
+
+JOURNALS = ("measurements.jsonl", "turns.jsonl")
+
+
+@pytest.fixture
+def places(tmp_path: Path, paint: Callable[[Path, int], None]) -> tuple[Path, Path]:
+    """Two folders with the same model, prompts and photos."""
+    one = tmp_path / "whole"
+    write_model(one / "tiny")
+    (one / "mine").write_text("red tulip\na tulip\n")
+    for split, count in (("train", 40), ("val", 4)):
+        paint(one / "photos" / split, count)
+        rows = one / "photos" / split / "metadata.jsonl"
+        rows.write_text(rows.read_text().replace("square", "tulip"))
+    return one, Path(shutil.copytree(one, tmp_path / "killed"))
+
+
+def check_files(folder: Path) -> None:
+    """Every file that has its final name is whole; of a journal, all lines but the last."""
+    for path in folder.rglob("*"):
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                assert list(file.keys())
+        elif path.suffix == ".pt":
+            checkpoints.read_pt(path)
+        elif path.suffix == ".json":
+            json.loads(path.read_text())
+        elif path.suffix == ".jsonl":
+            for line in path.read_text().split("\n")[:-1]:
+                json.loads(line)
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """The weights that were left, and what was logged on the way."""
+    found: dict[str, Any] = {}
+    for path in sorted((folder / "tiny").glob("*/")):
+        if (path / "provenance.json").is_file():
+            found |= {f"{path.name} {k}": v.tolist() for k, v in checkpoints.load(path)[1].items()}
+    for log in sorted((folder / "tiny").rglob("log.jsonl")):
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        found[log.parent.name] = [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+    return found
+
+
+def measured(folder: Path) -> list[str]:
+    """The whole lines of all journals."""
+    found = []
+    for path in sorted(path for name in JOURNALS for path in folder.rglob(name)):
+        text = path.read_text()
+        found += [f"{path} {line}" for line in text[: text.rfind("\n") + 1].splitlines()]
+    return found
+
+
+def killed(name: str, folder: Path, work: float, times: int) -> int:
+    """Kill a command at random moments of its work, then let it end. How often the kill found it at work."""
+    draw, ends, lines = random.Random(f"{name} {times}"), [], list[str]()
+    for _ in range(times):
+        process = start(obey, name, str(folder), draw.uniform(0.1, 1.2 / times**0.5) * work)
+        process.join()
+        ends.append(process.exitcode)
+        check_files(folder)
+        assert set(lines) <= set(lines := measured(folder)), "a measurement was lost"
+    last = start(obey, name, str(folder))
+    last.join()
+    assert last.exitcode == 0 and set(ends) <= {0, -signal.SIGPROF}
+    assert set(lines) <= set(measured(folder))
+    check_files(folder)
+    return ends.count(-signal.SIGPROF)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_killed_at_any_moment_ends_as_if_nothing_had_happened(
+    name: str, places: tuple[Path, Path], request: pytest.FixtureRequest
+) -> None:
+    whole, other = places
+    one = start(obey, name, str(whole))
+    one.join()
+    assert one.exitcode == 0
+    times = request.config.getoption("--kills")
+    work = float((whole / "work").read_text())
+    count = killed(name, other, work, times)
+    print(f"{name}: {count} of {times} kills met it at work, {work:.1f} s of it")
+    assert count >= times / 2
+    if name == "tune":  # what it measures differs, what follows from it does not
+        told, lines = (other / "out/tune/tiny-lantern++/tune.json"), measured(other)
+        before = json.loads(told.read_text())
+        last = start(obey, name, str(other))
+        last.join()
+        assert json.loads(told.read_text()) == before and measured(other) == lines
+        keys = [json.dumps(json.loads(x[x.index("{") :]).get("key")) for x in lines if "measurements" in x]
+        assert len(keys) == len(set(keys)) > 2
+    else:
+        wanted = results(whole)
+        assert len(wanted) > 3 and results(other) == wanted

@@ -1,0 +1,62 @@
+"""Throughput: what is counted in a turn, and what is drawn only once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from models import write_model
+
+from lanternpp import Pipeline
+from lanternpp.tuning.batches import Cell, Choice
+from lanternpp.tuning.lane import Lane, usual_conditions
+from lanternpp.tuning.throughput import Throughput, markdown
+
+PROMPTS = ("a red tulip", "a tulip")
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    """The tiny model."""
+    folder = write_model(tmp_path_factory.mktemp("models") / "tiny")
+    return Pipeline.from_pretrained(str(folder), dtype="float32", device="cpu")
+
+
+def test_a_lane_draws_the_pictures_that_generate_draws_and_is_always_full(pipe) -> None:
+    settings = pipe.settings("eagle", batch_size=2)
+    finished = []
+    lane = Lane(pipe.new_engine(settings), PROMPTS, 7, lambda codes: finished.append(codes[0].tolist()))
+    first, second = lane.turn(), lane.turn()
+    for turn in (first, second):
+        assert turn["codes"] >= 2 * pipe.target.length and turn["seconds"] > 0
+        assert turn["codes"] >= turn["passes"] >= turn["codes"] / (1 + lane.engine.proposer.depth)
+    wanted = [PROMPTS[i % 2] for i in range(len(lane.begun))]
+    alone = pipe(wanted, seed=[7 + i for i in range(len(wanted))], method="eagle", batch_size=2)
+    assert len(finished) >= 2 and all(codes in alone.codes.tolist() for codes in finished)
+
+
+def test_what_is_chosen_is_not_drawn_again_where_it_is_one_of_the_others(pipe, tmp_path) -> None:
+    fixed = pipe.settings("lantern++", proposer="parallel", tree="chain-3")
+    cells = [
+        Cell(1, "chain-3", 2, 1, 1, 1.5),
+        Cell(2, "chain-3", 2, 1, 1, 0.5),
+        Cell(4, "chain-1", 2, 1, 1, 2),
+    ]
+    bench = Throughput(pipe, fixed, Choice(fixed, tuple(cells)), [1, 2, 4], PROMPTS, tmp_path / "t")
+    rates = bench.run(1)
+    assert len((tmp_path / "t" / "measurements.jsonl").read_text().splitlines()) == 2 + 2 + 3
+    chosen = {rate.rows: rate for rate in rates if rate.kind == "chosen"}
+    assert chosen[1] == replace(rates[1], kind="chosen"), "the method's own tree"
+    assert chosen[2] == replace(rates[3], kind="chosen") and chosen[2].speedup == 1, "plain decoding"
+    assert (chosen[4].method, chosen[4].tree) == ("lantern++", "chain-1")
+    assert [line.split(" | ")[5] for line in markdown(rates, "lantern++").splitlines()[2:]] == [
+        "`chain-3`",
+        "`ar`",
+        "`chain-1`",
+    ]
+
+
+def test_prompts_that_no_one_gave(pipe) -> None:
+    assert set(usual_conditions(pipe)) <= {*pipe.target.conditions, None}
+    (pipe.folder / "prompts.txt").write_text("a tulip\n")
+    assert usual_conditions(pipe) == ["a tulip"]
