@@ -116,12 +116,11 @@ Calibrate = Annotated[
     ),
 ]
 Page = Annotated[bool, typer.Option("--page/--no-page", help="The page at /.", rich_help_panel=PANEL)]
-
 Replicas = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="Copies of the server under --ray; default: one for each GPU, else one for every four cores.",
+        help="Servers under --ray; default: one for each GPU, else one for every four cores.",
         callback=opt.within(1, 10_000, "1 to 10000"),
         rich_help_panel=many.PANEL_RAY,
     ),
@@ -158,11 +157,12 @@ def serve(
 ) -> None:
     """Draw over HTTP, with OpenAI's Images API at /v1 and a page at /; many pictures share every pass.
 
-    The method and its options are the defaults of requests. SIGTERM lets accepted pictures finish.
+    The method and its options are the defaults of requests. SIGTERM lets accepted pictures finish. With --ray, several
+    servers share the work, without the page.
     """
     refuse(slots, overrides)
-    if replicas is not None and ray is None:
-        raise InputError(f"--replicas {replicas} are of Ray Serve; add --ray")
+    if ray is None and replicas is not None:
+        raise InputError(f"--replicas {replicas} are of Ray; add --ray")
     many.check_ray(ray)
 
     from lanternpp.serve.entrance import LOOPBACK, bind, gather_keys, url
@@ -173,42 +173,33 @@ def serve(
             f"--host {host} lets others in, and there is no API key; give --api-key-file, or --no-key to let everybody draw"
         )
     names = [*LOOPBACK, *(allow_host or ())] if host in LOOPBACK or allow_host else []
-    late = f"not all pictures were finished within {drain:g} s"
-    if ray is not None:
-        check(model, drafter, method, overrides)
-
-        from lanternpp.serve import ray_serve
-        from lanternpp.serve.plan import Plan
-        from lanternpp.serve.terms import Terms
-
-        terms = Terms(method, overrides, keys, names, deadline, body_limit, prompt_limit)
-        plan = Plan(many.placed(model), many.placed(drafter), device, dtype, size, terms, slots, queue, lanes)
-
-        def deployed(address: str, opened: ray_serve.Opened) -> None:
-            tell_effect(opened.effect)
-            typer.echo(
-                f"{address}: {opened.model} with {method} in {opened.dtype}, {opened.replicas} replicas of {slots} slots, "
-                "without the page"
-            )
-
-        if not ray_serve.run(ray, replicas, plan, host, port, drain, deployed):
-            say("serve", late)
-        return
     with bind(host, port) as bound:
         check(model, drafter, method, overrides)
 
+        import warnings
+
+        from lanternpp import Pipeline
         from lanternpp.serve.app import create_app
-        from lanternpp.serve.plan import Plan
+        from lanternpp.serve.batcher import Batcher
         from lanternpp.serve.server import run
         from lanternpp.serve.terms import Terms
+        from lanternpp.targets.base import PromptWarning
 
         terms = Terms(method, overrides, keys, names, deadline, body_limit, prompt_limit)
-        plan = Plan(model, drafter, device, dtype, size, terms, slots, queue, lanes)
-        pipe = plan.read()
+        if ray is not None:
+            from lanternpp.cli.serve_ray import deploy
+            from lanternpp.serve.ray_serve import Plan
+
+            where = many.placed(model), many.placed(drafter)
+            plan = Plan(*where, device, dtype, size, terms, slots, queue, lanes)
+            deploy(ray, replicas, plan, calibrate and "tree" not in overrides, host, bound, drain)
+            return
+        pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
         tell_effect(pipe.effect)
-        batcher = plan.open(
-            pipe, fastest(pipe, terms, slots) if calibrate and "tree" not in overrides else None
-        )
+        pipe.new_engine(terms.settings(pipe, None, {}))  # what is missing is missed now
+        choose = fastest(pipe, terms, slots) if calibrate and "tree" not in overrides else None
+        warnings.simplefilter("ignore", PromptWarning)  # of strangers' prompts
+        batcher = Batcher(pipe, slots, queue, lanes, choose)
         try:
             app = create_app(batcher, terms, page)
         except BaseException:
@@ -216,12 +207,10 @@ def serve(
             raise
 
         def ready() -> None:
-            typer.echo(
-                f"{url(bound)}: {batcher.pipe.name} with {method} in {batcher.pipe.dtype}, {slots} slots"
-            )
+            typer.echo(f"{url(bound)}: {pipe.name} with {method} in {pipe.dtype}, {slots} slots")
 
         if not run(app, batcher, bound, drain, ready):
-            say("serve", late)
+            say("serve", f"not all pictures were finished within {drain:g} s")
 
 
 def refuse(slots: int, overrides: dict[str, Any]) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -17,14 +18,39 @@ import torch
 
 from lanternpp.cluster import LOCAL, Share, cluster, default_workers, share
 from lanternpp.errors import InputError
+from lanternpp.pipeline import Pipeline
 from lanternpp.serve.app import create_app
-from lanternpp.serve.entrance import bind
-from lanternpp.serve.plan import Plan
+from lanternpp.serve.batcher import Batcher, Choose
 from lanternpp.serve.server import LAST_WORDS
+from lanternpp.serve.terms import Terms
+from lanternpp.targets.base import PromptWarning
 
+Measure = Callable[[Pipeline, Terms, int], Choose]
 NAME = "lanternpp"
 MOST = 10_000  # requests that a replica is handed at once: its batcher says when it is full
 GRACE = 10.0  # seconds that a call to all replicas may take besides what it waits for
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model as `Pipeline.from_pretrained` reads it, the terms of a server, and what its batcher is made with."""
+
+    model: str
+    drafter: str | None
+    device: str
+    dtype: str
+    size: str | None
+    terms: Terms
+    slots: int = 8
+    queue: int = 64
+    lanes: int = 4
+    choose: Choose | None = None
+
+    def read(self) -> Pipeline:
+        """The model; what is missing of the method is missed here. Raises InputError."""
+        pipe = Pipeline.from_pretrained(self.model, self.drafter, self.device, self.dtype, self.size)
+        pipe.new_engine(self.terms.settings(pipe, None, {}))
+        return pipe
 
 
 @dataclass(frozen=True)
@@ -34,6 +60,7 @@ class Opened:
     model: str
     dtype: str
     effect: str | None
+    choose: Choose | None
     replicas: int
 
 
@@ -42,7 +69,9 @@ class Replica:
 
     def __init__(self, plan: Plan, threads: int):
         torch.set_num_threads(threads)
-        self.plan, self.batcher = plan, plan.open()
+        pipe = plan.read()
+        warnings.simplefilter("ignore", PromptWarning)  # of strangers' prompts
+        self.plan, self.batcher = plan, Batcher(pipe, plan.slots, plan.queue, plan.lanes, plan.choose)
 
     def __serve_build_asgi_app__(self) -> Any:
         return create_app(self.batcher, self.plan.terms, page=False)
@@ -56,17 +85,23 @@ class Replica:
             self.batcher.close(False, 0)
 
 
-def look(plan: Plan, threads: int, replicas: int) -> Opened:
-    """Read the model once, on a worker, so that what is wrong is one sentence. Raises InputError."""
+def look(plan: Plan, measure: Measure | None, threads: int, replicas: int) -> Opened:
+    """Read the model once, on a worker, so that what is wrong is one sentence; all replicas draw with what is measured.
+
+    Raises InputError.
+    """
     torch.set_num_threads(threads)
     pipe = plan.read()
-    return Opened(pipe.name, pipe.dtype, None if pipe.effect is None else str(pipe.effect), replicas)
+    effect = None if pipe.effect is None else str(pipe.effect)
+    choose = measure(pipe, plan.terms, plan.slots) if measure else None
+    return Opened(pipe.name, pipe.dtype, effect, choose, replicas)
 
 
 def run(
     address: str,
     replicas: int | None,
     plan: Plan,
+    measure: Measure | None,
     host: str,
     port: int,
     drain: float,
@@ -74,19 +109,17 @@ def run(
 ) -> bool:
     """Deploy the replicas and serve until SIGTERM or SIGINT; `ready` gets the URL once requests are answered.
 
+    measure: finds what to draw with at which size. On a cluster every machine listens at this host and port.
+
     From the signal on, accepted orders have `drain` seconds to finish and new ones get 503. A second signal ends it
     at once. Returns whether all that was accepted was finished. Raises InputError.
     """
-    if address == LOCAL:
-        with bind(host, port) as bound:
-            port = bound.getsockname()[1]
-    elif port == 0:
-        raise InputError(f"--port 0 is any free one of one machine; with --ray {address} give a number")
     with cluster(address, replicas) as ray:
         count = replicas or default_workers(ray, plan.device)
         part = share(ray, count, plan.device)
         threads = max(1, torch.get_num_threads() // count) if address == LOCAL else part.cpus
-        opened = tried(ray, plan, part, threads, count)
+        opened = tried(ray, plan, measure, part, threads, count)
+        plan = replace(plan, choose=opened.choose)
         handle = deploy(ray, address, plan, part, threads, count, host, port)
         try:
             return wait(handle, drain, lambda: ready(url(host, port), opened))
@@ -96,11 +129,11 @@ def run(
             serve.shutdown()
 
 
-def tried(ray: Any, plan: Plan, part: Share, threads: int, count: int) -> Opened:
+def tried(ray: Any, plan: Plan, measure: Measure | None, part: Share, threads: int, count: int) -> Opened:
     """What the replicas will draw with. Raises InputError."""
     task = ray.remote(max_retries=0, max_calls=1, **part.options)(look)
     try:
-        found: Opened = ray.get(task.remote(plan, threads, count))
+        found: Opened = ray.get(task.remote(plan, measure, threads, count))
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, InputError):
             raise error.cause from None

@@ -1,0 +1,73 @@
+"""`lanternpp serve --ray`: two replicas behind one address draw what one server draws, and end as one."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from PIL import Image
+from served import until
+
+from lanternpp import Pipeline
+from lanternpp.cli import main
+
+IMAGES = "/v1/images/generations"
+KEY = "correct-horse-battery"
+
+
+def test_two_replicas_answer_as_one_server(model: Path, pipe: Pipeline) -> None:
+    options = ["--ray", "--replicas", "2", "--port", "0", "--slots", "2", "--queue", "40", "--no-calibrate"]
+    command = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve", *options]
+    process = subprocess.Popen(
+        [*command, "--model", str(model), "--device", "cpu", "--method", "ar"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "LANTERNPP_API_KEYS": KEY},
+    )
+    try:
+        line = process.stdout.readline()
+        assert "2 replicas of 2 slots, without the page" in line, process.communicate()
+        address = line.split(": ")[0]
+        with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=300) as client:
+            for seed in range(4):  # some by either replica
+                answer = client.images.generate(prompt="red tulip", n=2, extra_body={"seed": seed})
+                for i, one in enumerate(answer.data):
+                    settings = one.lanternpp["settings"]
+                    wanted = pipe("red tulip", seed=seed + i, **settings).images[0]
+                    drawn = Image.open(io.BytesIO(base64.b64decode(one.b64_json)))
+                    assert drawn.tobytes() == wanted.tobytes()
+            events = client.images.generate(prompt="a tulip", stream=True, partial_images=2)
+            assert [event.type.split(".")[1] for event in events][-2:] == ["partial_image", "completed"]
+        with (
+            httpx.Client(base_url=address, headers={"Authorization": f"Bearer {KEY}"}, timeout=300) as http,
+            ThreadPoolExecutor(2) as crowd,
+        ):
+            assert http.get("/healthz").json() == {"status": "ok", "running": 0, "queued": 0}
+            assert http.post(IMAGES, json={"prompt": "a pine"}).status_code == 400
+            assert httpx.post(address + IMAGES, json={"prompt": "a tulip"}, timeout=300).status_code == 401
+            body = {"prompt": "red tulip", "n": 10, "seed": 1}
+            late = [crowd.submit(http.post, IMAGES, json=body) for _ in range(2)]
+            until(lambda: http.get("/healthz").json()["running"])
+            process.send_signal(signal.SIGTERM)
+            assert [answer.result().status_code for answer in late] == [200, 200]
+        assert process.wait(120) == 0
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_replicas_are_of_ray(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--replicas", "2"])
+    assert end.value.code == 2 and "--replicas 2 are of Ray; add --ray" in capsys.readouterr().err
