@@ -100,7 +100,7 @@ def test_a_run_is_not_gone_on_with_by_accident_or_with_other_settings(pipe: Pipe
     race(pipe, n=1, field="jacobi").run(tmp_path)
     with pytest.raises(InputError, match="--resume"):
         race(pipe, n=1, field="jacobi").run(tmp_path)
-    with pytest.raises(InputError, match="other n, methods"):
+    with pytest.raises(InputError, match=r"n 1 -> 2; methods\.jacobi"):
         race(pipe, n=2, field="jacobi window=3").run(tmp_path, resume=True)
 
 

@@ -83,7 +83,14 @@ def test_a_full_disk_is_one_sentence_and_the_old_file_stays(
         self.temporary.symlink_to("/dev/full")
         return self.temporary
 
+    def no_room(tensors: object, path: Path, metadata: object = None) -> None:
+        Path(path).write_bytes(b"a piece")  # safetensors puts its file in the place of the link
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
     monkeypatch.setattr(checkpoints.replacing, "__enter__", full)
+    if name == "weights":
+        monkeypatch.undo()
+        monkeypatch.setattr(checkpoints, "save_file", no_room)
     with pytest.raises(
         InputError, match=r"could not be written, the disk is full: free some room"
     ) as refusal:
