@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -10,7 +11,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -67,6 +68,7 @@ def check_address(address: str) -> str:
 def cluster(address: str, workers: int | None = None) -> Iterator[Any]:
     """The module `ray`, connected. `workers`: so many are wanted, whatever cores a local cluster has.
 
+    Ray prints what it notices, such as the death of a worker, on stdout: inside the block `sys.stdout` goes nowhere.
     Raises InputError where there is no cluster at the address.
     """
     require()
@@ -78,6 +80,7 @@ def cluster(address: str, workers: int | None = None) -> Iterator[Any]:
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     with ExitStack() as ends:
         ends.enter_context(ending_on_sigterm())
+        ends.enter_context(redirect_stdout(io.StringIO()))
         if address == LOCAL:
             made = tempfile.TemporaryDirectory(prefix="lanternpp-ray-", ignore_cleanup_errors=True)
             own: dict[str, Any] = {"num_cpus": max(cores(), workers or 1), "object_store_memory": STORE}

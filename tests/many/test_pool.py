@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -106,7 +107,10 @@ def pool(ray: FakeRay, actors: int = 2) -> Pool:
 @pytest.mark.parametrize("lives", [{}, {0: 3}, {1: 0}, {0: 5, 1: 1, 2: 0, 3: 2, 4: -1}, {0: -1, 1: -1}])
 def test_every_picture_comes_once_whoever_dies(lives) -> None:
     ray = FakeRay(dict(lives))
-    drawn = list(pool(ray).paint(ORDERS))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        drawn = list(pool(ray).paint(ORDERS))
+    assert bool(told) == bool(lives)
     assert sorted(place for place, _ in drawn) == list(range(30))
     assert all(one.png == b"%d" % place for place, one in drawn)
     assert ray.hired >= 2 + bool(lives)
@@ -118,6 +122,7 @@ def test_shares_shrink_towards_the_end() -> None:
     assert ray.given[0] == 8 and ray.given[-1] == 2 and sum(ray.given) == 30
 
 
+@pytest.mark.filterwarnings("ignore:a worker died")
 def test_workers_that_keep_dying_are_given_up() -> None:
     with pytest.raises(InputError, match=re.escape("died 7 times in a row without a picture (killed)")):
         list(pool(FakeRay(dict.fromkeys(range(100), 0))).paint(ORDERS))

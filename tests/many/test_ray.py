@@ -52,10 +52,11 @@ def test_a_killed_worker_costs_no_picture(tmp_path: Path) -> None:
             time.sleep(0.005)
         os.kill(workers(process.pid)[0], signal.SIGKILL)
         assert len(list((tmp_path / "ray").glob("*.png"))) < 60
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=600)
     finally:
         process.kill()
-    assert (process.returncode, err) == (0, "")
+    assert process.returncode == 0
+    assert err == "lanternpp: warning: a worker died; another draws what it owed\n"
     figures = json.loads(out)
     assert (figures["images"], figures["skipped"], figures["codes"]) == (60, 0, 60 * 16)
     with pytest.raises(SystemExit) as end:

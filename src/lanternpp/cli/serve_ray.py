@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from typing import TYPE_CHECKING
 
 import typer
@@ -28,6 +29,7 @@ def deploy(
     """Serve with replicas until a signal, at the address of a socket that proved to be free. Raises InputError."""
     from lanternpp.serve.ray_serve import run
 
+    out = sys.stdout  # Ray has it otherwise until the end
     port = bound.getsockname()[1]
     bound.close()
 
@@ -35,7 +37,8 @@ def deploy(
         tell_effect(opened.effect)
         typer.echo(
             f"{url}: {opened.model} with {plan.terms.method} in {opened.dtype}, {opened.replicas} replicas of {plan.slots} "
-            "slots, without the page"
+            "slots, without the page",
+            file=out,
         )
 
     if not run(address, replicas, plan, measured if calibrate else None, host, port, drain, ready):

@@ -5,6 +5,7 @@ Workers send PNGs back as they finish, so they share no file system with the cal
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -187,6 +188,7 @@ class Pool:
     def _bury(self, actor: Any, error: BaseException) -> None:
         """A worker died: hire another. InputError where they keep dying."""
         self.ray.kill(actor)
+        warnings.warn("a worker died; another draws what it owed", stacklevel=2)
         self._deaths += 1
         if self._deaths > DEATHS * self._size:
             raise InputError(
