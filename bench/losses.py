@@ -25,6 +25,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "eagle guided": {"loss": "guided"},
     "eagle lk": {"loss": "lk"},
     "eagle both": {"loss": "both"},
+    "eagle both, weight 1": {"loss": "both", "weight": 1.0},
+    "eagle lk, weight 1": {"loss": "lk", "weight": 1.0},
     "eagle guided, 2 rounds": {"loss": "guided", "rounds": 2},
     "eagle both, 2 rounds": {"loss": "both", "rounds": 2},
     "parallel guided": {"loss": "guided"},
