@@ -39,6 +39,9 @@ def reasons(*status: int) -> dict[int | str, dict[str, Any]]:
 async def together(request: Request, tickets: list[Ticket]) -> list[Drawn]:
     """All pictures of a request. Gives all up as soon as one fails, or the client goes away (Cancelled)."""
     pictures = asyncio.gather(*(ticket.drawn() for ticket in tickets))
+    pictures.add_done_callback(
+        lambda done: done.cancelled() or done.exception()
+    )  # heard, also where it is late
     gone = asyncio.ensure_future(disconnected(request))
     try:
         either: set[asyncio.Future[Any]] = {pictures, gone}

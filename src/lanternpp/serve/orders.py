@@ -119,8 +119,12 @@ class Ticket:
 
     async def drawn(self) -> Drawn:
         """`result` for a coroutine; being cancelled itself, it gives the picture up."""
+        mine = asyncio.wrap_future(self._future)
+        mine.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # heard, though nobody waits
         try:
-            return await asyncio.shield(asyncio.wrap_future(self._future))
+            return await asyncio.shield(mine)
         except asyncio.CancelledError:
             self.cancel()
             raise
