@@ -98,6 +98,30 @@ class SlowPipe:
         self.allowed.release(steps)
 
 
+class PacedPipe:
+    """A real pipeline whose engines step when they are allowed to."""
+
+    def __init__(self, pipe: Pipeline):
+        self.pipe, self.allowed = pipe, threading.Semaphore(0)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.pipe, name)
+
+    def new_engine(self, settings: Settings) -> object:
+        engine = self.pipe.new_engine(settings)
+        step = engine.step
+
+        def wait() -> None:
+            self.allowed.acquire()
+            step()
+
+        engine.step = wait
+        return engine
+
+    def allow(self, steps: int = 10_000) -> None:
+        self.allowed.release(steps)
+
+
 def until(true: Callable[[], object], seconds: float = 120) -> None:
     """Wait for something that must come true."""
     end = time.monotonic() + seconds
@@ -113,7 +137,7 @@ def batcher_of(pipe: object, **options: object) -> Iterator[Batcher]:
     try:
         yield made
     finally:
-        if isinstance(pipe, SlowPipe):
+        if isinstance(pipe, SlowPipe | PacedPipe):
             pipe.allow()
         made.close(drain=False, timeout=0)
 

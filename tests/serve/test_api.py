@@ -7,15 +7,18 @@ import gc
 import io
 import json
 import socket
+import threading
 
 import httpx
 import openai
 import pytest
 from PIL import Image
-from served import SlowPipe, batcher_of, listening, until
+from served import PacedPipe, SlowPipe, batcher_of, listening, until
 
 from lanternpp import Pipeline
+from lanternpp.serve import streaming
 from lanternpp.serve.app import create_app
+from lanternpp.serve.pictures import half_drawn
 from lanternpp.serve.terms import Terms
 
 KEY = "correct-horse-battery"
@@ -69,20 +72,40 @@ def test_the_openai_client_draws(client, pipe):
     assert answer.usage.output_tokens == 3 * pipe.target.length
 
 
-def test_the_openai_client_streams(client, pipe):
-    events = list(
-        client.images.generate(
-            prompt="a red tulip", stream=True, partial_images=3, extra_body={"seed": 5, "method": "ar"}
-        )
-    )
+def test_the_openai_client_streams(pipe, monkeypatch):
+    """The server goes on from a share of the picture when the client has seen it."""
+    monkeypatch.setattr(streaming, "SNAPSHOT", 0.0)  # look at every step
+    paced = PacedPipe(pipe)
+    asked = {"stream": True, "partial_images": 3, "extra_body": {"seed": 5, "method": "ar"}}
+    seen, length = threading.Semaphore(0), pipe.target.length
+    with batcher_of(paced) as batcher, listening(create_app(batcher, Terms(), page=False)) as address:
+
+        def pace() -> None:
+            until(lambda: any(ticket.wanted is not None for ticket in batcher._fleet.tickets))
+            for count in range(2, length + 1):  # the prefill decides the first code
+                paced.allow(1)
+                if count in (length // 4, length // 2, length * 3 // 4):
+                    seen.acquire(timeout=120)
+
+        pacing = threading.Thread(target=pace)
+        pacing.start()
+        events = []
+        for event in openai.OpenAI(base_url=f"{address}/v1", api_key="none").images.generate(
+            prompt="a red tulip", **asked
+        ):
+            events.append(event)
+            seen.release()
+        pacing.join()
     kinds = [event.type.removeprefix("image_generation.") for event in events]
-    assert kinds[-1] == "completed" and set(kinds[:-1]) == {"partial_image"} and 1 <= len(kinds) - 1 <= 3
-    assert [event.partial_image_index for event in events[:-1]] == list(range(len(kinds) - 1))
-    wanted = pipe("a red tulip", seed=5, **events[-1].lanternpp["settings"]).images[0]
-    assert opened(events[-1].b64_json).tobytes() == wanted.tobytes()
-    partial = opened(events[0].b64_json)
-    assert partial.size == wanted.size
-    assert partial.getpixel((15, 15)) == (128, 128, 128) != wanted.getpixel((15, 15))
+    assert kinds == ["partial_image"] * 3 + ["completed"]
+    assert [event.partial_image_index for event in events[:-1]] == [0, 1, 2]
+    wanted = pipe("a red tulip", seed=5, **events[-1].lanternpp["settings"])
+    assert opened(events[-1].b64_json).tobytes() == wanted.images[0].tobytes()
+    for i, event in enumerate(events[:-1]):
+        half = half_drawn(pipe, wanted.codes[0, : length * (i + 1) // 4])
+        assert opened(event.b64_json).tobytes() == half.tobytes()
+    first = opened(events[0].b64_json)
+    assert first.getpixel((15, 15)) == (128, 128, 128) != opened(events[-1].b64_json).getpixel((15, 15))
 
 
 def test_several_pictures_stream_and_each_is_told_from_the_others(client):

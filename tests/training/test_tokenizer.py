@@ -12,6 +12,7 @@ import torch
 
 from lanternpp.errors import InputError
 from lanternpp.training import losses
+from lanternpp.training.data import Pictures
 from lanternpp.training.run import STATE, Plan
 from lanternpp.training.tokenizer import TokenizerSettings, train
 from lanternpp.vq.folder import read_vq
@@ -21,10 +22,18 @@ TINY = VQConfig(size=32, codes=64, channels=(16, 32), encoder_blocks=(1, 1), dec
 
 
 def go(
-    data: Path, model: Path, steps: int = 8, stop: int | None = None, restart: bool = False, **settings: Any
+    data: Path,
+    model: Path,
+    steps: int = 8,
+    stop: int | None = None,
+    restart: bool = False,
+    codes_of: Path | None = None,
+    **settings: Any,
 ) -> bool:
     plan = Plan(model / "tokenizer", steps, restart=restart, stop_after=stop, log_steps=1, checks=2)
-    return train(data, model, TINY, TokenizerSettings(**{"batch_size": 4, **settings}), plan)
+    return train(
+        data, model, TINY, TokenizerSettings(**{"batch_size": 4, **settings}), plan, codes_of=codes_of
+    )
 
 
 def log(model: Path) -> list[dict[str, Any]]:
@@ -41,6 +50,29 @@ def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(data: Path, tmp_path
     assert log(tmp_path / "parts") == log(tmp_path / "whole")
     one, two = (read_vq(tmp_path / name / "tokenizer") for name in ("whole", "parts"))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("adversarial", [False, True])
+def test_the_codes_of_a_model_stay_while_its_decoder_learns(
+    data: Path, tmp_path: Path, adversarial: bool
+) -> None:
+    assert go(data, tmp_path / "old", steps=4, lr=3e-3)
+    for steps, stop in ((8, 3), (8, None), (10, None)):  # stopped, resumed, gone on with
+        more = {"adversarial": adversarial, "adversarial_start": 0.3, "lr": 3e-3}
+        done = go(data, tmp_path / "new", steps, stop, codes_of=tmp_path / "old", **more)
+        assert done == (stop is None)
+    old, new = (read_vq(tmp_path / name / "tokenizer") for name in ("old", "new"))
+    assert torch.equal(old.codebook, new.codebook)
+    for name, mine in new.encoder.state_dict().items():
+        assert torch.equal(mine, old.encoder.state_dict()[name]), name
+    assert not any(
+        torch.equal(a, b) for a, b in zip(old.decoder.parameters(), new.decoder.parameters(), strict=True)
+    )
+    pictures = Pictures.read(data, "train", TINY.size)
+    error = [
+        losses.reconstruction(vq.decode(vq.encode(x)), x) for vq in (old, new) for x in pictures.centres(12)
+    ]
+    assert adversarial or error[1] < error[0]
 
 
 def test_other_settings_are_refused_by_name_until_restarted(data: Path, tmp_path: Path) -> None:

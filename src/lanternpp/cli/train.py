@@ -72,8 +72,12 @@ def main() -> None:
 def tokenizer(
     data: Data,
     model: Model,
-    size: Annotated[int, typer.Option(help="Pixels of an image's side.")] = 128,
-    codes: Annotated[int, typer.Option(help="Entries of the codebook.")] = 4096,
+    size: Annotated[int | None, typer.Option(help="Pixels of an image's side. [default: 128]")] = None,
+    codes: Annotated[int | None, typer.Option(help="Entries of the codebook. [default: 4096]")] = None,
+    codes_of: Annotated[
+        str | None,
+        typer.Option(help="A model whose codes are kept: only its decoder is trained further."),
+    ] = None,
     steps: Steps = None,
     minutes: Minutes = None,
     batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 128,
@@ -92,12 +96,18 @@ def tokenizer(
     limit: Limit = None,
 ) -> None:
     """Train the tokenizer: pictures <-> codes."""
+    from lanternpp.errors import InputError
+    from lanternpp.models import model_folder
     from lanternpp.training.tokenizer import TokenizerSettings, train
     from lanternpp.vq.model import VQConfig
 
+    if codes_of is not None and (size is not None or codes is not None):
+        raise InputError("--size and --codes are those of --codes-of's model; leave them out.")
+    config = VQConfig(size or 128, codes or 4096)
     settings = TokenizerSettings(batch_size, lr, seed, adversarial, adversarial_start, adversarial_weight)
     where = plan(model / "tokenizer", steps, minutes, device, compiled, resume, checks, store)
-    leave(train(data, model, VQConfig(size, codes), settings, where, limit))
+    kept = None if codes_of is None else model_folder(codes_of)
+    leave(train(data, model, config, settings, where, limit, kept))
 
 
 @app.command()

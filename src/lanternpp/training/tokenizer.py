@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from lanternpp.errors import InputError
+from lanternpp.nn.checkpoints import checksum
 from lanternpp.training import hardware, losses
 from lanternpp.training.adversarial import Discriminator, balance, hinge, matching
+from lanternpp.training.codes import tokenizer_of
 from lanternpp.training.data import Order, Pictures, describe
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Plan, Task, averaged, run
+from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ, VQConfig, channels_last, usage
 
 
@@ -30,6 +33,7 @@ class TokenizerSettings:
     adversarial_weight: float = 0.3  # length of the adversarial gradient, in lengths of the reconstruction's
     matching: float = 10.0  # weight of feature matching inside the adversarial loss
     discriminator_lr: float = 2e-4
+    codes_of: str | None = None  # checksum of the codebook that it keeps; None: it learns its own
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -51,12 +55,16 @@ class TokenizerTask(Task):
         val: Pictures,
         data: dict[str, Any],
         device: torch.device,
+        start: VQ | None = None,
     ):
+        """start: whose codes are kept; only its decoder is trained."""
         torch.manual_seed(settings.seed)
         self.config, self.options, self.device, self.data = config, settings, device, data
         self.train, self.val = train.to(device), val.to(device)
         self.settings = {**asdict(config), **asdict(settings), "data": data["hash"]}
         self.model: VQ = channels_last(VQ(config).to(device)).train()
+        if start is not None:
+            self.model.load_state_dict(start.state_dict())
         self.average: VQ = averaged(self.model)  # type: ignore[assignment]
         self.judge = channels_last(Discriminator().to(device))
         fused = device.type == "cuda"
@@ -100,9 +108,12 @@ class TokenizerTask(Task):
         return self.sharpen(images, min((progress - self.since) / 0.05, 1.0))
 
     def reconstruct(self, images: Tensor) -> dict[str, Tensor]:
-        """Encoder, codebook and decoder together."""
+        """Encoder, codebook and decoder together; or the decoder alone, where the codes are kept."""
         with hardware.autocast(self.device):
-            output, _, commitment = self.model(images)
+            if self.options.codes_of:
+                output, commitment = self.model.render(self.quantised(images)), images.new_zeros(())
+            else:
+                output, _, commitment = self.model(images)
         loss = losses.reconstruction(output, images)
         self.update("model", self.model, loss + commitment)
         return {"loss": loss, "commitment": commitment}
@@ -110,9 +121,7 @@ class TokenizerTask(Task):
     def sharpen(self, images: Tensor, ramp: float) -> dict[str, Tensor]:
         """The decoder against the discriminator; their gradients are weighed on the pixels, by length."""
         with hardware.autocast(self.device):
-            with torch.no_grad():
-                quantised = self.model.codebook[self.model.encode(images)]
-            output = self.model.render(quantised)
+            output = self.model.render(self.quantised(images))
             pixels = output.detach().requires_grad_()
             loss = losses.reconstruction(pixels, images)
             (pull,) = torch.autograd.grad(loss, pixels)
@@ -130,6 +139,11 @@ class TokenizerTask(Task):
             verdict = hinge(self.judge(images)[0], self.judge(pixels.detach())[0])
         self.update("judge", self.judge, verdict)
         return {"loss": loss, "judge": verdict, "fooling": fooling}
+
+    @torch.no_grad()
+    def quantised(self, images: Tensor) -> Tensor:
+        """What the decoder draws from [B, length, C]."""
+        return self.model.codebook[self.model.encode(images)]
 
     def update(self, name: str, module: torch.nn.Module, loss: Tensor) -> None:
         """Backward, clip, step."""
@@ -181,8 +195,17 @@ def train(
     settings: TokenizerSettings,
     plan: Plan,
     limit: int | None = None,
+    codes_of: Path | None = None,
 ) -> bool:
-    """Train `model/tokenizer` on the pictures of `data`; False if interrupted."""
+    """Train `model/tokenizer` on the pictures of `data`; False if interrupted.
+
+    codes_of: a model of our layout. Its tokenizer's codes stay as they are, whatever `config` says, and its
+    decoder is trained further: targets that were trained on these codes stay valid.
+    """
+    start = None
+    if codes_of is not None:
+        start = read_vq(tokenizer_of(codes_of))
+        config, settings = start.config, replace(settings, codes_of=checksum(start.codebook))
     pictures, val = (Pictures.read(data, split, config.size, limit) for split in ("train", "val"))
     facts = describe(pictures, val, data)
-    return run(TokenizerTask(config, settings, pictures, val, facts, plan.device), plan)
+    return run(TokenizerTask(config, settings, pictures, val, facts, plan.device, start), plan)
