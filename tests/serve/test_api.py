@@ -12,6 +12,7 @@ import threading
 import httpx
 import openai
 import pytest
+from fastapi.testclient import TestClient
 from PIL import Image
 from served import PacedPipe, SlowPipe, batcher_of, listening, until
 
@@ -176,7 +177,30 @@ def test_other_paths_and_ways(http):
 
 
 def test_a_name_that_is_not_ours_is_not_answered(http):
-    assert http.get("/v1/models", headers={"host": "evil.example"}).status_code == 400
+    for host in ("evil.example", "127.0.0.1.evil.example", "[::1", "", "x" * 300):
+        answer = http.get("/v1/models", headers={"host": host})
+        assert answer.status_code == 400, host
+    assert "--allow-host NAME" in refusal(http.get("/v1/models", headers={"host": "evil.example"}))[1]
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1", 200),
+        ("[::1]:8000", 200),
+        ("Draw.Example:443", 200),
+        ("eu.flowers.example", 200),
+        ("flowers.example", 400),
+        ("draw.example.org", 400),
+    ],
+)
+def test_names_of_a_server(host, status):
+    names = ("127.0.0.1", "::1", "draw.example", "*.flowers.example")
+    with (
+        batcher_of(SlowPipe()) as batcher,
+        TestClient(create_app(batcher, Terms(hosts=names), page=False)) as http,
+    ):
+        assert http.get("/healthz", headers={"host": host}).status_code == status
 
 
 def test_answers_make_browsers_careful(http):

@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,6 +26,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from lanternpp.pipeline import Pipeline
 from lanternpp.serve.app import create_app
 from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.terms import Terms
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
@@ -41,9 +43,10 @@ def batcher() -> Iterator[Batcher]:
     made.close(drain=False, timeout=30)
 
 
-@pytest.fixture(scope="module")
-def address(batcher: Batcher) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(create_app(batcher), port=0, log_level="warning"))
+@contextmanager
+def serving(batcher: Batcher, terms: Terms | None = None) -> Iterator[str]:
+    """A server with the page; its address."""
+    server = uvicorn.Server(uvicorn.Config(create_app(batcher, terms), port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -53,6 +56,12 @@ def address(batcher: Batcher) -> Iterator[str]:
     yield f"http://127.0.0.1:{port}"
     server.should_exit = server.force_exit = True
     thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def address(batcher: Batcher) -> Iterator[str]:
+    with serving(batcher) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +200,23 @@ def test_stop_and_a_closed_page_free_their_slots(page: Page, batcher: Batcher) -
     expect(page.locator(".verdict.running")).to_be_visible(timeout=PATIENCE)
     page.close()
     assert idle(batcher)
+
+
+@needs_browser
+def test_with_keys_a_browser_asks_for_one_and_races(browser: Browser, batcher: Batcher) -> None:
+    terms = Terms(hosts=["127.0.0.1"], keys=["correct-horse-battery"])
+    with serving(batcher, terms) as address:
+        assert httpx.get(address).status_code == 401
+        known = {"username": "anyone", "password": "correct-horse-battery"}
+        with browser.new_context(http_credentials=known) as context:
+            context.set_default_timeout(PATIENCE)
+            page = context.new_page()
+            page.goto(address)
+            page.get_by_label("Prompt").fill("a photo of a red tulip")
+            page.get_by_label("Prompt").press("Enter")
+            expect(page.locator(".verdict.won")).to_be_visible(timeout=PATIENCE)
+            assert page.locator(".panel .picture img").count() == 2
+            assert page.locator("#base .figures dd").nth(2).inner_text() == "256"
 
 
 def test_the_page_shadows_no_route_and_opens_no_other(address: str) -> None:

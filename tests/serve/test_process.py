@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,9 +15,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from served import until
+from served import SlowPipe, batcher_of, order, until
 
 from lanternpp.cli import main
+from lanternpp.serve.app import create_app
+from lanternpp.serve.entrance import bind
+from lanternpp.serve.server import run
 
 COMMAND = [
     sys.executable,
@@ -131,3 +135,22 @@ def test_keys_come_from_the_environment(model):
         assert answer.status_code == 401 and "server" not in answer.headers
         named = httpx.get(f"{address}/v1/models", headers={"authorization": f"Bearer {key}"})
         assert named.status_code == 200
+
+
+def test_a_server_whose_batcher_breaks_ends_with_its_error():
+    """Nothing would ever be drawn again: whatever supervises the process must see it end."""
+    with batcher_of(SlowPipe(), slots=1) as batcher:
+
+        def ready() -> None:
+            batcher._expire = None  # type: ignore[method-assign]
+            batcher.submit(order())
+            threading.Timer(120, signal.raise_signal, [signal.SIGTERM]).start()
+
+        before = set(threading.enumerate())
+        try:
+            with pytest.raises(TypeError, match="not callable"):
+                run(create_app(batcher, page=False), batcher, bind("127.0.0.1", 0), 5.0, ready)
+        finally:
+            for thread in set(threading.enumerate()) - before:
+                if isinstance(thread, threading.Timer):
+                    thread.cancel()

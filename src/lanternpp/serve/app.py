@@ -22,10 +22,9 @@ def create_app(batcher: Batcher, terms: Terms | None = None, page: bool = True) 
     """
     try:
         from fastapi import FastAPI
-        from starlette.middleware.trustedhost import TrustedHostMiddleware
 
         from lanternpp.serve.api import router
-        from lanternpp.serve.guard import BodyLimit, Keys, SafeHeaders
+        from lanternpp.serve.guard import BodyLimit, Hosts, Keys, SafeHeaders
         from lanternpp.serve.metrics import Counted, Metrics
         from lanternpp.serve.refusals import install
     except ImportError as error:
@@ -46,7 +45,7 @@ def create_app(batcher: Batcher, terms: Terms | None = None, page: bool = True) 
     app.add_middleware(BodyLimit, most=terms.body)
     app.add_middleware(Keys, keys=terms.keys)
     if terms.hosts:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(terms.hosts), www_redirect=False)
+        app.add_middleware(Hosts, names=terms.hosts)
     app.add_middleware(SafeHeaders)
     app.add_middleware(Counted, metrics=metrics)  # added last, runs first
     describe(app, bool(terms.keys))

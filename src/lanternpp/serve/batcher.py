@@ -88,6 +88,7 @@ class Batcher:
         self._changed = threading.Condition()  # guards the line and the flags; wakes the thread
         self._asking = threading.Lock()  # a target reads one prompt at a time
         self._closed = self._stop = False
+        self._broken: Exception | None = None
         self._between: float | None = None
         self._last: float | None = None  # when a picture was finished with others behind it
         self._thread = threading.Thread(target=self._run, name="lanternpp-batcher", daemon=True)
@@ -97,6 +98,11 @@ class Batcher:
     def closed(self) -> bool:
         """Whether it takes nothing new."""
         return self._closed
+
+    @property
+    def broken(self) -> Exception | None:
+        """Why it ended by itself; None: it did not."""
+        return self._broken
 
     @property
     def stats(self) -> Stats:
@@ -172,8 +178,7 @@ class Batcher:
             while self._turn():
                 pass
         except Exception as error:  # not a picture's fault: nobody must wait for ever
-            reason = error
-            raise
+            reason = self._broken = error
         finally:
             with self._changed:
                 self._closed = self._stop = True

@@ -6,6 +6,7 @@ import base64
 import binascii
 import hmac
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -69,6 +70,41 @@ def told(authorization: str) -> bytes:
         except (binascii.Error, ValueError):
             return b""
     return b""
+
+
+class Hosts:
+    """Lets in who calls the server by one of its names, so that no page elsewhere reaches it under a name of its own.
+
+    A name is a host name, an address, or `*.` and the end of a host name.
+    """
+
+    def __init__(self, app: ASGIApp, names: Sequence[str]):
+        self.app, self.names = app, [name.lower() for name in names]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 400."""
+        if scope["type"] not in ("http", "websocket") or self._known(called(Headers(scope=scope))):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            message = "this server is not called by the name in the Host header; --allow-host NAME lets it be"
+            await refusal(400, message, "unknown_host")(scope, receive, send)
+
+    def _known(self, name: str) -> bool:
+        return any(
+            name == own or (own.startswith("*.") and name.endswith(own[1:])) or own == "*"
+            for own in self.names
+        )
+
+
+def called(headers: Headers) -> str:
+    """The name in the Host header, without its port."""
+    try:
+        return urlsplit("//" + headers.get("host", "")).hostname or ""
+    except ValueError:  # half an IPv6 address
+        return ""
 
 
 class BodyLimit:

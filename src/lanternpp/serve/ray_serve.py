@@ -76,6 +76,11 @@ class Replica:
     def __serve_build_asgi_app__(self) -> Any:
         return create_app(self.batcher, self.plan.terms, page=False)
 
+    def check_health(self) -> None:
+        """Ray Serve starts another replica in place of one that raises."""
+        if self.batcher.broken is not None:
+            raise self.batcher.broken
+
     async def drain(self, seconds: float) -> bool:
         """Take nothing new, finish what was accepted. Returns whether that was done in time."""
         return await asyncio.to_thread(self.batcher.close, True, seconds)

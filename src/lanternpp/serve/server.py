@@ -23,7 +23,8 @@ def run(
     """Serve until SIGTERM or SIGINT; `ready` is called once requests are answered.
 
     From the signal on, accepted orders have `drain` seconds to finish and new ones get 503. A second signal ends it
-    at once. Returns whether all that was accepted was finished.
+    at once. Returns whether all that was accepted was finished. Where the batcher ends by itself so does the server,
+    and its error is raised: whatever supervises the process starts a fresh one.
     """
     import uvicorn
 
@@ -37,6 +38,10 @@ def run(
             await super().startup(sockets)
             if self.started:
                 ready()
+
+        async def on_tick(self, counter: int) -> bool:
+            """Ten times a second: whether to stop."""
+            return await super().on_tick(counter) or batcher.broken is not None
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             """The first signal drains, the second ends."""
@@ -63,4 +68,6 @@ def run(
         Server(config).run(sockets=[bound])
     finally:
         batcher.close(False, 0)
+    if batcher.broken is not None:
+        raise batcher.broken
     return finished
