@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from lanternpp.errors import InputError
@@ -43,6 +44,32 @@ def test_int8_errs_by_at_most_half_a_step_per_output_channel(tmp_path: Path) -> 
     assert ((read["conv"] - tensors["conv"]).abs().flatten(1).amax(1) <= bound * 1.001).all()
     assert all(torch.equal(read[name], tensors[name]) for name in ("bias", "zero", "codebook", "count"))
     assert (tmp_path / checkpoints.WEIGHTS).stat().st_size < 2000
+
+
+def test_six_bits_are_three_quarters_of_eight_and_err_less_than_a_plain_grid_of_six(tmp_path: Path) -> None:
+    tensors = {
+        "conv": torch.randn(8, 512, 3, 3) * torch.logspace(-3, 2, 8)[:, None, None, None],
+        "odd": torch.randn(6, 50),  # rows that do not come in fours: 8 bits
+        "bias": torch.randn(7),
+        "codebook": torch.randn(8, 4),
+        "zero": torch.zeros(4, 3),
+    }
+    checkpoints.save(tmp_path, {}, tensors, "int6", keep=["codebook"])
+    read = checkpoints.load(tmp_path)[1]
+    assert all(torch.equal(read[name], tensors[name]) for name in ("bias", "zero", "codebook"))
+    rows = tensors["conv"].flatten(1)
+    step = rows.abs().amax(1, keepdim=True) / 31
+    plain = ((rows / step).round() * step - rows).square().sum(1)
+    error = (read["conv"].flatten(1) - rows).square().sum(1)
+    assert (error <= plain * 1.0001).all() and (error / plain).mean() < 0.9
+    assert all(len(row.unique()) <= 63 for row in read["conv"])
+    bound = tensors["odd"].abs().amax(1, keepdim=True) / 127 / 2
+    assert ((read["odd"] - tensors["odd"]).abs() <= bound * 1.001).all()
+    with safe_open(tmp_path / checkpoints.WEIGHTS, "pt") as file:
+        assert file.get_tensor("conv").nbytes == 8 * 512 * 9 * 6 // 8
+    checkpoints.save(tmp_path / "again", {}, read, "int6")
+    again = checkpoints.load(tmp_path / "again")[1]["conv"]
+    assert torch.allclose(again, read["conv"], rtol=1e-5)  # nothing more is lost
 
 
 def test_faults_are_listed_by_name_and_file(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
 from lanternpp.nn.sources import SAME, Rename, Source, blank, halves
+from lanternpp.nn.stores import Store
 
 
 class Ours(nn.Module):
@@ -108,13 +109,14 @@ def test_shapes_and_config_are_read_without_the_weights(tmp_path: Path) -> None:
     assert Source.open(tmp_path / "model.safetensors").kinds == {"x", "XForY"}
 
 
-def test_our_own_8_bit_folders_are_undone(tmp_path: Path) -> None:
-    weight = torch.randn(6, 5)
-    checkpoints.save(tmp_path, {"kind": "toy"}, {"weight": weight}, "int8")
+@pytest.mark.parametrize("store", ["int8", "int6"])
+def test_our_own_folders_of_fewer_bits_are_undone(tmp_path: Path, store: Store) -> None:
+    weight = torch.randn(8, 5)
+    checkpoints.save(tmp_path, {"kind": "toy"}, {"weight": weight}, store)
     source = Source.open(tmp_path)
-    assert source.shapes() == {"weight": (6, 5)}
+    assert source.shapes() == {"weight": (8, 5)}
     with blank():
-        linear = nn.Linear(5, 6, bias=False)
+        linear = nn.Linear(5, 8, bias=False)
     source.fill(linear, [SAME], torch.float32)
     assert torch.equal(linear.weight, checkpoints.load(tmp_path)[1]["weight"])
 

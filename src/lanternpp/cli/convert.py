@@ -13,7 +13,7 @@ from lanternpp.cli.models import megabytes, size
 from lanternpp.errors import InputError
 
 PARTS = ("tokenizer", "target", "drafter", "parallel")
-STORES = ("float32", "bfloat16", "int8")
+STORES = ("float32", "bfloat16", "int8", "int6")
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A model folder, a published checkpoint, or a hub id.")
@@ -23,7 +23,7 @@ Storage = Annotated[
     str | None,
     typer.Option(
         "--store",
-        help="float32, bfloat16, or int8: 8 bits a weight and a scale per output channel. "
+        help="float32, bfloat16, int8 or int6: 8 or 6 bits a weight and a scale per output channel. "
         "Default: bfloat16 of a published checkpoint, int8 of a folder that lanternpp wrote.",
     ),
 ]
@@ -118,7 +118,7 @@ def adopt(source: Path, out: Path, store: Any, given: dict[str, Any], called: st
     from lanternpp.models import DEFAULTS, read_target
     from lanternpp.nn import checkpoints
 
-    target = read_target(source, DTYPES["float32" if store == "int8" else store], given=given)
+    target = read_target(source, DTYPES["bfloat16" if store == "bfloat16" else "float32"], given=given)
     parts = target.save(out, store)
     facts = {"converted from": called, "store": store}
     checkpoints.write_text(out / "target" / "provenance.json", json.dumps(facts, indent=2) + "\n")

@@ -20,9 +20,8 @@ Seed = Annotated[int, typer.Option(help="Seed of weights, data order and noise."
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Resume = Annotated[bool, typer.Option("--resume/--restart", help="Go on from a saved state, or start over.")]
 Checks = Annotated[int, typer.Option(help="Validations, samples and saved states over the run.")]
-Store = Annotated[
-    Literal["float32", "bfloat16", "int8"], typer.Option(help="Weights on disk: float32, bfloat16 or int8.")
-]
+Stored = Literal["float32", "bfloat16", "int8", "int6"]
+Store = Annotated[Stored, typer.Option(help="Weights on disk: float32, bfloat16, or 8 or 6 bits a number.")]
 Crops = Annotated[int, typer.Option(help="Crops of each training picture, each also mirrored; encoded once.")]
 Decay = Annotated[float, typer.Option(help="Of the moving average of the weights, per step.")]
 Warmup = Annotated[int, typer.Option(help="Steps of linear warm-up.")]
@@ -37,7 +36,7 @@ def plan(
     compiled: bool,
     resume: bool,
     checks: int,
-    store: Literal["float32", "bfloat16", "int8"],
+    store: Stored,
     save_minutes: float = 5.0,
 ) -> Plan:
     """The options all trainings share."""

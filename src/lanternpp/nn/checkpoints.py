@@ -11,7 +11,7 @@ import pickle
 import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,13 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-
-Store = Literal["float32", "bfloat16", "int8"]
+from lanternpp.nn.stores import STORES, Store, pack, unpack
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 STALE = 600  # seconds after which what a killed process was writing is removed
-SCALE = ".scale"  # suffix of the tensor that undoes an int8 tensor
 
 
 def save(
@@ -37,11 +35,12 @@ def save(
 ) -> None:
     """Write a model folder; a kill at any moment leaves the old model, the new one, or no `config.json`.
 
-    `store` is how floating-point tensors lie on disk. int8 is symmetric with one scale per output channel
-    (dimension 0) for tensors of two or more dimensions; the rest, and the names in `keep`, stay float32.
+    `store` is how floating-point tensors lie on disk. int8 and int6 are symmetric with one scale per output channel
+    (dimension 0) for tensors of two or more dimensions; the rest, and the names in `keep`, stay float32. Where the
+    channels are no multiple of four int6 is int8.
     """
-    if store not in ("float32", "bfloat16", "int8"):
-        raise InputError(f"store {store!r} is unknown: choose float32, bfloat16 or int8.")
+    if store not in STORES:
+        raise InputError(f"store {store!r} is unknown: choose {', '.join(STORES)}.")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(dict(config), indent=2, sort_keys=True) + "\n"
@@ -56,7 +55,7 @@ def save(
 
 
 def load(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config and the tensors of a model folder, on the CPU, int8 undone to float32."""
+    """The config and the tensors of a model folder, on the CPU, fewer bits undone to float32."""
     folder = Path(folder)
     return load_config(folder), read_safetensors(folder / WEIGHTS)
 
@@ -102,7 +101,7 @@ def fill(
 
 
 def read_safetensors(path: str | Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, on the CPU, int8 undone to float32."""
+    """Every tensor of a safetensors file, on the CPU, fewer bits undone to float32."""
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path} is missing: a model folder holds {CONFIG} and {WEIGHTS}.")
@@ -206,38 +205,3 @@ def checksum(tensor: Tensor) -> str:
 def digest(parts: Iterable[str]) -> str:
     """First 16 hexadecimal digits of the SHA-256 of some lines of text."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def pack(tensors: Mapping[str, Tensor], store: Store, keep: Collection[str] = ()) -> dict[str, Tensor]:
-    """Tensors as they lie on disk; `x.scale` stands beside an int8 `x`."""
-    packed: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().to("cpu").contiguous()
-        if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() in seen:
-            tensor = tensor.clone()  # a part of another, or another's double: safetensors wants neither
-        seen.add(tensor.data_ptr())
-        if not tensor.is_floating_point():
-            packed[name] = tensor
-        elif store == "bfloat16" and name not in keep:
-            packed[name] = tensor.bfloat16()
-        elif store == "int8" and name not in keep and tensor.ndim >= 2:
-            rows = tensor.float().flatten(1)
-            scale = rows.abs().amax(1).clamp_min(1e-12) / 127
-            packed[name] = (rows / scale[:, None]).round().to(torch.int8).view(tensor.shape)
-            packed[name + SCALE] = scale
-        else:
-            packed[name] = tensor.float()
-    return packed
-
-
-def unpack(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undo `pack`'s int8; other tensors keep their dtype."""
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in packed.items():
-        scale = packed.get(name + SCALE)
-        if tensor.dtype == torch.int8 and scale is not None:
-            tensors[name] = tensor.float() * scale.view(-1, *[1] * (tensor.ndim - 1))
-        elif not (name.endswith(SCALE) and packed.get(name.removesuffix(SCALE), tensor).dtype == torch.int8):
-            tensors[name] = tensor
-    return tensors

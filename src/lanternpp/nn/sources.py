@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import CONFIG, SCALE, load_config
+from lanternpp.nn.checkpoints import CONFIG, load_config
 from lanternpp.nn.shards import Shard, shards
+from lanternpp.nn.stores import SCALE, is_scale, meant, restored, scaled
 
 CHUNK = 1 << 26  # bytes read before a file is opened anew, which lets go of what was read
 
@@ -141,12 +142,12 @@ class Source:
 
     @cached_property
     def metas(self) -> dict[str, Tensor]:
-        """Every tensor's shape and dtype on the meta device; an int8 tensor and its scale are one of float32."""
+        """Every tensor's shape and dtype on the meta device; one of fewer bits and its scale are one of float32."""
         found = {name: meta for file in self._files for name, meta in file.metas().items()}
         return {
-            name: meta.float() if scaled(name, found) else meta
+            name: meant(meta) if scaled(name, found) else meta
             for name, meta in found.items()
-            if not (name.endswith(SCALE) and scaled(name.removesuffix(SCALE), found))
+            if not is_scale(name, found)
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -237,14 +238,7 @@ class Source:
         with file.opened() as get:
             for name in names:
                 tensor = get(name)
-                if scaled(name, metas):
-                    tensor = tensor.float() * get(name + SCALE).view(-1, *[1] * (tensor.dim() - 1))
-                yield name, tensor
-
-
-def scaled(name: str, metas: Mapping[str, Tensor]) -> bool:
-    """Whether a tensor is one of our int8 ones, whose scale stands beside it."""
-    return name in metas and metas[name].dtype == torch.int8 and name + SCALE in metas
+                yield name, restored(tensor, get(name + SCALE)) if scaled(name, metas) else tensor
 
 
 def misfit(piece: Piece, meta: Tensor, own: Tensor) -> str:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import Store
 from lanternpp.nn.decoder import Decoder, Memory
 from lanternpp.nn.packed import pack
 from lanternpp.nn.sources import Source
+from lanternpp.nn.stores import Store
 from lanternpp.types import Nodes, Prompt
 from lanternpp.vq.reading import Reader
 

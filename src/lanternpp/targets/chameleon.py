@@ -25,10 +25,10 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.nn import llama
-from lanternpp.nn.checkpoints import Store
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.sources import SAME, Rename, Source, blank
+from lanternpp.nn.stores import Store
 from lanternpp.targets.language import Raster, TokenTarget, language_rules
 from lanternpp.targets.tokens import Text, first_code
 from lanternpp.vq.layouts import TAMING, read_vqgan

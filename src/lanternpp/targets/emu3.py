@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from lanternpp.nn import llama
-from lanternpp.nn.checkpoints import Store
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.sources import SAME, Rename, Source, blank
+from lanternpp.nn.stores import Store
 from lanternpp.targets.language import Raster, TokenTarget, language_rules
 from lanternpp.targets.tokens import Text, first_code
 from lanternpp.vq.emu3 import Emu3Decoder, read_emu3, save_emu3

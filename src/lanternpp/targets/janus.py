@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn import llama
-from lanternpp.nn.checkpoints import Store
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.sources import SAME, Rename, Source, blank
+from lanternpp.nn.stores import Store
 from lanternpp.targets.language import LanguageTarget, Raster, language_rules
 from lanternpp.targets.tokens import Text
 from lanternpp.vq.layouts import LLAMAGEN, TRANSFORMERS, Names, read_vqgan

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
-from lanternpp.nn.checkpoints import Store
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.llama import llama_rules
 from lanternpp.nn.packed import pack
 from lanternpp.nn.rope import line_table
 from lanternpp.nn.sources import Rename, Source
+from lanternpp.nn.stores import Store
 from lanternpp.targets.base import Target
 from lanternpp.targets.tokens import Text, check_length, left_padded
 from lanternpp.types import Prompt

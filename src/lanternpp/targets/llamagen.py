@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
-from lanternpp.nn.checkpoints import Store
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.llama import llama_rules
 from lanternpp.nn.packed import pack
 from lanternpp.nn.rope import grid_table
 from lanternpp.nn.sources import SAME, Rename, Source, blank
+from lanternpp.nn.stores import Store
 from lanternpp.targets.base import Target
 from lanternpp.targets.conditions import ClassCondition, Condition, TextCondition
 from lanternpp.targets.text import text_of

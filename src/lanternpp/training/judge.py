@@ -14,6 +14,7 @@ from lanternpp.errors import InputError
 from lanternpp.evaluation.judge import JUDGE, Judge, JudgeConfig, read_judge, write_reference
 from lanternpp.evaluation.pictures import Gallery, Item, squares
 from lanternpp.nn import checkpoints
+from lanternpp.nn.stores import Store
 from lanternpp.picture import Panel, comparison
 from lanternpp.training import hardware
 from lanternpp.training.codes import named, tokenizer_of
@@ -67,7 +68,7 @@ class JudgeTask(Task):
         lessons: dict[str, Lesson],  # train, val, and both again as the tokenizer draws them
         data: dict[str, Any],
         device: torch.device,
-        store: checkpoints.Store,
+        store: Store,
     ):
         torch.manual_seed(settings.seed)
         self.config, self.options, self.device = config, settings, device

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.nn import checkpoints
+from lanternpp.nn.stores import Store
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Plan:
     checks: int = 20  # validations, samples and saved states, evenly over the run
     save_minutes: float = 5.0  # a state is also saved this often
     log_steps: int = 25
-    store: checkpoints.Store = "float32"
+    store: Store = "float32"
     stop_after: int | None = None  # pause at this step as if interrupted (a lease that ends, a test)
 
     def __post_init__(self) -> None:

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.nn.checkpoints import Store, save
+from lanternpp.nn.checkpoints import save
 from lanternpp.nn.sources import SAME, Rename, Source, blank
+from lanternpp.nn.stores import Store
 
 if TYPE_CHECKING:
     from transformers.models.emu3.modeling_emu3 import Emu3VQVAE

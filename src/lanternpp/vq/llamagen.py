@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import Store, save
+from lanternpp.nn.checkpoints import save
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.shards import PICKLED, SAFE
 from lanternpp.nn.sources import SAME, Source, blank
+from lanternpp.nn.stores import Store
 from lanternpp.vq.layouts import LLAMAGEN, read_encoder, rules
 from lanternpp.vq.vqgan import VQGAN, VQGANConfig
 
