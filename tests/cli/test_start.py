@@ -76,3 +76,18 @@ def test_models_says_which_methods_are_lossless(run) -> None:
     lossless = {name for name, row in rows.items() if row["lossless"]}
     assert lossless == {"ar", "eagle", "eagle2", "ddd", "independent", "parallel", "jacobi", "jacobi-coupled"}
     assert rows["lantern++"]["proposer"] == "tree" and rows["lantern++"]["tree"] == "lantern-57"
+
+
+def test_an_engine_of_any_method_is_made_without_torchs_compiler() -> None:
+    """Seconds of imports that drawing needs nothing of."""
+    code = """
+import sys
+from lanternpp import Pipeline
+from lanternpp.methods import METHODS
+pipe = Pipeline.from_pretrained("nature-128", device="cpu", tuned=False)
+for method in METHODS.keys() - {"independent"}:
+    pipe.new_engine(pipe.settings(method))
+sys.exit(", ".join({"torch._dynamo", "torch._inductor", "sympy"} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.strip() == ""

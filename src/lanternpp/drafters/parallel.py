@@ -59,7 +59,8 @@ class ParallelDrafter(QueryDrafter):
         self.config = config
         dim = config.dim
         self.fc = nn.Linear(2 * dim, dim)
-        self.queries = nn.Parameter(torch.randn(config.queries, dim) * 0.02)
+        self.queries = nn.Parameter(torch.empty(config.queries, dim))
+        nn.init.normal_(self.queries, std=0.02)
         shape = DecoderConfig(
             dim,
             config.layers,
