@@ -96,7 +96,7 @@ def test_a_finished_folder_holds_weights_provenance_and_samples(data: Path, tmp_
     facts = json.loads((folder / "provenance.json").read_text())
     assert facts["steps"] == 2
     assert facts["data"]["train"] == 12
-    assert {"psnr", "usage", "perplexity", "train_usage"} <= facts["validation"].keys()
+    assert {"psnr", "detail", "usage", "perplexity", "train_usage"} <= facts["validation"].keys()
     assert list((folder / "samples").glob("*.png"))
     assert not list(folder.glob(".*.tmp"))
     assert read_vq(folder).config == TINY
@@ -120,3 +120,11 @@ def test_a_budget_is_required_and_positive(tmp_path: Path) -> None:
 def test_psnr_of_a_known_error() -> None:
     truth = torch.zeros(1, 3, 8, 8)
     assert losses.psnr(truth + 0.2, truth).item() == pytest.approx(20.0, abs=0.2)  # a tenth of the range
+
+
+def test_detail_tells_sharp_from_blurred() -> None:
+    sharp = torch.rand(2, 3, 32, 32)
+    blurred = torch.nn.functional.interpolate(torch.nn.functional.avg_pool2d(sharp, 2), scale_factor=2.0)
+    assert (losses.detail(blurred) < 0.3 * losses.detail(sharp)).all()
+    assert torch.allclose(losses.detail(0.5 * sharp), 0.25 * losses.detail(sharp))
+    assert (losses.detail(torch.full((1, 3, 8, 8), 0.3)) < 1e-10).all()

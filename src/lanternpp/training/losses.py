@@ -29,6 +29,12 @@ def psnr(images: Tensor, truth: Tensor) -> Tensor:
     return -10 * ((mine - other).square().flatten(1).mean(1) / 255**2).clamp_min(1e-10).log10()
 
 
+def detail(images: Tensor) -> Tensor:
+    """Energy [B] of the finest detail of images [B, 3, H, W]: what is left of them without a version of half the size."""
+    coarse = F.interpolate(F.avg_pool2d(images, 2), scale_factor=2.0, mode="bilinear")
+    return (images - coarse).square().flatten(1).mean(1)
+
+
 def soft_cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
     """Mean nats of `logits` [..., V] under the distribution of `wanted` [..., V]."""
     return -(wanted.float().softmax(-1) * logits.float().log_softmax(-1)).sum(-1).mean()
