@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -215,4 +216,13 @@ def train(
         config, settings = start.config, replace(settings, codes_of=checksum(start.codebook))
     pictures, val = (Pictures.read(data, split, config.size, limit) for split in ("train", "val"))
     facts = describe(pictures, val, data)
+    if codes_of is not None:
+        facts["codes_of"] = origin(codes_of / "tokenizer")
     return run(TokenizerTask(config, settings, pictures, val, facts, plan.device, start), plan)
+
+
+def origin(folder: Path) -> dict[str, Any]:
+    """How a trained network came about, in short; {} where that is not known."""
+    file = folder / "provenance.json"
+    told = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return {name: told[name] for name in ("command", "date", "git", "steps") if name in told}
