@@ -12,6 +12,7 @@ from lanternpp import InputError, Pipeline
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.verify import verify
+from lanternpp.models import model_folder
 from lanternpp.targets.words import PromptWarning
 from lanternpp.types import Draft
 
@@ -184,3 +185,8 @@ def test_what_cannot_be_drawn_is_refused_in_one_sentence(call: dict[str, object]
     with pytest.raises(InputError, match=names) as refusal:
         pipeline("auto")(**{"prompt": PROMPTS[0], **call})
     assert "\n" not in str(refusal.value)
+
+
+def test_it_ships_in_forty_megabytes() -> None:
+    files = [path for path in model_folder("nature-128").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 40_000_000
