@@ -129,7 +129,7 @@ def test_other_settings_are_named_before_anything_is_drawn_or_encoded(
     before = {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
     for module, name in ((samples, "draw"), (codes, "encode")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("work was done"))
-    refused(run(*train, "--lr", 0.01, "--loss", "lk"), "lr 0.001 -> 0.01", "loss 'paper' -> 'lk'")
+    refused(run(*train, "--lr", 0.01, "--loss", "lk"), "lr 0.001 -> 0.01", "loss 'guided' -> 'lk'")
     refused(run(*train, "--layers", 2), "layers 1 -> 2", "--restart")
     refused(run(*train, "--cfg", 2), "cfg 5.0 -> 2.0; data '", "what it learns from")
     refused(run(*train, "--samples", 9), "(data '", "what it learns from")

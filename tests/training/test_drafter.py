@@ -198,7 +198,7 @@ def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(data: Path, ready: P
         "lk",
         "codes_per_pass",
     }
-    with pytest.raises(InputError, match=r"loss 'lk' -> 'paper'"):
+    with pytest.raises(InputError, match=r"loss 'lk' -> 'guided'"):
         go(data, ready)
 
 

@@ -71,7 +71,7 @@ def drafter(
         Literal["paper", "guided", "lk", "both"] | None,
         typer.Option(
             help="paper: the target's distribution; guided: after guidance; lk: the acceptance; both: the last "
-            "two. Default: paper of eagle, both of parallel."
+            "two. Default: guided of eagle, both of parallel."
         ),
     ] = None,
     weight: Annotated[

@@ -47,7 +47,7 @@ class DrafterSettings:
     acceptance itself, after guidance; `both`, the sum of these two.
     """
 
-    loss: Literal["paper", "guided", "lk", "both"] = "paper"
+    loss: Literal["paper", "guided", "lk", "both"] = "guided"
     weight: float = 0.1
     cfg: float = 3.0
     batch_size: int = 16
