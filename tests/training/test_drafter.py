@@ -148,7 +148,7 @@ def test_the_target_does_not_move(ready: Path) -> None:
 def test_a_tenth_of_the_captions_is_dropped_under_the_papers_loss(
     ready: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = task(ready, count=60)
+    made = task(ready, count=60, loss="paper")
     shares, null = [], made.target.prompt([None], 1).embeds
 
     def loss(prompts: Tensor, start: Tensor | None, codes: Tensor, known: None) -> tuple[Tensor, Tensor]:
