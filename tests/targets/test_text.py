@@ -85,6 +85,7 @@ def test_stored_features_stand_in_for_the_encoder(encoder: Path, tmp_path: Path)
 
 def test_texts_lie_right_and_null_rows_are_padded_like_them(encoder: Path) -> None:
     condition = TextCondition(dim=8, caption_dim=24, slots=6).requires_grad_(False)
+    condition.null.normal_()  # a checkpoint's to fill
     condition.open(T5Text(encoder))
     prompt = condition.prompt(["a red tulip", None], 2)
     assert prompt.embeds.shape == (4, 6, 8)
