@@ -11,7 +11,6 @@ from torch import Tensor
 Store = Literal["float32", "bfloat16", "int8", "int6"]
 STORES: tuple[str, ...] = get_args(Store)
 SCALE = ".scale"  # suffix of the tensor that undoes a tensor of fewer bits
-MOST = {"int8": 127, "int6": 31}  # the largest whole number
 SHRINK = [1 - 0.04 * i for i in range(12)]  # shares of a row's range that are tried for 6 bits
 OFFSET = 32  # makes 6 bits unsigned
 
@@ -29,7 +28,7 @@ def pack(tensors: Mapping[str, Tensor], store: Store, keep: Collection[str] = ()
             packed[name] = tensor
         elif store == "bfloat16" and name not in keep:
             packed[name] = tensor.bfloat16()
-        elif store in MOST and name not in keep and tensor.ndim >= 2:
+        elif store in ("int8", "int6") and name not in keep and tensor.ndim >= 2:
             narrow = store == "int6" and tensor.shape[0] % 4 == 0
             whole, packed[name + SCALE] = rounded(tensor.float(), 6 if narrow else 8)
             packed[name] = squeezed(whole) if narrow else whole

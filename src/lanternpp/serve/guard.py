@@ -40,9 +40,6 @@ class Keys:
         if which is not None:
             scope.setdefault("state", {})["client"] = f"key {which}"
             await self.app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await receive()
-            await send({"type": "websocket.close", "code": 1008})
         else:
             api = scope["path"].startswith(API)
             answer = refusal(
@@ -51,7 +48,7 @@ class Keys:
                 "invalid_api_key",
                 WWW_Authenticate="Bearer" if api else 'Basic realm="lanternpp", charset="UTF-8"',
             )
-            await answer(scope, receive, send)
+            await turn_away(answer, scope, receive, send)
 
     def _which(self, key: bytes) -> int | None:
         """The number of the key that this is. Every key is compared, in a time that tells nothing."""
@@ -72,6 +69,15 @@ def told(authorization: str) -> bytes:
     return b""
 
 
+async def turn_away(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Give a request this answer; a WebSocket, which takes none, is closed."""
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.close", "code": 1008})
+    else:
+        await answer(scope, receive, send)
+
+
 class Hosts:
     """Lets in who calls the server by one of its names, so that no page elsewhere reaches it under a name of its own.
 
@@ -85,12 +91,9 @@ class Hosts:
         """Pass on, or answer 400."""
         if scope["type"] not in ("http", "websocket") or self._known(called(Headers(scope=scope))):
             await self.app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await receive()
-            await send({"type": "websocket.close", "code": 1008})
         else:
             message = "this server is not called by the name in the Host header; --allow-host NAME lets it be"
-            await refusal(400, message, "unknown_host")(scope, receive, send)
+            await turn_away(refusal(400, message, "unknown_host"), scope, receive, send)
 
     def _known(self, name: str) -> bool:
         return any(
