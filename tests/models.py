@@ -36,10 +36,12 @@ def write_smaller(folder: Path, words: WordsConfig, vq: VQ) -> Path:
     return folder
 
 
-def write_model(folder: Path) -> Path:
-    """A model of 32 codes on a grid of 4 x 4, 16 px, that knows a red tulip."""
+def write_model(folder: Path, grid: int = 4) -> Path:
+    """A model of 32 codes on a grid of 4 x 4, 16 px, that knows a red tulip. A larger grid takes longer to draw."""
     torch.manual_seed(0)
-    vq_shape = VQConfig(SIDE, VOCAB, 4, channels=(16, 16), encoder_blocks=(1, 1), decoder_blocks=(1, 1))
+    vq_shape = VQConfig(
+        SIDE * grid // 4, VOCAB, 4, channels=(16, 16), encoder_blocks=(1, 1), decoder_blocks=(1, 1)
+    )
     vq = VQ(vq_shape)
     checkpoints.save(folder / "tokenizer", {"kind": "vq", **asdict(vq_shape)}, vq.weights())
     words = WordsConfig(
@@ -49,14 +51,14 @@ def write_model(folder: Path) -> Path:
         layers=2,
         heads=2,
         hidden=48,
-        grid=4,
+        grid=grid,
         vocab=VOCAB,
         code_dim=4,
         slots=4,
     )
     target = WordsTarget(words, vq)
     checkpoints.save(folder / "target", {"kind": "words", **asdict(words)}, target.folded()[1])
-    write_smaller(folder / "independent", WordsConfig(**SMALLER), vq)
+    write_smaller(folder / "independent", WordsConfig(**SMALLER | {"grid": grid}), vq)
     eagle = EagleConfig(dim=32, heads=2, hidden=48)
     drafter = EagleDrafter(eagle, target.decoder.turns)
     checkpoints.save(folder / "drafter", {"kind": "eagle", **asdict(eagle)}, drafter.state_dict())

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from models import write_model
 from PIL import Image
 
 from lanternpp import cluster
@@ -86,7 +87,8 @@ def test_the_order_and_what_was_there_decide_nothing(job, asked, elsewhere: Path
     assert contents(elsewhere / "two") == whole
 
 
-def test_a_killed_job_goes_on(run, model, elsewhere: Path) -> None:
+def test_a_killed_job_goes_on(run, elsewhere: Path) -> None:
+    model = write_model(elsewhere / "longer", grid=8)
     (elsewhere / "many.txt").write_text("a tulip\nred tulip\n")
     args = ["generate", "--prompts", "many.txt", "--model", model, "-n", 20, "--batch-size", 2]
     command = [sys.executable, "-c", "from lanternpp.cli import main; main()", *map(str, args), "--out", "a"]

@@ -40,7 +40,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_killed_worker_costs_no_picture(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "tiny")
+    model = write_model(tmp_path / "tiny", grid=8)
     (tmp_path / "p.txt").write_text(PROMPTS)
     args = ["--prompts", str(tmp_path / "p.txt"), "-n", "20", "--batch-size", "2", "--json"]
     args += ["--model", str(model)]
@@ -58,7 +58,7 @@ def test_a_killed_worker_costs_no_picture(tmp_path: Path) -> None:
     assert process.returncode == 0
     assert err == "lanternpp: warning: a worker died; another draws what it owed\n"
     figures = json.loads(out)
-    assert (figures["images"], figures["skipped"], figures["codes"]) == (60, 0, 60 * 16)
+    assert (figures["images"], figures["skipped"], figures["codes"]) == (60, 0, 60 * 64)
     with pytest.raises(SystemExit) as end:
         main(["generate", *args, "--out", str(tmp_path / "plain")])
     assert end.value.code == 0

@@ -18,6 +18,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of 16 times its codes: what is asked for while it draws is asked in time."""
+    return write_model(tmp_path_factory.mktemp("served") / "long", grid=16)
+
+
+@pytest.fixture(scope="session")
 def pipe(model: Path) -> Pipeline:
     """The tiny model."""
     return tiny(model)
