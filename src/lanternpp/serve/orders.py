@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from PIL import Image
 from torch import Tensor
@@ -33,6 +34,11 @@ class Expired(Exception):  # noqa: N818
 
 class Cancelled(Exception):  # noqa: N818
     """Whoever ordered the picture wants it no more."""
+
+
+def heard(answer: asyncio.Future[Any]) -> None:
+    """Its error is asked for when it comes, so that asyncio logs none that nobody waited for."""
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 @dataclass(frozen=True)
@@ -120,9 +126,7 @@ class Ticket:
     async def drawn(self) -> Drawn:
         """`result` for a coroutine; being cancelled itself, it gives the picture up."""
         mine = asyncio.wrap_future(self._future)
-        mine.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # heard, though nobody waits
+        heard(mine)
         try:
             return await asyncio.shield(mine)
         except asyncio.CancelledError:

@@ -5,25 +5,20 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.vq.vqgan import Attention, Residual, VQGANConfig, norm
+from lanternpp.vq.vqgan import Attention, Level, Residual, VQGANConfig, norm
 
 
-class Narrowing(nn.Module):
-    """Residual blocks of one size, then, but in the last stage, half the size by a 3x3 of stride 2."""
+class Narrowing(Level):
+    """A level, then, but in the last stage, half the size by a 3x3 of stride 2."""
 
     def __init__(self, inputs: int, outputs: int, blocks: int, attention: bool, last: bool):
-        super().__init__()
-        self.blocks = nn.ModuleList(Residual(outputs if i else inputs, outputs) for i in range(blocks))
-        self.attention = nn.ModuleList(Attention(outputs) for _ in range(blocks if attention else 0))
+        super().__init__(inputs, outputs, blocks, attention)
         self.down = nn.Identity() if last else nn.Conv2d(outputs, outputs, 3, stride=2)
         self.last = last
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, inputs, H, W] -> [B, outputs, H/2, W/2], or H and W in the last stage."""
-        for i, block in enumerate(self.blocks):
-            x = block(x)
-            if self.attention:
-                x = self.attention[i](x)
+        x = super().forward(x)
         return x if self.last else self.down(F.pad(x, (0, 1, 0, 1)))  # right and below, as it was trained
 
 

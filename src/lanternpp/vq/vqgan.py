@@ -74,22 +74,34 @@ class Attention(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(x.shape))
 
 
-class Stage(nn.Module):
-    """Residual blocks of one size, then, but in the last stage, twice the size by repetition and a 3x3."""
+class Level(nn.Module):
+    """Residual blocks of one size, each with attention after it where the level has it."""
 
-    def __init__(self, inputs: int, outputs: int, blocks: int, attention: bool, last: bool):
+    def __init__(self, inputs: int, outputs: int, blocks: int, attention: bool):
         super().__init__()
         self.blocks = nn.ModuleList(Residual(outputs if i else inputs, outputs) for i in range(blocks))
         self.attention = nn.ModuleList(Attention(outputs) for _ in range(blocks if attention else 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, inputs, H, W] -> [B, outputs, H, W]."""
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if self.attention:
+                x = self.attention[i](x)
+        return x
+
+
+class Widening(Level):
+    """A level, then, but in the last stage, twice the size by repetition and a 3x3."""
+
+    def __init__(self, inputs: int, outputs: int, blocks: int, attention: bool, last: bool):
+        super().__init__(inputs, outputs, blocks, attention)
         self.up = nn.Identity() if last else nn.Conv2d(outputs, outputs, 3, padding=1)
         self.last = last
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, inputs, H, W] -> [B, outputs, 2H, 2W], or H and W in the last stage."""
-        for i, block in enumerate(self.blocks):
-            x = block(x)
-            if self.attention:
-                x = self.attention[i](x)
+        x = super().forward(x)
         return x if self.last else self.up(F.interpolate(x, scale_factor=2.0, mode="nearest"))
 
 
@@ -110,7 +122,7 @@ class VQGAN(nn.Module):
         self.middle = nn.Sequential(Residual(first, first), Attention(first), Residual(first, first))
         self.stages = nn.Sequential(
             *(
-                Stage(inputs, width, config.blocks, config.attention and i == 0, i == len(widths) - 1)
+                Widening(inputs, width, config.blocks, config.attention and i == 0, i == len(widths) - 1)
                 for i, (inputs, width) in enumerate(zip([first, *widths], widths, strict=False))
             )
         )
