@@ -25,8 +25,8 @@ def test_pictures_join_a_running_batch_and_leave_it(slow):
     with batcher_of(slow, slots=4) as batcher:
         first = batcher.submit_all(seeds(1, 2, 3))
         until(lambda: batcher.stats.running == 3)
-        slow.allow(1)
         late = batcher.submit(order(4))
+        slow.allow(1)
         until(lambda: len(slow.admitted) == 4)
         slow.allow()
         drawn = [ticket.result(120) for ticket in (*first, late)]

@@ -180,6 +180,7 @@ def serve(
 
         from lanternpp import Pipeline
         from lanternpp.serve.app import create_app
+        from lanternpp.serve.aside import aside
         from lanternpp.serve.batcher import Batcher
         from lanternpp.serve.server import run
         from lanternpp.serve.terms import Terms
@@ -194,10 +195,16 @@ def serve(
             plan = Plan(*where, device, dtype, size, terms, slots, queue, lanes)
             deploy(ray, replicas, plan, calibrate and "tree" not in overrides, host, bound, drain)
             return
-        pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
-        tell_effect(pipe.effect)
-        pipe.new_engine(terms.settings(pipe, None, {}))  # what is missing is missed now
-        choose = fastest(pipe, terms, slots) if calibrate and "tree" not in overrides else None
+
+        def opened() -> tuple[Pipeline, Choice | None]:
+            pipe = Pipeline.from_pretrained(
+                model=model, drafter=drafter, device=device, dtype=dtype, size=size
+            )
+            tell_effect(pipe.effect)
+            pipe.new_engine(terms.settings(pipe, None, {}))  # what is missing is missed now
+            return pipe, fastest(pipe, terms, slots) if calibrate and "tree" not in overrides else None
+
+        pipe, choose = aside(opened)
         warnings.simplefilter("ignore", PromptWarning)  # of strangers' prompts
         batcher = Batcher(pipe, slots, queue, lanes, choose)
         try:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from lanternpp.errors import InputError
 from lanternpp.pipeline import Pipeline
+from lanternpp.serve.aside import aside
 from lanternpp.serve.fleet import Blocked, Fleet
 from lanternpp.serve.lanes import Lane
 from lanternpp.serve.line import Line
@@ -118,7 +119,7 @@ class Batcher:
         if not prompt.strip():
             raise InputError('the prompt is empty; say what to draw, such as "a photo of a red tulip"')
         with self._asking:
-            self.pipe.target.prompt([prompt], 1)
+            aside(self.pipe.target.prompt, [prompt], 1)
 
     def submit(self, order: Order) -> Ticket:
         """Put an order into the queue. Raises Full where that has no room, Closed, or InputError."""

@@ -13,6 +13,7 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from lanternpp.pipeline import Pipeline, versions
+from lanternpp.serve.aside import aside
 from lanternpp.serve.orders import Drawn, Order
 
 GREY = (128, 128, 128)
@@ -21,8 +22,7 @@ QUALITY = 90  # of jpeg, where nothing is said
 
 def picture_size(pipe: Pipeline) -> tuple[int, int]:
     """Width and height of the pictures that a model draws, in pixels."""
-    blank = torch.zeros(1, pipe.target.length, dtype=torch.int64, device=_device(pipe))
-    return pipe.images(blank)[0].size
+    return _pixels(pipe, torch.zeros(pipe.target.length, dtype=torch.int64)).size
 
 
 def half_drawn(pipe: Pipeline, codes: Tensor) -> Image.Image:
@@ -37,7 +37,7 @@ def half_drawn(pipe: Pipeline, codes: Tensor) -> Image.Image:
     place = torch.arange(target.length)
     above = (place - decided) // target.width + 1  # rows up to one that is decided
     source = place.where(place < decided, place - above * target.width).clamp(min=0)
-    image = pipe.images(codes.cpu()[source][None].to(_device(pipe)))[0]
+    image = _pixels(pipe, codes.cpu()[source])
     rows = target.length // target.width
     row, column = divmod(decided, target.width)
     top, middle = round(row * image.height / rows), round((row + 1) * image.height / rows)
@@ -75,5 +75,7 @@ def encode(
     return base64.b64encode(file.getvalue()).decode("ascii")
 
 
-def _device(pipe: Pipeline) -> torch.device:
-    return next(pipe.target.parameters()).device
+def _pixels(pipe: Pipeline, codes: Tensor) -> Image.Image:
+    """The picture of codes [length]."""
+    device = next(pipe.target.parameters()).device
+    return aside(pipe.images, codes[None].to(device))[0]

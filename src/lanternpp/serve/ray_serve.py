@@ -20,6 +20,7 @@ from lanternpp.cluster import LOCAL, Share, cluster, default_workers, share
 from lanternpp.errors import InputError
 from lanternpp.pipeline import Pipeline
 from lanternpp.serve.app import create_app
+from lanternpp.serve.aside import aside
 from lanternpp.serve.batcher import Batcher, Choose
 from lanternpp.serve.server import LAST_WORDS
 from lanternpp.serve.terms import Terms
@@ -69,7 +70,7 @@ class Replica:
 
     def __init__(self, plan: Plan, threads: int):
         torch.set_num_threads(threads)
-        pipe = plan.read()
+        pipe = aside(plan.read)
         warnings.simplefilter("ignore", PromptWarning)  # of strangers' prompts
         self.plan, self.batcher = plan, Batcher(pipe, plan.slots, plan.queue, plan.lanes, plan.choose)
 
