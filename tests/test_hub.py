@@ -31,7 +31,7 @@ def lanternpp(tmp_path: Path, address: str, *args: object, **more: str) -> subpr
     env = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
     env |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "NO_PROXY": "127.0.0.1"} | more
     command = [sys.executable, "-c", SCRIPT, *map(str, args)]
-    return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=400)
 
 
 def test_a_model_is_fetched_once_and_drawn_without_a_network_after(shelf, tmp_path):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from models import LENGTH, SIDE, write_model
 from PIL import Image
+from served import PacedPipe, batcher_of
 
 from lanternpp.errors import InputError
 from lanternpp.pipeline import Pipeline
@@ -123,17 +124,20 @@ def test_a_race_draws_what_the_pipeline_draws(pipe: Pipeline, batcher: Batcher) 
             assert alone.images[0].tobytes() == picture.image.tobytes()
 
 
-def test_stopping_frees_the_slots(pipe: Pipeline, batcher: Batcher) -> None:
-    race = Race(batcher, ask(pipe, count=4))
+def test_stopping_frees_the_slots(pipe: Pipeline) -> None:
+    paced = PacedPipe(pipe)
+    with batcher_of(paced, slots=4, queue=8) as batcher:
+        race = Race(batcher, ask(pipe, count=4))
 
-    async def stopped() -> None:
-        with pytest.raises(Cancelled):
-            async for _ in race.frames(every=0.001):
-                race.cancel()
+        async def stopped() -> None:
+            with pytest.raises(Cancelled):
+                async for _ in race.frames(every=0.001):
+                    race.cancel()
 
-    asyncio.run(stopped())
-    assert all(ticket.done for ticket in race.tickets)
-    frame, _ = asyncio.run(last(Race(batcher, ask(pipe, count=1))))
+        asyncio.run(stopped())
+        assert all(ticket.done for ticket in race.tickets)
+        paced.allow()
+        frame, _ = asyncio.run(last(Race(batcher, ask(pipe, count=1))))
     assert frame.finished
 
 

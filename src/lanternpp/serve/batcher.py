@@ -74,7 +74,8 @@ class Batcher:
     ):
         """slots: most rows of a lane, a power of two; queue: most orders that wait; lanes: most engines kept.
 
-        choose: the settings that a lane of so many rows draws with, in place of those asked for.
+        pipe: best read by way of `aside`. choose: the settings that a lane of so many rows draws with, in place of
+        those asked for.
         Raises InputError where a number is wrong.
         """
         if slots < 1 or slots & (slots - 1):
