@@ -195,16 +195,12 @@ def serve(
             plan = Plan(*where, device, dtype, size, terms, slots, queue, lanes)
             deploy(ray, replicas, plan, calibrate and "tree" not in overrides, host, bound, drain)
             return
-
-        def opened() -> tuple[Pipeline, Choice | None]:
-            pipe = Pipeline.from_pretrained(
-                model=model, drafter=drafter, device=device, dtype=dtype, size=size
-            )
-            tell_effect(pipe.effect)
-            pipe.new_engine(terms.settings(pipe, None, {}))  # what is missing is missed now
-            return pipe, fastest(pipe, terms, slots) if calibrate and "tree" not in overrides else None
-
-        pipe, choose = aside(opened)
+        pipe = aside(
+            Pipeline.from_pretrained, model=model, drafter=drafter, device=device, dtype=dtype, size=size
+        )
+        tell_effect(pipe.effect)
+        aside(pipe.new_engine, terms.settings(pipe, None, {}))  # what is missing is missed now
+        choose = fastest(pipe, terms, slots) if calibrate and "tree" not in overrides else None
         warnings.simplefilter("ignore", PromptWarning)  # of strangers' prompts
         batcher = Batcher(pipe, slots, queue, lanes, choose)
         try:
@@ -232,6 +228,7 @@ def refuse(slots: int, overrides: dict[str, Any]) -> None:
 
 def fastest(pipe: Pipeline, terms: Terms, slots: int) -> Choice:
     """Which tree to draw with at which size, measured now or before."""
+    from lanternpp.serve.aside import aside
     from lanternpp.tuning.batches import calibrate, sizes
     from lanternpp.tuning.lane import usual_conditions
 
@@ -245,4 +242,5 @@ def fastest(pipe: Pipeline, terms: Terms, slots: int) -> Choice:
             if bar:
                 bar(done, total)
 
-        return calibrate(pipe, terms.settings(pipe, None, {}), sizes(slots), usual_conditions(pipe), tell)
+        settings, conditions = terms.settings(pipe, None, {}), usual_conditions(pipe)
+        return aside(calibrate, pipe, settings, sizes(slots), conditions, tell)

@@ -13,7 +13,7 @@ from lanternpp.serve import schemas
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.desk import Desk
 from lanternpp.serve.metrics import CONTENT, Metrics
-from lanternpp.serve.orders import Cancelled, Drawn, Ticket, heard
+from lanternpp.serve.orders import Cancelled, Drawn, Ticket, unlogged
 from lanternpp.serve.refusals import explain, refusal
 from lanternpp.serve.schemas import ImagesRequest, Refusal
 from lanternpp.serve.streaming import PictureStream
@@ -39,7 +39,7 @@ def reasons(*status: int) -> dict[int | str, dict[str, Any]]:
 async def together(request: Request, tickets: list[Ticket]) -> list[Drawn]:
     """All pictures of a request. Gives all up as soon as one fails, or the client goes away (Cancelled)."""
     pictures = asyncio.gather(*(ticket.drawn() for ticket in tickets))
-    heard(pictures)
+    unlogged(pictures)
     gone = asyncio.ensure_future(disconnected(request))
     try:
         either: set[asyncio.Future[Any]] = {pictures, gone}

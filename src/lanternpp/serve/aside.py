@@ -29,7 +29,7 @@ def aside(call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         except BaseException as error:
             answer.set_exception(error)
 
-    thread = threading.Thread(target=run, name="lanternpp-aside", daemon=True)
+    thread = threading.Thread(target=run, name="lanternpp-aside", daemon=True)  # Ctrl-C does not wait for it
     thread.start()
     try:
         return answer.result()

@@ -36,7 +36,7 @@ class Cancelled(Exception):  # noqa: N818
     """Whoever ordered the picture wants it no more."""
 
 
-def heard(answer: asyncio.Future[Any]) -> None:
+def unlogged(answer: asyncio.Future[Any]) -> None:
     """Its error is asked for when it comes, so that asyncio logs none that nobody waited for."""
     answer.add_done_callback(lambda done: done.cancelled() or done.exception())
 
@@ -126,7 +126,7 @@ class Ticket:
     async def drawn(self) -> Drawn:
         """`result` for a coroutine; being cancelled itself, it gives the picture up."""
         mine = asyncio.wrap_future(self._future)
-        heard(mine)
+        unlogged(mine)
         try:
             return await asyncio.shield(mine)
         except asyncio.CancelledError:
