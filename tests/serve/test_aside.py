@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -34,6 +35,20 @@ print(before, inside, threads(), compute())
 """
 
 
+ENDLESS = """
+import signal, torch
+from lanternpp.serve.aside import aside
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def endless():
+    try:
+        print("begun", flush=True)
+        while True: torch.rand(10**6).exp()
+    finally: print("ended")
+try: aside(endless)
+except KeyboardInterrupt: print("interrupted")
+"""
+
+
 def test_it_returns_raises_and_knows_the_context() -> None:
     name = contextvars.ContextVar("name", default="nobody")
     name.set("somebody")
@@ -50,6 +65,14 @@ def test_it_leaves_no_thread_of_openmp() -> None:
     before, inside, after, without = map(int, said.split())
     assert inside > before + 1 and after == before, said
     assert without > before, said  # what it spares
+
+
+def test_an_interrupt_ends_what_is_aside_and_the_program_does_not_abort() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=300)[0] == "ended\ninterrupted\n"
+    assert process.returncode == 0
 
 
 class Calls:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ T = TypeVar("T")
 
 
 def aside(call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Call it in a thread that ends with the call; returns what it returns, raises what it raises.
+    """Call it in a thread that ends with the call; returns what it returns, raises what it raises. Ctrl-C ends both.
 
     On a CPU every thread that computes with torch gets OpenMP threads of its own, which live as long as it does. Where
     the process has more of them than cores, busy or not, OpenMP lets them sleep between two operations, where else they
@@ -29,10 +30,18 @@ def aside(call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         except BaseException as error:
             answer.set_exception(error)
 
-    thread = threading.Thread(target=run, name="lanternpp-aside", daemon=True)  # Ctrl-C does not wait for it
+    thread = threading.Thread(target=run, name="lanternpp-aside", daemon=True)
     thread.start()
     try:
         return answer.result()
+    except KeyboardInterrupt:
+        if not answer.done():  # only this wait was interrupted; torch aborts where a program ends under it
+            _raise(KeyboardInterrupt, thread)
+        raise
     finally:
-        if answer.done():
-            thread.join()
+        thread.join()
+
+
+def _raise(kind: type[BaseException], thread: threading.Thread) -> None:
+    """Raise it in a thread, at what that runs next in Python."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(kind))
