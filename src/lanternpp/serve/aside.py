@@ -31,15 +31,16 @@ def aside(call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
             answer.set_exception(error)
 
     thread = threading.Thread(target=run, name="lanternpp-aside", daemon=True)
-    thread.start()
     try:
+        thread.start()
         return answer.result()
     except KeyboardInterrupt:
         if not answer.done():  # only this wait was interrupted; torch aborts where a program ends under it
             _raise(KeyboardInterrupt, thread)
         raise
     finally:
-        thread.join()
+        if thread.is_alive():
+            thread.join()
 
 
 def _raise(kind: type[BaseException], thread: threading.Thread) -> None:
