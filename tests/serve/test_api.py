@@ -203,8 +203,53 @@ def test_names_of_a_server(host, status):
         assert http.get("/healthz", headers={"host": host}).status_code == status
 
 
+OTHER_SITES = {
+    "another port": {"origin": "http://127.0.0.1:1"},
+    "another name": {"origin": "http://localhost"},
+    "another site": {"origin": "https://evil.example"},
+    "a sandboxed frame": {"origin": "null"},
+    "one of two": {"origin": "OWN, http://evil.example"},
+    "an image of another site": {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"},
+    "an image of another port": {"sec-fetch-site": "same-site", "sec-fetch-mode": "no-cors"},
+}
+
+
+@pytest.mark.parametrize("headers", OTHER_SITES.values(), ids=OTHER_SITES)
+def test_a_page_of_another_site_can_neither_draw_nor_read(server, http, headers):
+    headers = {name: value.replace("OWN", server) for name, value in headers.items()}
+    for method, path in (("POST", IMAGES), ("GET", "/v1/models"), ("GET", "/healthz"), ("OPTIONS", IMAGES)):
+        body = {"json": {"prompt": "tulip"}} if method == "POST" else {}
+        answer = http.request(method, path, headers=headers, **body)
+        assert refusal(answer)[0] == 403, path
+        assert not [name for name in answer.headers if name.startswith("access-control-")]
+
+
+def test_the_server_s_own_page_and_links_to_it_are_answered(server, http):
+    own = {"origin": server, "sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}
+    assert http.post(IMAGES, headers=own, json={"prompt": "tulip"}).status_code == 200
+    link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    assert http.get("/v1/models", headers=link).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("https://draw.example", 200),  # what adds TLS passes the Host header on
+        ("https://draw.example:8443", 403),
+        ("https://evil.example", 403),
+        ("http://127.0.0.1", 403),
+    ],
+)
+def test_a_name_that_is_allowed_opens_the_server_to_its_own_page_alone(origin, status):
+    terms = Terms(hosts=("127.0.0.1", "draw.example"))
+    with batcher_of(SlowPipe()) as batcher, TestClient(create_app(batcher, terms, page=False)) as http:
+        for host in ("draw.example", "draw.example:443"):
+            assert http.get("/healthz", headers={"host": host, "origin": origin}).status_code == status
+
+
 def test_answers_make_browsers_careful(http):
     headers = http.get("/v1/models").headers
+    assert headers["cross-origin-resource-policy"] == "same-origin"
     assert headers["x-content-type-options"] == "nosniff" and headers["x-frame-options"] == "DENY"
     assert "default-src 'none'" in headers["content-security-policy"]
 

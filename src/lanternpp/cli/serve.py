@@ -88,7 +88,8 @@ AllowHost = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="A name by which it may be called, where a proxy stands before it; may be given again.",
+        help="A name by which it may be called besides those of this machine, such as a proxy's; the proxy passes the "
+        "Host header on. Pages of other sites are refused all the same. May be given again.",
         rich_help_panel=PANEL,
     ),
 ]

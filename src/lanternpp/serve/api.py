@@ -22,6 +22,7 @@ from lanternpp.serve.terms import Terms
 REASONS = {
     400: "Something in the request will not do",
     401: "No API key, or a wrong one",
+    403: "A page of another site asks, by way of its visitor's browser",
     404: "No such model",
     413: "The body is too large",
     429: "The queue is full; Retry-After says when to try again",
@@ -99,7 +100,7 @@ def router(batcher: Batcher, terms: Terms, metrics: Metrics) -> APIRouter:
         except Exception as error:
             return explain(error)
 
-    @routes.get("/v1/models", responses=reasons(401), summary="List models", operation_id="listModels")
+    @routes.get("/v1/models", responses=reasons(401, 403), summary="List models", operation_id="listModels")
     async def models() -> schemas.ModelList:
         """The one model that is served."""
         return schemas.ModelList(data=[card])
@@ -107,7 +108,7 @@ def router(batcher: Batcher, terms: Terms, metrics: Metrics) -> APIRouter:
     @routes.get(
         "/v1/models/{model:path}",
         response_model=schemas.ModelCard,
-        responses=reasons(401, 404),
+        responses=reasons(401, 403, 404),
         summary="Look a model up",
         operation_id="retrieveModel",
     )
@@ -122,7 +123,7 @@ def router(batcher: Batcher, terms: Terms, metrics: Metrics) -> APIRouter:
     @routes.get(
         "/healthz",
         response_model=schemas.Health,
-        responses={503: {"model": schemas.Health, "description": "It shuts down"}},
+        responses={503: {"model": schemas.Health, "description": "It shuts down"}, **reasons(403)},
         summary="Whether requests are taken",
         operation_id="health",
     )
@@ -142,7 +143,7 @@ def router(batcher: Batcher, terms: Terms, metrics: Metrics) -> APIRouter:
                 "description": "Prometheus' text format",
                 "content": {"text/plain": {"schema": {"type": "string"}}},
             },
-            **reasons(401),
+            **reasons(401, 403),
         },
         summary="Figures for Prometheus",
         operation_id="metrics",

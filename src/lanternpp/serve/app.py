@@ -24,7 +24,7 @@ def create_app(batcher: Batcher, terms: Terms | None = None, page: bool = True) 
         from fastapi import FastAPI
 
         from lanternpp.serve.api import router
-        from lanternpp.serve.guard import BodyLimit, Hosts, Keys, SafeHeaders
+        from lanternpp.serve.guard import BodyLimit, Hosts, Keys, Origins, SafeHeaders
         from lanternpp.serve.metrics import Counted, Metrics
         from lanternpp.serve.refusals import install
     except ImportError as error:
@@ -44,6 +44,7 @@ def create_app(batcher: Batcher, terms: Terms | None = None, page: bool = True) 
         add_page(app, batcher, terms)
     app.add_middleware(BodyLimit, most=terms.body)
     app.add_middleware(Keys, keys=terms.keys)
+    app.add_middleware(Origins)
     if terms.hosts:
         app.add_middleware(Hosts, names=terms.hosts)
     app.add_middleware(SafeHeaders)

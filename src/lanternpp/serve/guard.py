@@ -102,6 +102,40 @@ class Hosts:
         )
 
 
+class Origins:
+    """Refuses what pages of other sites ask for through a visitor's browser: they can neither draw here nor read.
+
+    A browser names the site whose page asks in `Origin`, or, where nothing is sent, its kind in `Sec-Fetch-Site`. Only
+    the server's own page may ask: scheme aside (a proxy may add TLS), its address is the one in the Host header. Links
+    to the server are followed from anywhere, and programs send neither header. No answer ever has a CORS header.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 403."""
+        if scope["type"] not in ("http", "websocket") or not foreign(Headers(scope=scope)):
+            await self.app(scope, receive, send)
+        else:
+            message = "this server answers no page of another site; a proxy must pass the Host header on"
+            await turn_away(refusal(403, message, "foreign_origin"), scope, receive, send)
+
+
+def foreign(headers: Headers) -> bool:
+    """Whether a page of another site asks."""
+    if origins := headers.getlist("origin"):
+        return any(origin.lower() not in own_origins(headers.get("host", "")) for origin in origins)
+    elsewhere = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+    return elsewhere and headers.get("sec-fetch-mode") != "navigate"
+
+
+def own_origins(host: str) -> set[str]:
+    """How browsers name the site of a Host header; they leave a scheme's own port out."""
+    host = host.lower()
+    return {f"http://{host.removesuffix(':80')}", f"https://{host.removesuffix(':443')}"}
+
+
 def called(headers: Headers) -> str:
     """The name in the Host header, without its port."""
     try:
@@ -159,6 +193,7 @@ class SafeHeaders:
                 headers.setdefault("X-Content-Type-Options", "nosniff")
                 headers.setdefault("X-Frame-Options", "DENY")
                 headers.setdefault("Referrer-Policy", "no-referrer")
+                headers.setdefault("Cross-Origin-Resource-Policy", "same-origin")
                 headers.setdefault("Content-Security-Policy", STRICT if api else PAGE)
                 if api:
                     headers.setdefault("Cache-Control", "no-store")
