@@ -28,7 +28,7 @@ MOST_LINES = 300
 BASES = {"accept.base", "trees.base", "drafters.base", "targets.base"}
 LIBRARY = {"errors", "types", "registry", "devices", "methods", "nn", "vq", "accept", "trees", "targets"}
 LIBRARY |= {"drafters", "proposers", "engine", "hub", "models", "settings", "tuned", "pipeline", "picture"}
-LIBRARY |= {"names", "cluster"}
+LIBRARY |= {"names", "progress", "cluster"}
 
 # What each room may import: rooms or single modules. A room may always import itself, and `errors`.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
     "registry": set(),
     "names": set(),
+    "progress": set(),
     "cluster": set(),
     "devices": set(),
     "methods": {"registry"},
@@ -66,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 ONLY_TORCH = {"accept", "trees"}
-QUICK = ["cli", "errors", "methods", "names", "registry"]  # loaded before help is shown
+QUICK = ["cli", "errors", "methods", "names", "progress", "registry"]  # loaded before help is shown
 HEAVY = {"torch", "transformers", "numpy", "PIL", "safetensors", "huggingface_hub"}
 
 

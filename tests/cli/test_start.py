@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,9 @@ import pytest
 
 import lanternpp
 from lanternpp import Pipeline
+from lanternpp.cli.terminal import progress_bar
 from lanternpp.methods import METHODS
+from lanternpp.training.report import Report
 
 COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()"]
 
@@ -63,6 +67,35 @@ def test_an_unknown_word_is_one_warning_that_lists_the_known(run, model) -> None
     assert outcome.code == 0
     assert outcome.err.startswith("lanternpp: warning: ") and outcome.err.count("\n") == 1
     assert "purple" in outcome.err and "red, tulip" in outcome.err
+
+
+class Terminal(io.StringIO):
+    """A stderr that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def drawing(folder: Path) -> None:
+    with progress_bar("drawing") as progress:
+        assert progress
+        progress(1, 4)
+
+
+def training(folder: Path) -> None:
+    report = Report("target", folder)
+    with report.bar(0.25):
+        report.advance(1.0, 0.25, "step 1")
+
+
+@pytest.mark.parametrize("work", [drawing, training])
+def test_a_bar_says_which_time_is_gone_and_which_is_left(work, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    work(tmp_path)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", sys.stderr.getvalue())
+    assert re.search(r"25 ?% 0:00:\d\d elapsed, [-:0-9]+ left", shown)
 
 
 def test_models_lists_what_can_be_named(run) -> None:

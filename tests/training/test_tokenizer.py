@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 
 from lanternpp.errors import InputError
-from lanternpp.training import losses
+from lanternpp.training import losses, tokenizer
 from lanternpp.training.data import Pictures
 from lanternpp.training.run import STATE, Plan
-from lanternpp.training.tokenizer import TokenizerSettings, train
+from lanternpp.training.tokenizer import TokenizerSettings, TokenizerTask, train
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQConfig
 
@@ -75,6 +76,40 @@ def test_the_codes_of_a_model_stay_while_its_decoder_learns(
         losses.reconstruction(vq.decode(vq.encode(x)), x) for vq in (old, new) for x in pictures.centres(12)
     ]
     assert adversarial or error[1] < error[0]
+
+
+class Slow(TokenizerTask):
+    """Steps of 2 s and validations of 15 s, by a clock of its own."""
+
+    now = 0.0
+
+    def step(self, step: int, progress: float) -> dict[str, torch.Tensor]:
+        Slow.now += 2
+        return super().step(step, progress)
+
+    def validate(self) -> dict[str, float]:
+        Slow.now += 15
+        return super().validate()
+
+
+def test_validations_are_part_of_a_budget_in_minutes(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "TokenizerTask", Slow)
+    monkeypatch.setattr(time, "monotonic", lambda: Slow.now)
+    plan = Plan(tmp_path / "model" / "tokenizer", minutes=2, log_steps=1)
+    assert train(data, tmp_path / "model", TINY, TokenizerSettings(batch_size=4), plan)
+    rows = log(tmp_path / "model")
+    assert 110 <= Slow.now <= 122
+    checks = [row["step"] for row in rows if "validation" in row]
+    assert checks[-1] == rows[-1]["step"] and len(checks) == 3 and rows[-1]["step"] > 30
+
+
+def test_a_check_looks_at_pictures_from_all_over(data: Path) -> None:
+    pictures = Pictures.read(data, "train", TINY.size)
+    some = torch.cat(list(pictures.centres(2, 3)))
+    every = torch.cat(list(pictures.centres(5)))
+    assert len(every) == 12 and torch.equal(some, every[[0, 6, 11]])
 
 
 def test_other_settings_are_refused_by_name_until_restarted(data: Path, tmp_path: Path) -> None:

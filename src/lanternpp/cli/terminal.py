@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+from lanternpp.progress import times
+
 NOISY = ("torchao", "torch.utils._pytree")  # transformers imports torchao where it is installed
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
@@ -52,21 +54,14 @@ def one_line_warnings() -> Iterator[None]:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Progress | None]:
-    """A callback that moves a bar with the time left, or None where stderr is no terminal."""
+    """A callback that moves a bar with the time elapsed and left, or None where stderr is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+    with Progress(*columns, *times(), console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(label, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

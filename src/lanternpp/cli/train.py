@@ -15,7 +15,9 @@ app = typer.Typer(no_args_is_help=True)
 Data = Annotated[Path, typer.Option(help="Imagefolder with train/ and val/, each with metadata.jsonl.")]
 Model = Annotated[Path, typer.Option(help="Model folder to write to.")]
 Steps = Annotated[int | None, typer.Option(help="Budget in steps, earlier runs counted in.")]
-Minutes = Annotated[float | None, typer.Option(help="Budget in minutes, earlier runs counted in.")]
+Minutes = Annotated[
+    float | None, typer.Option(help="Budget in minutes, earlier runs and validations counted in.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of weights, data order and noise.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Resume = Annotated[bool, typer.Option("--resume/--restart", help="Go on from a saved state, or start over.")]

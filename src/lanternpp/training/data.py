@@ -179,10 +179,16 @@ class Pictures:
         one = torch.ones(index.shape[0])
         return self.crops(index, one[:, None].expand(-1, 2) / 2, one < 0, one)
 
-    def centres(self, batch: int) -> Iterator[Tensor]:
-        """Central squares of all pictures, in order, at most `batch` at a time."""
-        for index in torch.arange(len(self)).split(batch):
-            yield self.centre(index)
+    def centres(self, batch: int, most: int | None = None) -> Iterator[Tensor]:
+        """Central squares in order, at most `batch` at a time: of all pictures, or of `most` evenly over them."""
+        index = torch.arange(len(self)) if most is None else spread(len(self), most)
+        for part in index.split(batch):
+            yield self.centre(part)
+
+
+def spread(count: int, most: int) -> Tensor:
+    """At most `most` indices, evenly over `count`."""
+    return torch.linspace(0, count - 1, min(count, most)).round().long()
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:

@@ -22,14 +22,13 @@ from lanternpp.training import hardware
 from lanternpp.training.acceptance import watch
 from lanternpp.training.cached import Features, features_of
 from lanternpp.training.codes import Codes, Variants
-from lanternpp.training.data import Order
+from lanternpp.training.data import Order, spread
 from lanternpp.training.features import Captions, lessons, visible
 from lanternpp.training.losses import acceptance, both, refusal, soft_cross_entropy
 from lanternpp.training.material import gather
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Plan, Task, averaged, run
 from lanternpp.training.samples import Own
-from lanternpp.training.target import spread
 from lanternpp.training.team import team
 from lanternpp.trees import build_tree
 

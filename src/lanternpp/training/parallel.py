@@ -17,12 +17,11 @@ from lanternpp.errors import InputError
 from lanternpp.targets.base import Target
 from lanternpp.training import hardware
 from lanternpp.training.codes import Codes, Variants
-from lanternpp.training.data import Order
+from lanternpp.training.data import Order, spread
 from lanternpp.training.features import Captions, lessons
 from lanternpp.training.material import gather
 from lanternpp.training.run import Plan, Task, averaged, run
 from lanternpp.training.samples import Own
-from lanternpp.training.target import spread
 from lanternpp.training.team import team
 
 

@@ -14,10 +14,9 @@ from lanternpp.devices import half_width
 from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import checksum, digest, replacing
 from lanternpp.training.codes import tokenizer_of
-from lanternpp.training.data import Pictures, generator
+from lanternpp.training.data import Pictures, generator, spread
 from lanternpp.training.pictures import to_bytes
 from lanternpp.training.report import Report
-from lanternpp.training.target import spread
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ, channels_last
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lanternpp.nn import checkpoints
+from lanternpp.progress import times
 
 
 class Report:
@@ -39,16 +40,12 @@ class Report:
             yield
             return
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-        columns = (
-            TextColumn(self.name),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-        )
-        with Progress(*columns, console=Console(stderr=True)) as self._bar:
+        columns = (TextColumn(self.name), BarColumn(), TaskProgressColumn())
+        with Progress(
+            *columns, *times(), TextColumn("{task.description}"), console=Console(stderr=True)
+        ) as self._bar:
             self._task = self._bar.add_task("", total=1.0, completed=progress)
             yield
         self._bar = None

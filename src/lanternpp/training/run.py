@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,8 +33,11 @@ def run(task: Task, plan: Plan, report: Report | None = None) -> bool:
     started = time.monotonic() - state.seconds
     saved = time.monotonic()
     sums, counted = state.sums, state.counted
-    with report.bar(plan.progress(state.step, state.seconds)), stoppable() as stop:
-        while (progress := plan.progress(state.step, state.seconds)) < 1:
+    progress = plan.progress(state.step, state.seconds)
+    checking = last = 0.0  # seconds of all checks of this process, and of the last one
+    validated: dict[str, Any] | None = None  # the figures of the last step's weights
+    with report.bar(progress), stoppable() as stop:
+        while progress < 1:
             rate(task, progress, state.step)
             torch.manual_seed((task.settings["seed"] * 1_000_003 + state.step + (us.rank << 40)) % 2**63)
             for name, value in task.step(state.step, progress).items():
@@ -41,8 +45,9 @@ def run(task: Task, plan: Plan, report: Report | None = None) -> bool:
             counted += 1
             follow(task.average, task.model, min(task.decay, (1 + state.step) / (10 + state.step)))
             state.step += 1
-            stopped, state.seconds = us.agree(stop.is_set(), time.monotonic() - started)
-            progress = plan.progress(state.step, state.seconds)
+            spent = time.monotonic() - started + last  # with the check at the end
+            stopped, spent = us.agree(stop.is_set(), spent)
+            state.seconds, progress = spent - last, plan.progress(state.step, spent)
             if state.step % plan.log_steps == 0 or progress >= 1:
                 figures = us.mean({name: value.item() / counted for name, value in sums.items()})
                 check_finite(figures, state.step)
@@ -50,11 +55,17 @@ def run(task: Task, plan: Plan, report: Report | None = None) -> bool:
                 sums, counted = {}, 0
             elif report.due():
                 report.advance(state.seconds, progress, f"step {state.step}")
-            check = int(progress * plan.checks) > state.checked
+            validated = None
+            check = int(progress * plan.checks) > state.checked and (
+                progress >= 1 or plan.affords(checking, state.seconds)
+            )
             if check:
                 state.checked = int(progress * plan.checks)
                 if us.leads:
-                    judge(task, state, report, plan)
+                    began = time.monotonic()
+                    validated = judge(task, state, report, plan)
+                    last = time.monotonic() - began
+                    checking += last
             interrupted = stopped or state.step == plan.stop_after
             due = check or interrupted or time.monotonic() - saved > 60 * plan.save_minutes
             if due and us.leads:
@@ -65,12 +76,12 @@ def run(task: Task, plan: Plan, report: Report | None = None) -> bool:
                 report.say(f"stopped at step {state.step}; the same command resumes it")
                 return False
     if us.leads:
-        finish(task, state, plan, report)
+        finish(task, state, plan, report, validated)
     return True
 
 
-def judge(task: Task, state: State, report: Report, plan: Plan) -> None:
-    """Validate and sample the average; remember it where it is the best so far."""
+def judge(task: Task, state: State, report: Report, plan: Plan) -> dict[str, Any]:
+    """Validate and sample the average; remember it where it is the best so far. Returns the figures."""
     figures = task.validate()
     report.figures(state.step, figures)
     if task.keep and (state.best is None or figures[task.keep] < state.best["figure"]):
@@ -79,13 +90,20 @@ def judge(task: Task, state: State, report: Report, plan: Plan) -> None:
     folder = plan.folder / "samples"
     folder.mkdir(exist_ok=True)
     task.sample(folder / f"{state.step:07d}.png")
+    return figures
 
 
-def finish(task: Task, state: State, plan: Plan, report: Report) -> None:
-    """Export the average (the best one, where the task keeps it) with its provenance."""
+def finish(
+    task: Task, state: State, plan: Plan, report: Report, validated: dict[str, Any] | None = None
+) -> None:
+    """Export the average (the best one, where the task keeps it) with its provenance.
+
+    validated: the figures of the last step's weights, where they are known.
+    """
     if state.best is not None:
         task.average.load_state_dict(state.best["weights"])
-    figures = {**task.validate(), **task.final()}
+        validated = validated if state.best["step"] == state.step else None
+    figures = {**(validated or task.validate()), **task.final()}
     exported = state.best["step"] if state.best else state.step
     config, tensors = task.export()
     provenance(

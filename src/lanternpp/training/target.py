@@ -22,7 +22,7 @@ from lanternpp.proposers.nothing import Nothing
 from lanternpp.targets.words import SILENT, WordsConfig, WordsTarget
 from lanternpp.training import hardware
 from lanternpp.training.codes import Codes, Split, Variants, read_codes, tokenizer_of, unigram
-from lanternpp.training.data import Order
+from lanternpp.training.data import Order, spread
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Plan, Task, averaged, run
 from lanternpp.vq.folder import read_vq
@@ -195,11 +195,6 @@ def spoil(codes: Tensor, share: float, vocab: int, generator: torch.Generator) -
         return codes
     other = torch.randint(vocab, codes.shape, generator=generator)
     return torch.where(torch.rand(codes.shape, generator=generator) < share, other, codes)
-
-
-def spread(count: int, most: int) -> Tensor:
-    """At most `most` indices, evenly over `count`."""
-    return torch.linspace(0, count - 1, min(count, most)).round().long()
 
 
 def distinct(prompts: list[str], subjects: tuple[str, ...], most: int) -> list[str]:

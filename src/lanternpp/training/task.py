@@ -45,6 +45,10 @@ class Plan:
         parts += [seconds / 60 / self.minutes] if self.minutes else []
         return min(max(parts), 1.0)
 
+    def affords(self, checking: float, seconds: float) -> bool:
+        """Whether there is time for a check before the last: of a budget in minutes checks take a quarter at most."""
+        return self.minutes is None or 4 * checking <= seconds
+
 
 class Task(ABC):
     """What is trained. `settings` are the values that a resumed run must share."""

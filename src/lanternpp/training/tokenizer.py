@@ -21,6 +21,9 @@ from lanternpp.training.run import Plan, Task, averaged, run
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ, VQConfig, channels_last, usage
 
+GLIMPSE = 512  # validation pictures that a check looks at
+SHARE = 2048  # training pictures whose codes are counted at the end
+
 
 @dataclass(frozen=True)
 class TokenizerSettings:
@@ -156,13 +159,13 @@ class TokenizerTask(Task):
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """On the centres of the validation pictures: PSNR, how much fine detail is drawn, and how much of the codebook used.
+        """On the centres of some validation pictures: PSNR, how much fine detail is drawn, and how much of the codebook used.
 
         detail: contrast of the finest detail, as a share of the pictures'; blurred ones have less than 1.
         """
         ratios, codes, fine = [], [], torch.zeros(2)
         with hardware.autocast(self.device):
-            for images in self.val.centres(64):
+            for images in self.val.centres(64, GLIMPSE):
                 codes.append(self.average.encode(images))
                 drawn = self.average.decode(codes[-1])
                 ratios.append(losses.psnr(drawn, images))
@@ -174,9 +177,9 @@ class TokenizerTask(Task):
 
     @torch.no_grad()
     def final(self) -> dict[str, Any]:
-        """Codebook use over the training set."""
+        """Codebook use over some training pictures."""
         with hardware.autocast(self.device):
-            codes = torch.cat([self.average.encode(images) for images in self.train.centres(64)])
+            codes = torch.cat([self.average.encode(images) for images in self.train.centres(64, SHARE)])
         share, perplexity = usage(codes, self.config.codes)
         return {"train_usage": share, "train_perplexity": perplexity}
 
