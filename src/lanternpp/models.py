@@ -50,12 +50,12 @@ def model_folder(model: str) -> Path:
 
 
 def recognised(what: str, source: Source, table: Mapping[str, Any]) -> Any:
-    """The entry of a registry that reads a checkpoint: by our own `kind`, or by what each claims.
+    """The entry of a registry that reads a checkpoint: the one that its `kind` names, or the one that claims it.
 
     Raises InputError that lists what is known.
     """
     kind = str(source.config.get("kind", ""))
-    if kind in table or ":" in kind:
+    if kind in table:
         return find(what, kind, table)
     entries = {name: find(what, name, table) for name in table}
     for entry in entries.values():

@@ -16,7 +16,7 @@ from lanternpp.methods import Method
 from lanternpp.methods import method as named_method
 from lanternpp.proposers import PROPOSERS
 from lanternpp.proposers.base import Parts, Proposer
-from lanternpp.registry import find, unknown
+from lanternpp.registry import find, importable, unknown
 from lanternpp.targets.base import Target
 from lanternpp.trees import build_tree
 
@@ -52,10 +52,11 @@ class Settings:
 def resolve(method: str, defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> Settings:
     """Overrides, then the model's defaults for the method, then its defaults for all, then the method's row.
 
+    Overrides are the caller's own: their names may be imported (`Importable`), those of defaults may not.
     Raises InputError where a name is unknown, or an override is a dial that no part of the method reads.
     Where the row or the defaults have such a dial, because the part that read it was overridden, it is dropped.
     """
-    given = {k: v for k, v in overrides.items() if v is not None}
+    given = {k: importable(v) for k, v in overrides.items() if v is not None}
     row = {k: v for k, v in asdict(named_method(method)).items() if k != "about"}
     base = {"cfg": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "batch_size": 1, "compile": False}
     merged = base | row | {k: v for k, v in defaults.items() if k != "methods"}

@@ -19,7 +19,7 @@ from lanternpp.evaluation.judge import has_judge, read_reference
 from lanternpp.evaluation.labels import label_of
 from lanternpp.evaluation.pictures import Gallery, reference_folder
 from lanternpp.evaluation.precision_recall import NEAREST, precision_recall
-from lanternpp.registry import find
+from lanternpp.registry import find, importable
 
 LEAST = NEAREST + 1  # pictures: each needs as many others as neighbours are counted
 Progress = Callable[[int, int], None]
@@ -86,7 +86,7 @@ class Quality:
         if judge is None and features is None and reference is None and scorer is not None:
             return cls(None, None, None, None, scorer)
         name = features or "judge"
-        kind = find("features", name, EXTRACTORS)
+        kind = find("features", importable(name), EXTRACTORS)
         extractor = judge if judge and kind is JudgeFeatures else kind.open(folder, on)
         against = refer(folder, reference, name, extractor, judge, progress)
         return cls(name, extractor, against, judge, scorer)

@@ -13,7 +13,7 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.base import Parts, Proposer
-from lanternpp.registry import find
+from lanternpp.registry import imported
 from lanternpp.targets.base import Target
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.types import Admission, Draft, Frontier, Look
@@ -36,7 +36,7 @@ class Parallel(Proposer):
     def build(cls, parts: Parts) -> Self:
         """From a drafter and a tree builder; a drafter may ask for another proposer than this one."""
         tree, drafter = parts.tree(), parts.drafter("parallel")
-        made: Self = find("proposer", drafter.proposer, {})(drafter, tree)
+        made: Self = imported("proposer", drafter.proposer)(drafter, tree)
         return made
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:

@@ -11,7 +11,7 @@ from lanternpp.drafters.base import Drafter
 from lanternpp.nn.decoder import Memory
 from lanternpp.proposers.base import Parts
 from lanternpp.proposers.drafted import Drafted
-from lanternpp.registry import find
+from lanternpp.registry import imported
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.types import Admission, Nodes
 
@@ -31,7 +31,7 @@ class TreeProposer(Drafted):
     def build(cls, parts: Parts) -> Self:
         """From a drafter and a tree builder; a drafter may ask for another proposer than this one."""
         tree, drafter = parts.tree(), parts.drafter("drafter")
-        made: Self = find("proposer", drafter.proposer, {})(drafter, tree)
+        made: Self = imported("proposer", drafter.proposer)(drafter, tree)
         return made
 
     @property

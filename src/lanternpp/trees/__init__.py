@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from lanternpp.errors import InputError
-from lanternpp.registry import find, unknown
+from lanternpp.registry import Importable, find
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.shapes import SHAPES, check
 from lanternpp.trees.static import StaticTree
@@ -19,16 +19,17 @@ TREES: dict[str, str] = {
 
 
 def build_tree(name: str) -> TreeBuilder:
-    """A builder by name: a shape's name, paths as JSON or a file of them, or "package.module:Class"."""
+    """A builder by name: a shape's name, an entry of `TREES`, or paths as JSON.
+
+    An `Importable` may also be the name of a file of paths, or "package.module:Class". Raises InputError.
+    """
     if name in SHAPES:
         return StaticTree(SHAPES[name])
     if name.startswith("["):
         return StaticTree(parse_shape(name, f"tree {shorten(name, 40, placeholder='...')!r}"))
-    if name.endswith(".json"):
+    if isinstance(name, Importable) and name.endswith(".json"):
         return StaticTree(read_shape(Path(name)))
-    if name in TREES or ":" in name:
-        return find("tree", name, TREES)()
-    raise InputError(unknown("tree", name, [*SHAPES, *TREES]) + ", or a .json file with a list of paths")
+    return find("tree", name, SHAPES | TREES, "a .json file with a list of paths")()
 
 
 def read_shape(path: Path) -> tuple[tuple[int, ...], ...]:
