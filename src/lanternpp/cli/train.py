@@ -88,6 +88,12 @@ def tokenizer(
     adversarial_weight: Annotated[
         float, typer.Option(help="Its gradient, in lengths of the reconstruction's.")
     ] = 0.3,
+    perceptual: Annotated[
+        float, typer.Option(help="Weight of the distance in the features of a classifier.")
+    ] = 0.0,
+    classifier_of: Annotated[
+        str, typer.Option(help="The model whose classifier that is.")
+    ] = "nature-128",
     seed: Seed = 0,
     device: Device = "auto",
     compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
@@ -105,10 +111,13 @@ def tokenizer(
     if codes_of is not None and (size is not None or codes is not None):
         raise InputError("--size and --codes are those of --codes-of's model; leave them out.")
     config = VQConfig(size or 128, codes or 4096)
-    settings = TokenizerSettings(batch_size, lr, seed, adversarial, adversarial_start, adversarial_weight)
+    settings = TokenizerSettings(
+        batch_size, lr, seed, adversarial, adversarial_start, adversarial_weight, perceptual=perceptual
+    )
     where = plan(model / "tokenizer", steps, minutes, device, compiled, resume, checks, store)
     kept = None if codes_of is None else model_folder(codes_of)
-    leave(train(data, model, config, settings, where, limit, kept))
+    judged = model_folder(classifier_of) if perceptual else None
+    leave(train(data, model, config, settings, where, limit, kept, judged))
 
 
 @app.command()

@@ -127,8 +127,15 @@ def finish(
 
 
 def rate(task: Task, progress: float, step: int) -> None:
-    """Linear warm-up over steps, then a cosine over the budget down to 2 % of the rate."""
-    factor = min((step + 1) / task.warmup, 1.0) * (0.02 + 0.98 * (0.5 + 0.5 * math.cos(math.pi * progress)))
+    """Linear warm-up over steps; then a constant rate that falls to zero over the task's cooldown.
+
+    Without a cooldown: a cosine over the budget, down to 2 % of the rate.
+    """
+    if task.cooldown is None:
+        factor = 0.02 + 0.98 * (0.5 + 0.5 * math.cos(math.pi * progress))
+    else:
+        factor = min((1 - progress) / task.cooldown, 1.0)
+    factor *= min((step + 1) / task.warmup, 1.0)
     for group in groups(task):
         group["lr"] = group["initial_lr"] * factor
 

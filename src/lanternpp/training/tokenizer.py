@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from lanternpp.errors import InputError
+from lanternpp.evaluation.judge import Judge, fingerprint, has_judge, read_judge
 from lanternpp.nn.checkpoints import checksum
 from lanternpp.training import hardware, losses
 from lanternpp.training.adversarial import Discriminator, balance, hinge, matching
 from lanternpp.training.codes import tokenizer_of
 from lanternpp.training.data import Order, Pictures, describe
+from lanternpp.training.perceptual import Perceptual
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Plan, Task, averaged, run
 from lanternpp.vq.folder import read_vq
@@ -37,6 +39,11 @@ class TokenizerSettings:
     adversarial_weight: float = 0.3  # length of the adversarial gradient, in lengths of the reconstruction's
     matching: float = 10.0  # weight of feature matching inside the adversarial loss
     discriminator_lr: float = 2e-4
+    perceptual: float = 0.0  # weight of the distance in a classifier's features
+    classifier: str | None = None  # fingerprint of that classifier
+    decay: float = 0.999
+    warmup: int = 200
+    cooldown: float | None = 0.2
     codes_of: str | None = None  # checksum of the codebook that it keeps; None: it learns its own
 
     def __post_init__(self) -> None:
@@ -44,6 +51,8 @@ class TokenizerSettings:
             raise InputError(f"batch size {self.batch_size} must be at least 1.")
         if not 0 < self.lr < 1:
             raise InputError(f"lr {self.lr} must lie between 0 and 1; 4e-4 is usual.")
+        if self.perceptual < 0:
+            raise InputError(f"perceptual {self.perceptual} is a weight: 0 or more.")
 
 
 class TokenizerTask(Task):
@@ -60,8 +69,9 @@ class TokenizerTask(Task):
         data: dict[str, Any],
         device: torch.device,
         start: VQ | None = None,
+        classifier: Judge | None = None,
     ):
-        """start: whose codes are kept; only its decoder is trained."""
+        """start: whose codes are kept; only its decoder is trained. classifier: of the perceptual loss."""
         torch.manual_seed(settings.seed)
         self.config, self.options, self.device, self.data = config, settings, device, data
         self.train, self.val = train.to(device), val.to(device)
@@ -70,6 +80,8 @@ class TokenizerTask(Task):
         if start is not None:
             self.model.load_state_dict(start.state_dict())
         self.average: VQ = averaged(self.model)  # type: ignore[assignment]
+        self.decay, self.warmup, self.cooldown = settings.decay, settings.warmup, settings.cooldown
+        self.distance = Perceptual(channels_last(classifier.to(device))) if classifier else None
         self.judge = channels_last(Discriminator().to(device))
         fused = device.type == "cuda"
         self.optimizers = {
@@ -118,16 +130,25 @@ class TokenizerTask(Task):
                 output, commitment = self.model.render(self.quantised(images)), images.new_zeros(())
             else:
                 output, _, commitment = self.model(images)
-        loss = losses.reconstruction(output, images)
+        loss, figures = self.difference(output, images)
         self.update("model", self.model, loss + commitment)
-        return {"loss": loss, "commitment": commitment}
+        return {**figures, "commitment": commitment}
+
+    def difference(self, output: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """How far output is from images, both [B, 3, H, W]: what training lessens, and its parts for the log."""
+        loss = losses.reconstruction(output, images)
+        if self.distance is None:
+            return loss, {"loss": loss}
+        with hardware.autocast(self.device):
+            far = self.distance(output, images)
+        return loss + self.options.perceptual * far, {"loss": loss, "perceptual": far}
 
     def sharpen(self, images: Tensor, ramp: float) -> dict[str, Tensor]:
         """The decoder against the discriminator; their gradients are weighed on the pixels, by length."""
         with hardware.autocast(self.device):
             output = self.model.render(self.quantised(images))
             pixels = output.detach().requires_grad_()
-            loss = losses.reconstruction(pixels, images)
+            loss, figures = self.difference(pixels, images)
             (pull,) = torch.autograd.grad(loss, pixels)
             with torch.no_grad():
                 _, wanted = self.judge(images)
@@ -142,7 +163,7 @@ class TokenizerTask(Task):
         with hardware.autocast(self.device):
             verdict = hinge(self.judge(images)[0], self.judge(pixels.detach())[0])
         self.update("judge", self.judge, verdict)
-        return {"loss": loss, "judge": verdict, "fooling": fooling}
+        return {**figures, "judge": verdict, "fooling": fooling}
 
     @torch.no_grad()
     def quantised(self, images: Tensor) -> Tensor:
@@ -207,12 +228,20 @@ def train(
     plan: Plan,
     limit: int | None = None,
     codes_of: Path | None = None,
+    classifier_of: Path | None = None,
 ) -> bool:
     """Train `model/tokenizer` on the pictures of `data`; False if interrupted.
 
     codes_of: a model of our layout. Its tokenizer's codes stay as they are, whatever `config` says, and its
     decoder is trained further: targets that were trained on these codes stay valid.
+    classifier_of: a model whose classifier's features the perceptual loss compares; needed where that has a weight.
     """
+    classifier = None
+    if settings.perceptual:
+        if classifier_of is None or not has_judge(classifier_of):
+            raise InputError("a perceptual loss compares a classifier's features; name a model that has one.")
+        classifier = read_judge(classifier_of)
+        settings = replace(settings, classifier=fingerprint(classifier))
     start = None
     if codes_of is not None:
         start = read_vq(tokenizer_of(codes_of))
@@ -221,7 +250,7 @@ def train(
     facts = describe(pictures, val, data)
     if codes_of is not None:
         facts["codes_of"] = origin(codes_of / "tokenizer")
-    return run(TokenizerTask(config, settings, pictures, val, facts, plan.device, start), plan)
+    return run(TokenizerTask(config, settings, pictures, val, facts, plan.device, start, classifier), plan)
 
 
 def origin(folder: Path) -> dict[str, Any]:

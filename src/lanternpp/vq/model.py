@@ -25,7 +25,7 @@ class VQConfig:
     codes: int = 4096  # V
     dim: int = 8  # C, of a latent
     channels: tuple[int, ...] = (32, 128, 256)  # at 1/2, 1/4, 1/8 of the size
-    encoder_blocks: tuple[int, ...] = (1, 1, 1)
+    encoder_blocks: tuple[int, ...] = (1, 1, 2)
     decoder_blocks: tuple[int, ...] = (1, 2, 3)
     thin: int = 16  # channels of the decoder's last stage, at full size
     commitment: float = 0.25
