@@ -61,7 +61,7 @@ def test_a_tree_file_is_the_callers_to_name(trap: str, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text("[[0],[1]]")
     edit(folder / "defaults.json", tree=str(tmp_path / "t.json"))
     pipe = Pipeline.from_pretrained(str(folder))
-    with pytest.raises(InputError, match="tree .* is unknown"):
+    with pytest.raises(InputError, match=r"tree .* is unknown"):
         pipe(PROMPT)
     assert pipe(PROMPT, tree=str(tmp_path / "t.json")).stats.settings["tree"].endswith("t.json")
 

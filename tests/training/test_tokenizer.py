@@ -6,15 +6,19 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from judges import write_judge
 
 from lanternpp.errors import InputError
+from lanternpp.evaluation.judge import read_judge
 from lanternpp.training import losses, tokenizer
 from lanternpp.training.data import Pictures
-from lanternpp.training.run import STATE, Plan
+from lanternpp.training.perceptual import Perceptual
+from lanternpp.training.run import STATE, Plan, rate
 from lanternpp.training.tokenizer import TokenizerSettings, TokenizerTask, train
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQConfig
@@ -29,12 +33,12 @@ def go(
     stop: int | None = None,
     restart: bool = False,
     codes_of: Path | None = None,
+    classifier_of: Path | None = None,
     **settings: Any,
 ) -> bool:
     plan = Plan(model / "tokenizer", steps, restart=restart, stop_after=stop, log_steps=1, checks=2)
-    return train(
-        data, model, TINY, TokenizerSettings(**{"batch_size": 4, **settings}), plan, codes_of=codes_of
-    )
+    options = TokenizerSettings(**{"batch_size": 4, **settings})
+    return train(data, model, TINY, options, plan, codes_of=codes_of, classifier_of=classifier_of)
 
 
 def log(model: Path) -> list[dict[str, Any]]:
@@ -165,3 +169,44 @@ def test_detail_tells_sharp_from_blurred() -> None:
     assert (losses.detail(blurred) < 0.3 * losses.detail(sharp)).all()
     assert torch.allclose(losses.detail(0.5 * sharp), 0.25 * losses.detail(sharp))
     assert (losses.detail(torch.full((1, 3, 8, 8), 0.3)) < 1e-10).all()
+
+
+def test_the_perceptual_loss_is_of_features_and_leads_towards_the_picture(tmp_path: Path) -> None:
+    distance = Perceptual(read_judge(write_judge(tmp_path, side=32)))
+    assert [tuple(x.shape[1:]) for x in distance.features(torch.rand(2, 3, 32, 32))] == [
+        (8, 16, 16),
+        (16, 8, 8),
+        (16, 4, 4),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.rand(2, 3, 32, 32, generator=generator) * 2 - 1
+    images = (truth + 0.5 * torch.randn(truth.shape, generator=generator)).requires_grad_()
+    before = distance(images, truth)
+    (slope,) = torch.autograd.grad(before, images)
+    assert distance(truth, truth).item() < 1e-9 < before.item()
+    assert distance(images - 0.1 * slope / slope.norm(), truth) < before
+
+
+def test_a_perceptual_weight_needs_a_classifier_and_is_logged_in_both_parts(
+    data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match="name a model that has one"):
+        go(data, tmp_path / "none", perceptual=0.1, classifier_of=tmp_path)
+    classifier = write_judge(tmp_path / "other", side=32)
+    assert go(data, tmp_path / "one", perceptual=0.1, classifier_of=classifier, adversarial=True)
+    rows = [row for row in log(tmp_path / "one") if "loss" in row]
+    assert all(row["perceptual"] > 0 for row in rows) and "fooling" in rows[-1]
+    with pytest.raises(InputError, match=r"perceptual 0.1 -> 0.2"):
+        go(data, tmp_path / "one", steps=9, perceptual=0.2, classifier_of=classifier, adversarial=True)
+
+
+def test_the_rate_is_constant_until_it_falls_to_zero_over_the_cooldown() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
+    task = SimpleNamespace(cooldown=0.25, warmup=4, optimizers={"only": optimizer})
+    group = optimizer.param_groups[0]
+    group["initial_lr"] = 2.0
+    rates = []
+    for step, progress in ((0, 0.0), (3, 0.3), (9, 0.75), (12, 0.875), (99, 1.0)):
+        rate(task, progress, step)  # type: ignore[arg-type]
+        rates.append(group["lr"])
+    assert rates == [0.5, 2.0, 2.0, 1.0, 0.0]

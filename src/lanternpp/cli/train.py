@@ -91,9 +91,7 @@ def tokenizer(
     perceptual: Annotated[
         float, typer.Option(help="Weight of the distance in the features of a classifier.")
     ] = 0.0,
-    classifier_of: Annotated[
-        str, typer.Option(help="The model whose classifier that is.")
-    ] = "nature-128",
+    classifier_of: Annotated[str, typer.Option(help="The model whose classifier that is.")] = "nature-128",
     seed: Seed = 0,
     device: Device = "auto",
     compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = False,

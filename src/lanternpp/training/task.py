@@ -61,7 +61,9 @@ class Task(ABC):
     optimizers: dict[str, torch.optim.Optimizer]
     decay: float = 0.999
     warmup: int = 200
-    cooldown: float | None = None  # share of the budget over which the rate falls to zero; None: a cosine over all of it
+    cooldown: float | None = (
+        None  # share of the budget over which the rate falls to zero; None: a cosine over all of it
+    )
     keep: str | None = None  # the validation figure whose least value decides which average is exported
 
     @abstractmethod
