@@ -6,7 +6,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
-from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import replacing
 
 PAPER, INK, QUIET, ACCENT = "#ffffff", "#1a1a1a", "#5c5c5c", "#b3470e"
@@ -122,7 +121,8 @@ def save_png(image: Image.Image, path: Path, notes: Mapping[str, str]) -> None:
 
     Makes the folder where it is missing. Raises InputError where the file cannot be written.
     """
-    write_whole(path, lambda temporary: image.save(temporary, format="PNG", pnginfo=chunks(notes)))
+    with replacing(path) as temporary:
+        image.save(temporary, format="PNG", pnginfo=chunks(notes))
 
 
 def png_bytes(image: Image.Image, notes: Mapping[str, str]) -> bytes:
@@ -138,16 +138,6 @@ def chunks(notes: Mapping[str, str]) -> PngInfo:
     for key, value in notes.items():
         info.add_text(key, value)
     return info
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """A file written under another name, then renamed; its folder is made. InputError where that cannot be."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            write(temporary)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def png_notes(path: Path) -> dict[str, str] | None:

@@ -8,6 +8,7 @@ written down and not compared.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class Tuned:
         Raises InputError where the file is damaged.
         """
         path = tuned_path(model)
-        return cls(path, model, drafter, _entries(path) if path.is_file() else ())
+        return cls(path, model, drafter, _entries(path) if os.access(path, os.F_OK) else ())
 
     def settings(self, method: str, conditions: Mapping[str, Any]) -> dict[str, Any]:
         """The defaults that an entry sets for a method under these conditions; {} where none was measured so."""
@@ -85,11 +86,7 @@ class Tuned:
         entry |= {"settings": dict(settings), **more}
         now = _entries(self.path) if self.path.is_file() else ()
         kept = [other for other in now if self._key(other) != self._key(entry)]
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self.path, json.dumps({"tuned": [*kept, entry]}, indent=1) + "\n")
-        except OSError as error:
-            raise InputError(f"{self.path} cannot be written: {error.strerror}") from None
+        write_text(self.path, json.dumps({"tuned": [*kept, entry]}, indent=1) + "\n")
 
     @staticmethod
     def _key(entry: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -49,6 +49,16 @@ def test_what_cannot_be_converted_is_refused(
     assert named in done.err and done.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "verb", [["convert", "nature-128", "file/m"], ["train", "tokenizer", "--data", "x", "--model", "file/m"]]
+)
+def test_a_folder_that_cannot_be_made_is_refused_at_once(verb, run, elsewhere: Path) -> None:
+    (elsewhere / "file").write_text("mine")
+    outcome = run(*verb, *(["--minutes", 1] if verb[0] == "train" else []))
+    assert outcome.code == 2 and outcome.err.count("\n") == 1
+    assert "cannot be a folder" in outcome.err and "file is a file" in outcome.err
+
+
 def test_an_unknown_storage_is_refused(run, model: Path, tmp_path: Path) -> None:
     done = run("convert", model, tmp_path / "x", "--store", "int4")
     assert done.code == 2 and "int4" in done.err and not (tmp_path / "x").exists()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from lanternpp import pipeline
 from lanternpp.methods import METHODS
 
 PROMPT = "a photo of a red tulip"
@@ -104,6 +105,14 @@ def test_a_picture_says_how_it_was_made(run, model, elsewhere: Path) -> None:
         assert image.text["prompt"] == PROMPT and image.text["seed"] == "9"
         assert json.loads(image.text["settings"])["temperature"] == 0.5
         assert "seconds" not in json.dumps(image.text)
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(run, model, elsewhere: Path, monkeypatch) -> None:
+    (elsewhere / "file").write_text("mine")
+    monkeypatch.setattr(pipeline, "cache_folder", lambda beside: elsewhere / "file" / "cache")
+    outcome = run("generate", PROMPT, "--model", model, "-o", "x.png")
+    assert outcome.code == 0 and outcome.err.count("\n") == 1 and "warning: " in outcome.err
+    assert "file/cache" in outcome.err and (elsewhere / "x.png").exists()
 
 
 def test_several_pictures_are_a_grid(run, model, elsewhere: Path) -> None:

@@ -62,6 +62,15 @@ def test_ctrl_c_is_one_line_and_130(run, monkeypatch, elsewhere: Path) -> None:
     assert list(elsewhere.iterdir()) == []
 
 
+def test_a_file_that_cannot_be_used_is_one_line(run, monkeypatch, elsewhere: Path) -> None:
+    def locked(**_: object) -> None:
+        raise PermissionError(13, "Permission denied", "/locked/file")
+
+    monkeypatch.setattr(Pipeline, "from_pretrained", locked)
+    outcome = run("generate", "a red tulip")
+    assert (outcome.code, outcome.err) == (2, "lanternpp: error: /locked/file: Permission denied\n")
+
+
 def test_an_unknown_word_is_one_warning_that_lists_the_known(run, model) -> None:
     outcome = run("generate", "a purple tulip", "--model", model, "-n", 2, "--json")
     assert outcome.code == 0

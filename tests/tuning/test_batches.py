@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from lanternpp.errors import InputError
 from lanternpp.settings import Settings
 from lanternpp.tuning import batches
 from lanternpp.tuning.batches import Cell, Choice, calibrate, plainly, sizes
-from lanternpp.tuning.journal import LINES
+from lanternpp.tuning.journal import LINES, Journal
 
 PROMPTS = ("a red tulip", "a tulip")
 
@@ -157,6 +158,14 @@ def test_a_folder_that_cannot_be_written_is_warned_of(pipe, tmp_path, monkeypatc
     mine = settings(pipe, tree="chain-2", temperature=0.3)
     with pytest.warns(UserWarning, match="are not kept"):
         assert calibrate(pipe, mine, [1], PROMPTS).cells
+
+
+def test_a_cache_that_can_no_longer_be_written_costs_a_warning(tmp_path) -> None:
+    journal = Journal(tmp_path / "gone", {"tuned": "x"}, optional=True)
+    shutil.rmtree(tmp_path / "gone")
+    with pytest.warns(UserWarning, match="is not kept for the next run"):
+        assert journal.once({"tree": 1}, lambda: 3) == 3
+    assert journal.once({"tree": 1}, lambda: 4) == 3
 
 
 def test_a_part_that_is_missing_is_told_of(pipe) -> None:

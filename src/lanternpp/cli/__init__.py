@@ -92,12 +92,15 @@ def main(args: Sequence[str] | None = None) -> None:
         say("error", error)
         status = 2
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno == errno.ENOSPC:
+            say(
+                "error",
+                f"the disk is full ({error.filename or 'while writing'}); free some room and run it again",
+            )
+        elif error.filename is None:  # no file of the user's
             raise
-        say(
-            "error",
-            f"the disk is full ({error.filename or 'while writing'}); free some room and run it again",
-        )
+        else:
+            say("error", f"{error.filename}: {error.strerror}")
         status = 2
     except TyperException as error:
         status = refuse(error)

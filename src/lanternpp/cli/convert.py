@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from lanternpp.cli.models import megabytes, size
+from lanternpp.cli.output import writable_folder
 from lanternpp.errors import InputError
 
 PARTS = ("tokenizer", "target", "drafter", "parallel")
@@ -61,6 +62,7 @@ def convert(
         raise InputError(
             f"output {str(out)!r} is not another folder; name one that is new or another model's"
         )
+    writable_folder(out)
 
     from lanternpp.hub import hub_id
     from lanternpp.models import model_folder

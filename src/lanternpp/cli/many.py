@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lanternpp.cli import options as opt
-from lanternpp.cli.output import picture_folder
+from lanternpp.cli.output import writable_folder
 from lanternpp.cli.terminal import progress_bar, tell_effect
 from lanternpp.errors import InputError
 
@@ -89,7 +89,7 @@ class Asked:
         """InputError where the folder cannot be written or Ray cannot be reached by such an address."""
         if self.out is None:
             raise InputError(f"--prompts {self.prompts} needs a folder to write to; add --out DIR")
-        picture_folder(self.out)
+        writable_folder(self.out)
         check_ray(self.ray)
         if self.ray is None and self.actors is not None:
             raise InputError(f"--actors {self.actors} are workers of Ray; add --ray")

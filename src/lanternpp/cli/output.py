@@ -19,7 +19,7 @@ def png_path(path: Path) -> Path:
     return path
 
 
-def picture_folder(path: Path) -> Path:
+def writable_folder(path: Path) -> Path:
     """The path, if it is a folder that can be written to, or can become one. Raises InputError."""
     there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if not there.is_dir():

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from lanternpp.cli.output import writable_folder
+
 if TYPE_CHECKING:
     from lanternpp.training.run import Plan
 
@@ -46,7 +48,7 @@ def plan(
     from lanternpp.training.run import Plan
 
     return Plan(
-        folder,
+        writable_folder(folder),
         steps,
         minutes,
         restart=not resume,

@@ -208,11 +208,7 @@ def begin(folder: Path, run: dict[str, Any], resume: bool) -> None:
     """Write down what is compared, or check it against what the folder says; InputError names what differs."""
     path = folder / RUN
     if not path.exists():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            checkpoints.write_text(path, json.dumps(run, indent=2) + "\n")
-        except OSError as error:
-            raise InputError(f"{folder} cannot be written: {error.strerror}") from None
+        checkpoints.write_text(path, json.dumps(run, indent=2) + "\n")
         return
     if not resume:
         raise InputError(

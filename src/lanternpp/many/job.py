@@ -6,15 +6,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from lanternpp.errors import InputError
 from lanternpp.many.orders import Facts, Order, missing
 from lanternpp.many.painter import Drawn, Refusal
-from lanternpp.nn.checkpoints import sweep
-from lanternpp.picture import write_whole
+from lanternpp.nn.checkpoints import replacing, sweep
 
 TOLD = 5  # warnings of prompts that are told in full
 STALE = 5.0  # seconds after which a dead process no longer writes a picture
@@ -103,7 +101,8 @@ def run(
         warnings.warn(f"{len(told) - TOLD} more prompts have warnings of this kind", stacklevel=2)
     began = time.perf_counter()
     for place, drawn in painter.paint(todo, progress):
-        write_whole(folder / todo[place].name, partial(Path.write_bytes, data=drawn.png))
+        with replacing(folder / todo[place].name) as temporary:
+            temporary.write_bytes(drawn.png)
         totals.drawn += 1
         totals.accepted += drawn.accepted
         totals.spent += [] if drawn.tv_spent is None else [drawn.tv_spent]

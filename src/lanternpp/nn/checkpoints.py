@@ -10,6 +10,7 @@ import os
 import pickle
 import time
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,6 @@ def save(
     if store not in STORES:
         raise InputError(f"store {store!r} is unknown: choose {', '.join(STORES)}.")
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(dict(config), indent=2, sort_keys=True) + "\n"
     packed = pack(tensors, store, keep)
     target = folder / CONFIG
@@ -153,24 +153,41 @@ def umask() -> int:
 
 
 class replacing:
-    """A temporary name in the same folder that takes `path`'s place on success and goes away on failure."""
+    """A temporary name in the same folder that takes `path`'s place on success and goes away on failure.
+
+    The folder is made where it is missing. Raises InputError where the file cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
     def __enter__(self) -> Path:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._refusal(error) from None
         return self.temporary
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
-            os.replace(self.temporary, self.path)
-            return
-        self.temporary.unlink(missing_ok=True)
+            try:
+                os.replace(self.temporary, self.path)
+                return
+            except OSError as refused:
+                error = refused
+        with suppress(OSError):
+            self.temporary.unlink(missing_ok=True)
+        writing = isinstance(error, OSError) and error.filename in (None, str(self.temporary))
+        if writing or (isinstance(error, SafetensorError) and "os error" in str(error)) or is_full(error):
+            raise self._refusal(error) from None
+
+    def _refusal(self, error: BaseException) -> InputError:
         if is_full(error):
-            raise InputError(
+            return InputError(
                 f"{self.path} could not be written, the disk is full: free some room and run the command again."
-            ) from None
+            )
+        return InputError(f"{self.path} cannot be written: {getattr(error, 'strerror', None) or error}")
 
 
 def is_full(error: BaseException) -> bool:

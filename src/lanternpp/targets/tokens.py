@@ -41,7 +41,6 @@ class Text:
 
     def save(self, folder: Path) -> None:
         """Copy it into another folder."""
-        folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / TOKENIZER) as temporary:
             shutil.copyfile(self.path, temporary)
 

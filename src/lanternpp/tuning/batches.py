@@ -245,7 +245,7 @@ def _journal(
     folder = tuned_path(pipe.folder).parent / name
     for anew in (restart, True):  # a damaged one is made again
         try:
-            return Journal(folder, told, anew)
+            return Journal(folder, told, anew, optional=True)
         except (InputError, OSError, ValueError) as error:
             reason = error
     warnings.warn(f"measurements by batch size are not kept: {reason}", stacklevel=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ RACE, PICTURES = "race", "pictures"
 class Journal:
     """A folder with `run.json` (what is tuned, and where) and `measurements.jsonl`.
 
+    optional: where a measurement cannot be written a warning says so, and it serves this process alone.
     Raises InputError where the folder holds a tuning of something else, or cannot be written.
     """
 
-    def __init__(self, folder: Path, run: Mapping[str, Any], restart: bool = False):
-        self.folder = folder
+    def __init__(self, folder: Path, run: Mapping[str, Any], restart: bool = False, optional: bool = False):
+        self.folder, self.optional = folder, optional
         if restart:
             forget(folder)
         begin(folder, json.loads(json.dumps(run)), resume=True)
@@ -57,7 +59,10 @@ class Journal:
                 with (self.folder / LINES).open("a", encoding="utf-8") as log:
                     log.write(line)
             except OSError as error:
-                raise InputError(f"{self.folder / LINES} cannot be written: {error.strerror}") from None
+                fault = f"{self.folder / LINES} cannot be written: {error.strerror}"
+                if not self.optional:
+                    raise InputError(fault) from None
+                warnings.warn(f"what is measured is not kept for the next run: {fault}", stacklevel=2)
             self._known[name] = value
         return self._known[name]
 

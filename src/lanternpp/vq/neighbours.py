@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -16,15 +18,15 @@ from lanternpp.nn.checkpoints import checksum, replacing
 def neighbours(codebook: Tensor, k: int, folder: Path | None = None, chunk: int = 1024) -> Tensor:
     """codebook [V, C] -> [V, k] int32, nearest first by l2, the code itself excluded.
 
-    Kept in `folder` under the codebook's checksum, and read from there the next time. Raises InputError
-    unless 1 <= k <= V - 1.
+    Kept in `folder` under the codebook's checksum, and read from there the next time; where that folder cannot
+    be written a warning says so. Raises InputError unless 1 <= k <= V - 1.
     """
     vocab = len(codebook)
     if not 1 <= k < vocab:
         raise InputError(f"{k} neighbours of a codebook of {vocab} codes; use 1 to {vocab - 1}")
     path = folder / f"neighbours-{checksum(codebook)}-{k}.safetensors" if folder else None
-    if path and path.is_file():
-        return load_file(path)["neighbours"]
+    if path and (kept := _kept(path, (vocab, k))) is not None:
+        return kept
     book = codebook.detach().float()
     rows = []
     for first in range(0, vocab, chunk):
@@ -34,10 +36,25 @@ def neighbours(codebook: Tensor, k: int, folder: Path | None = None, chunk: int 
         rows.append(distance.topk(k, 1, largest=False).indices.int())
     table = torch.cat(rows)
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            save_file({"neighbours": table.cpu()}, temporary)
+        try:
+            with replacing(path) as temporary:
+                save_file({"neighbours": table.cpu()}, temporary)
+        except InputError as error:
+            warnings.warn(
+                f"the table of codebook neighbours is not kept for the next run: {error}", stacklevel=2
+            )
     return table
+
+
+def _kept(path: Path, shape: tuple[int, int]) -> Tensor | None:
+    """The table of an earlier run; None where there is none, or its file is damaged."""
+    if not os.access(path, os.R_OK):
+        return None
+    try:
+        table = load_file(path)["neighbours"]
+    except (SafetensorError, OSError, KeyError):
+        return None
+    return table if table.shape == shape and table.dtype == torch.int32 else None
 
 
 def cache_folder(beside: Path) -> Path:
