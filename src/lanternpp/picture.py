@@ -141,13 +141,14 @@ def chunks(notes: Mapping[str, str]) -> PngInfo:
 
 
 def png_notes(path: Path) -> dict[str, str] | None:
-    """The text chunks of a PNG that is whole; None where it is no PNG, or was cut short. Its pixels stay unread."""
+    """The text chunks of a PNG that can be decoded whole; None where it is no PNG, cut short or damaged."""
     try:
         with path.open("rb") as file:
             file.seek(-len(PNG_END), os.SEEK_END)
             if file.read() != PNG_END:
                 return None
         with Image.open(path, formats=["PNG"]) as image:
+            image.load()
             return {str(key): value for key, value in image.info.items() if isinstance(value, str)}
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None

@@ -121,12 +121,13 @@ def draw(
     assert asked.prompts and asked.out
     from lanternpp.evaluation.prompts import read_prompts
     from lanternpp.many.job import run
+    from lanternpp.many.lock import locked
     from lanternpp.many.orders import orders
     from lanternpp.many.painter import Source
 
     wanted = orders(read_prompts(asked.prompts, asked.prompts), n, seed)
     source = Source(placed(model), placed(drafter), device, dtype, size, method, overrides)
-    with painters(asked, source) as painter, progress_bar("drawing") as progress:
+    with locked(asked.out), painters(asked, source) as painter, progress_bar("drawing") as progress:
         tell_effect(painter.effect)
         totals = run(painter, wanted, asked.out, asked.prompts, asked.overwrite, progress)
     if as_json:

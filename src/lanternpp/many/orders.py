@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ class Order:
 
     prompt: str
     seed: int
+    bits: int = 64  # of the prompt's hash in the file's name; 32 in those that earlier versions wrote
 
     @property
     def name(self) -> str:
         """Of its file."""
-        return picture_name(self.prompt, self.seed)
+        return picture_name(self.prompt, self.seed, self.bits)
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,19 @@ def orders(prompts: Sequence[str], n: int, seed: int) -> list[Order]:
 
 
 def missing(folder: Path, wanted: Sequence[Order], facts: Facts, overwrite: bool = False) -> list[Order]:
-    """The orders whose file is not there, or was cut short; with `overwrite`, also what was drawn otherwise.
+    """The orders whose file is not there, or is damaged; with `overwrite`, also what was drawn otherwise.
 
     Raises InputError naming a file that was drawn with other settings.
     """
     found = []
     for order in wanted:
+        if not (folder / order.name).exists():
+            older = replace(order, bits=32)
+            if (png_notes(folder / older.name) or {}).get("prompt") != order.prompt:
+                found.append(order)
+                continue
+            order = older
         path = folder / order.name
-        if not path.exists():
-            found.append(order)
-            continue
         there = png_notes(path)
         differing = None if there is None else differences(there, notes(order.prompt, order.seed, facts))
         if there is None or (differing and overwrite):
