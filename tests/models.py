@@ -66,7 +66,7 @@ def write_model(folder: Path, grid: int = 4) -> Path:
     parallel = ParallelDrafter(shape, target.decoder.turns)
     checkpoints.save(folder / "parallel", {"kind": "parallel", **asdict(shape)}, parallel.state_dict())
     (folder / "defaults.json").write_text(
-        '{"cfg": 2.0, "methods": {"lantern": {"neighbours": 8}, "lantern++": {"neighbours": 8},'
+        '{"cfg": 2.0, "method": "lantern++", "methods": {"lantern": {"neighbours": 8}, "lantern++": {"neighbours": 8},'
         ' "lantern-static": {"neighbours": 8}, "lantern-jacobi": {"neighbours": 8}}}'
     )
     return folder

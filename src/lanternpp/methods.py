@@ -26,6 +26,7 @@ class Method:
     about: str = ""
 
 
+AUTO = "auto"  # the method that suits the model: see `default_method.py`
 METHODS: dict[str, Method] = {
     "ar": Method("nothing", "exact", about="plain autoregressive decoding, one code per pass"),
     "eagle": Method("tree", "exact", "eagle-25", about="EAGLE-1 on a static tree (arXiv 2401.15077)"),
@@ -107,8 +108,15 @@ METHODS: dict[str, Method] = {
 }
 
 
+def check_method(name: str) -> str:
+    """The name of a method, or `AUTO`; InputError lists what exists."""
+    if name != AUTO:
+        method(name)
+    return name
+
+
 def method(name: str) -> Method:
     """A named method; InputError lists what exists."""
     if name not in METHODS:
-        raise InputError(unknown("method", name, METHODS))
+        raise InputError(unknown("method", name, [*METHODS, AUTO]))
     return METHODS[name]

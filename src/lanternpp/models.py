@@ -32,6 +32,7 @@ MODELS = {
 DEFAULTS = "defaults.json"
 DRAWERS = {"drafter": "drafter", "parallel": "parallel drafter"}  # folders of a model, and what is in them
 USERS = {"drafter": "use --method eagle", "parallel": "use --method parallel"}
+UNDRAFTED = "without one, --method jacobi-coupled and --method ar draw"
 PROBE = 64  # codes over which rounding to 8 bits is measured
 
 
@@ -98,6 +99,11 @@ def read_target(
     """The target of a model, ready to draw; `given` as a `Source` has it."""
     source, family = target_source(model, given)
     return family.read(source, dtype, device)
+
+
+def holds(folder: Path, kind: str) -> bool:
+    """Whether a model's folder has a network of this kind to draft with."""
+    return (folder / kind).is_dir()
 
 
 def read_defaults(folder: Path) -> dict[str, Any]:
@@ -187,7 +193,7 @@ class Model:
 
     def holds(self, kind: str) -> bool:
         """Whether there is a network of this kind to draft with; it is not read."""
-        return self.other is not None or (self.folder / kind).is_dir()
+        return self.other is not None or holds(self.folder, kind)
 
     def drafting(self, kind: str) -> Drafter:
         """The other folder's drafter, or the model's own in its folder `kind`, read once.
@@ -205,9 +211,9 @@ class Model:
             inside = folder / "drafter"
         if not inside.is_dir() and folder == self.folder:
             there = [other for other in DRAWERS if other != kind and (self.folder / other).is_dir()]
-            has = f"; for the {DRAWERS[there[0]]} it has, {USERS[there[0]]}" if there else ""
+            has = f"for the {DRAWERS[there[0]]} it has, {USERS[there[0]]}" if there else UNDRAFTED
             raise InputError(
-                f"{self.folder} comes without a {DRAWERS[kind]}; name one with --drafter, or train one{has}"
+                f"{self.folder} comes without a {DRAWERS[kind]}; name one with --drafter, or train one; {has}"
             )
         source = Source.open(inside if inside.is_dir() else folder)
         drafter = recognised("drafter", source, DRAFTERS).read(source, self.target, self.dtype)

@@ -2,64 +2,36 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-import lanternpp
+from lanternpp.default_method import Chosen, choose
 from lanternpp.devices import INT8, pick_device, pick_dtype
-from lanternpp.engine.decode import Engine, Harvest, generate
+from lanternpp.engine.decode import Engine, generate
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
+from lanternpp.methods import AUTO
 from lanternpp.models import MODELS, Model, model_folder, read_defaults
 from lanternpp.nn.int8 import Effect
-from lanternpp.settings import Settings, build_proposer, build_rule, resolve
+from lanternpp.results import Result, Stats, versions
+from lanternpp.settings import Settings, build_proposer, build_rule, dials_read, network_wanted, resolve
 from lanternpp.tuned import CONDITIONS, Tuned, fingerprint
 from lanternpp.vq.neighbours import cache_folder, neighbours
+
+__all__ = ["Pipeline", "Result", "Stats", "versions"]
 
 TABLES = [
     m * 10**e for e in range(5) for m in (1, 2, 5)
 ]  # neighbours of the tables on disk; others are cut from these
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What a run took. Seconds cover decoding and pixels, not loading."""
-
-    method: str
-    model: str
-    images: int
-    codes: int
-    passes: int
-    codes_per_pass: float
-    seconds: float
-    seconds_per_image: float
-    accepted_per_pass: list[int] = field(repr=False)
-    settings: dict[str, Any] = field(repr=False)
-    versions: dict[str, str] = field(repr=False)
-    tv_spent: float | None = None  # mean per picture of the total variation that relaxing cost
-    tv_spent_per_image: list[float] = field(default_factory=list, repr=False)  # empty: not measured
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dictionary."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Result:
-    """Pictures, the codes they were made of, and what making them took."""
-
-    images: list[Image.Image]
-    codes: Tensor  # [n, length] int64
-    stats: Stats
 
 
 class Pipeline:
@@ -103,12 +75,13 @@ class Pipeline:
         prompt: str | list[str],
         n: int = 1,
         seed: int | Sequence[int] = 0,
-        method: str = "lantern++",
+        method: str = AUTO,
         progress: Callable[[int, int], None] | None = None,
         **overrides: Any,
     ) -> Result:
         """Draw n pictures per prompt; picture i of a prompt has seed + i. Several seeds: one for each prompt.
 
+        method: a name of `METHODS`, or "auto": see `chosen`; `stats.method` says which was taken, `stats.auto` why.
         overrides: any field of `Settings` besides method; what is left out or None is the method's or the
         model's default. measure=True reports `tv_spent`, which takes time. Raises InputError.
         """
@@ -121,19 +94,35 @@ class Pipeline:
         harvests = generate(engine, conditions, seeds, progress)
         codes = torch.stack([h.codes for h in harvests])
         images = self.images(codes)
-        return Result(images, codes.cpu(), self._stats(settings, harvests, time.perf_counter() - began))
+        seconds, why = time.perf_counter() - began, self.chosen(method).why
+        return Result(images, codes.cpu(), Stats.of(harvests, seconds, self.name, self.told(settings), why))
 
-    def settings(self, method: str = "lantern++", **overrides: Any) -> Settings:
+    @cached_property
+    def _auto(self) -> Chosen:
+        model = self._models[False]
+        return choose(AUTO, self.folder, model.other, self.defaults, self.tuned, model.device.type)
+
+    def chosen(self, method: str = AUTO) -> Chosen:
+        """The method that a name means on this model, which is another where the name is "auto".
+
+        That takes what the model's defaults name, else what was tuned, else the fastest lossless method for the
+        drafter that the model has.
+        """
+        return self._auto if method == AUTO else Chosen(method)
+
+    def settings(self, method: str = AUTO, **overrides: Any) -> Settings:
         """A method's settings on this model: overrides, what was tuned, the model's defaults, the method's row.
 
         Raises InputError, also where an override is a dial that no part of the method reads.
         """
-        settings = resolve(method, self.defaults, overrides)
+        chosen = self.chosen(method)
+        method, defaults, auto = chosen.method, chosen.defaults(self.defaults), method == AUTO
+        settings = resolve(method, defaults, overrides, auto)
         found = self.tuned.settings(method, self.conditions(settings)) if self.tuned else {}
         if found:
-            rows = self.defaults.get("methods", {})
+            rows = defaults.get("methods", {})
             own = {**rows, method: {**rows.get(method, {}), **found}}
-            settings = resolve(method, {**self.defaults, "methods": own}, overrides)
+            settings = resolve(method, {**defaults, "methods": own}, overrides, auto)
         vocab = self.target.vocab
         if settings.top_k > vocab:
             raise InputError(f"top-k {settings.top_k} exceeds the {vocab} codes of {self.name}")
@@ -165,19 +154,14 @@ class Pipeline:
         return where | {name: getattr(settings, name) for name in CONDITIONS if name not in where}
 
     def can_draft(self, settings: Settings) -> bool:
-        """Whether the network that these settings draft with, if any, is there; none is read."""
+        """Whether what these settings draw with is there: the network that drafts, a codebook where neighbours lend.
 
-        class WantedError(Exception):
-            """What the proposer asks for."""
-
-        def ask(kind: str = "independent") -> NoReturn:
-            raise WantedError(kind)
-
-        try:
-            build_proposer(settings, ask, ask)
-        except WantedError as wanted:
-            return self._models[False].holds(str(wanted))
-        return True
+        Nothing is read.
+        """
+        lends = "neighbours" in dials_read(settings.proposer, settings.accept)
+        wanted = network_wanted(settings)
+        there = wanted is None or self._models[False].holds(wanted)
+        return there and not (lends and self.target.codebook is None)
 
     def engine(self, settings: Settings) -> Engine:
         """The engine for these settings, made once and kept."""
@@ -255,32 +239,3 @@ class Pipeline:
             where["int8"] = asdict(self.effect)
         where["tuned"] = self.tuned is not None and self.tuned.knows(settings.method, settings.tree)
         return asdict(settings) | where
-
-    def _stats(self, settings: Settings, harvests: list[Harvest], seconds: float) -> Stats:
-        accepted = [count for h in harvests for count in h.accepted]
-        spent = [h.tv_spent for h in harvests if h.tv_spent is not None]
-        codes = sum(accepted)
-        return Stats(
-            method=settings.method,
-            model=self.name,
-            images=len(harvests),
-            codes=codes,
-            passes=len(accepted),
-            codes_per_pass=codes / len(accepted),
-            seconds=seconds,
-            seconds_per_image=seconds / len(harvests),
-            accepted_per_pass=accepted,
-            settings=self.told(settings),
-            versions=versions(),
-            tv_spent=sum(spent) / len(spent) if spent else None,
-            tv_spent_per_image=spent,
-        )
-
-
-def versions() -> dict[str, str]:
-    """The versions a result depends on."""
-    return {
-        "lanternpp": lanternpp.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -49,17 +49,20 @@ class Settings:
     measure: bool = False  # tv_spent
 
 
-def resolve(method: str, defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> Settings:
+def resolve(
+    method: str, defaults: Mapping[str, Any], overrides: Mapping[str, Any], auto: bool = False
+) -> Settings:
     """Overrides, then the model's defaults for the method, then its defaults for all, then the method's row.
 
     Overrides are the caller's own: their names may be imported (`Importable`), those of defaults may not.
+    auto: the caller named no method; a message says so.
     Raises InputError where a name is unknown, or an override is a dial that no part of the method reads.
     Where the row or the defaults have such a dial, because the part that read it was overridden, it is dropped.
     """
     given = {k: importable(v) for k, v in overrides.items() if v is not None}
     row = {k: v for k, v in asdict(named_method(method)).items() if k != "about"}
     base = {"cfg": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "batch_size": 1, "compile": False}
-    merged = base | row | {k: v for k, v in defaults.items() if k != "methods"}
+    merged = base | row | {k: v for k, v in defaults.items() if k not in ("method", "methods")}
     merged |= defaults.get("methods", {}).get(method, {}) | given
     extra = [k for k in merged if k not in Settings.__dataclass_fields__]
     if extra:
@@ -68,7 +71,7 @@ def resolve(method: str, defaults: Mapping[str, Any], overrides: Mapping[str, An
     for name in DIALS:
         if name not in read:
             if name in given:
-                raise InputError(_unread(name, given[name], method, merged, read))
+                raise InputError(_unread(name, given[name], method, merged, read, auto))
             merged[name] = None
     if "tree" in read and merged["tree"] is None:
         merged["tree"] = TREE
@@ -109,13 +112,34 @@ def build_proposer(
     return find("proposer", settings.proposer, PROPOSERS).build(parts)
 
 
-def _unread(name: str, value: object, method: str, merged: Mapping[str, Any], read: frozenset[str]) -> str:
+def network_wanted(settings: Settings) -> str | None:
+    """The kind of network that these settings draft with, by the name of a model's folder for it; None: they need none.
+
+    None is read. Raises InputError where a dial of the proposer is wrong.
+    """
+
+    class WantedError(Exception):
+        """What the proposer asks for."""
+
+    def ask(kind: str = "independent") -> NoReturn:
+        raise WantedError(kind)
+
+    try:
+        build_proposer(settings, ask, ask)
+    except WantedError as wanted:
+        return str(wanted)
+    return None
+
+
+def _unread(
+    name: str, value: object, method: str, merged: Mapping[str, Any], read: frozenset[str], auto: bool
+) -> str:
     """The sentence for a dial that would change nothing."""
     named = [_spoken(dial) for dial in DIALS if dial in read]
     takes = f"they take {', '.join(named)}" if named else "they have no dials"
     return (
-        f"{_spoken(name)} {value} would change nothing: method {method!r} has the proposer "
-        f"{merged['proposer']!r} and the rule {merged['accept']!r}, and {takes}"
+        f"{_spoken(name)} {value} would change nothing: method {method!r}{', which auto takes here,' if auto else ''} has "
+        f"the proposer {merged['proposer']!r} and the rule {merged['accept']!r}, and {takes}"
     )
 
 

@@ -63,6 +63,11 @@ class Tuned:
                 return dict(entry["settings"])
         return {}
 
+    def last_method(self) -> str | None:
+        """The method that was tuned last for the model and drafter at hand, under whatever conditions."""
+        mine = [entry["method"] for entry in self.entries if entry["weights"] == self.weights]
+        return mine[-1] if mine else None
+
     def knows(self, method: str, tree: str | None) -> bool:
         """Whether a tree is one that was found for a method."""
         return any((entry["method"], entry["settings"]["tree"]) == (method, tree) for entry in self.entries)

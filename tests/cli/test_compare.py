@@ -26,8 +26,9 @@ class FakePipeline:
         self.seconds, self.calls, self.turn = seconds, [], {name: count() for name in seconds}
 
     def __call__(self, prompt: str, **options: Any) -> Result:
-        self.calls.append(options)
-        method, n = options["method"], options["n"]
+        asked, n = options["method"], options["n"]
+        method = "lantern++" if asked == "auto" else asked
+        self.calls.append(options | {"method": method})
         seconds = self.seconds[method][next(self.turn[method])]
         passes = {"ar": 256}.get(method, 64) * n
         shared = {"cfg": 2.5, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "batch_size": n, "compile": True}
@@ -45,6 +46,7 @@ class FakePipeline:
             shared,
             {},
             tv_spent=1.25 if options.get("measure") else None,
+            auto="the model's own default" if asked == "auto" else None,
         )
         return Result([Image.new("RGB", (8, 8), "teal")] * n, None, stats)
 

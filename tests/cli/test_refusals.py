@@ -41,7 +41,7 @@ BEFORE_ANY_MODEL = [
     ([PROMPT, "--accept", "lantern"], "needs neighbours and delta"),
     (
         [PROMPT, "--delta", "0.5"],
-        "delta 0.5 would change nothing: method 'lantern++' has the proposer 'parallel'",
+        "delta 0.5 would change nothing: method 'lantern++', which auto takes here, has the proposer 'parallel'",
     ),
     ([PROMPT, "--method", "lantern", "--lambda", "2"], "lambda 2.0 would change nothing"),
     ([PROMPT, "--accept", "exact", "--neighbours", "5"], "and they take tree"),

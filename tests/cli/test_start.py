@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -133,3 +134,21 @@ sys.exit(", ".join({"torch._dynamo", "torch._inductor", "sympy"} & sys.modules.k
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.strip() == ""
+
+
+def test_a_model_without_a_drafter_draws_without_a_word_on_methods(run, broken: Path) -> None:
+    for kind in ("drafter", "parallel"):
+        shutil.rmtree(broken / kind)
+    outcome = run("generate", "a red tulip", "--model", broken)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "jacobi-coupled (auto: no drafter, lossless)" in outcome.out
+    told = json.loads(run("generate", "a red tulip", "--model", broken, "--json").out)
+    assert (told["method"], told["auto"]) == ("jacobi-coupled", "no drafter, lossless")
+    Path("prompts").write_text("a red tulip")
+    args = ["--no-plots", "--no-quality", "--no-measure", "--prompts", "prompts", "-n", 1, "--json"]
+    raced = run("bench", "--model", broken, *args)
+    methods = [row["method"] for row in json.loads(raced.out)["methods"]]
+    assert raced.code == 0 and methods == ["ar", "jacobi-coupled", "lantern-jacobi"]
+    assert raced.err.count("\n") == 1 and "eagle2" in raced.err
+    named = run("generate", "a red tulip", "--model", broken, "--method", "eagle")
+    assert named.code == 2 and "--method jacobi-coupled and --method ar draw" in named.err

@@ -9,25 +9,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lanternpp.cli import options as opt
-from lanternpp.cli.terminal import progress_bar, tell_effect
+from lanternpp.cli.terminal import progress_bar, say, tell_effect
 from lanternpp.errors import InputError
 
 if TYPE_CHECKING:
+    from lanternpp import Pipeline
     from lanternpp.evaluation.quality import Quality
     from lanternpp.evaluation.speed import Race
 
 OUTPUT = Path("out/bench")
-METHODS = "ar, eagle, eagle2, lantern, lantern++, jacobi-coupled, lantern-jacobi"
+USUAL = ("ar", "eagle", "eagle2", "lantern", "lantern++", "jacobi-coupled", "lantern-jacobi")
 
 Prompts = Annotated[
     Path | None, typer.Option(metavar="FILE", help="One prompt per line; default: the model's own list.")
 ]
 Methods = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="A,B,...",
         help='Methods parted by commas, each with overrides behind it: "eagle, lantern++ k=10 lambda=5". '
-        "Plain AR is always among them.",
+        f"Plain AR is always among them. Default: those of {', '.join(USUAL)} that the model has a drafter for.",
     ),
 ]
 Folder = Annotated[
@@ -46,7 +47,7 @@ JudgeIt = Annotated[
 
 def bench(
     prompts: Prompts = None,
-    methods: Methods = METHODS,
+    methods: Methods = None,
     n: opt.Count = 4,
     output: Folder = OUTPUT,
     resume: Resume = False,
@@ -76,7 +77,7 @@ def bench(
     """
     from lanternpp.evaluation.speed import entries
 
-    field = entries(methods)
+    named = None if methods is None else entries(methods)
     if plots:
         from lanternpp.evaluation import plots as drawing
 
@@ -90,6 +91,7 @@ def bench(
     asked = read_prompts(prompts, model_folder(model))
     pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype)
     tell_effect(pipe.effect)
+    field = named or entries(", ".join(usual(pipe)))
     shared = {"cfg": cfg, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     shared |= {"batch_size": batch_size or 1, "compile": compile}
     race = Race(pipe, field, asked, n, seed, shared, measure)
@@ -100,6 +102,15 @@ def bench(
         return
     show(table)
     typer.echo(str(output / "table.md"))
+
+
+def usual(pipe: Pipeline) -> list[str]:
+    """The methods that are compared where none is named; says on stderr which lack a drafter or a codebook."""
+    ready = [name for name in USUAL if pipe.can_draft(pipe.settings(name))]
+    lacking = [name for name in USUAL if name not in ready]
+    if lacking:
+        say("bench", f"left out, as {pipe.name} has not what they draw with: {', '.join(lacking)}")
+    return ready
 
 
 def judge_of(

@@ -175,6 +175,8 @@ def show(prompt: str, base: Side, side: Side, speedup: float) -> None:
 
     runs, spread = len(base.results), max(base.spread, side.spread)
     caption = f"medians of {runs} runs; slowest / fastest: {spread:.2f}" if runs > 1 else "one run"
+    if side.last.stats.auto:
+        caption += f"; auto took {side.last.stats.method}: {side.last.stats.auto}"
     caption += f"; {base.last.stats.settings['dtype']} on {base.last.stats.settings['device']}"
     table = Table(title=Text(prompt), caption=caption, title_justify="left")
     table.add_column("method")

@@ -14,7 +14,7 @@ from lanternpp.cli.output import png_path
 from lanternpp.cli.overrides import check, takes_overrides
 from lanternpp.cli.terminal import progress_bar, tell_effect
 from lanternpp.errors import InputError
-from lanternpp.methods import METHODS
+from lanternpp.methods import AUTO, METHODS
 from lanternpp.registry import unknown
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ def evaluate(
 
     Prompts of pictures in a folder are read from its metadata.jsonl, or from the files that generate wrote.
     """
-    if source in METHODS:
+    draws = source in (*METHODS, AUTO)
+    if draws:
         check(model, drafter, source, overrides)
         empty(output)
     else:
@@ -92,7 +93,7 @@ def evaluate(
 
     folder = model_folder(model)
     asked = read_asked(prompts)
-    images = None if source in METHODS else gallery(Path(source), clip)
+    images = None if draws else gallery(Path(source), clip)
     quality = judge(folder, reference, features, clip, device)
     if images is not None:
         from lanternpp.pipeline import versions
@@ -129,7 +130,7 @@ def read_asked(path: Path | None) -> list[str]:
 def images_folder(source: str, drawing: Mapping[str, Any]) -> None:
     """Refuse what is neither a method nor a folder, and options of drawing where nothing is drawn."""
     if not Path(source).is_dir():
-        raise InputError(unknown("method", source, METHODS) + "; or give a folder of pictures")
+        raise InputError(unknown("method", source, [*METHODS, AUTO]) + "; or give a folder of pictures")
     given = [name for name, value in drawing.items() if value is not None]
     if given:
         option = "-n" if given[0] == "n" else "--" + given[0].replace("lam", "lambda").replace("_", "-")

@@ -59,6 +59,7 @@ def generate(
 
     from lanternpp import Pipeline
     from lanternpp.picture import grid, notes, save_png
+    from lanternpp.results import drawn_with
 
     pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
     tell_effect(pipe.effect)
@@ -73,6 +74,7 @@ def generate(
         f", spent {stats.tv_spent:.2f} of total variation per picture" if overrides.get("measure") else ""
     )
     typer.echo(
-        f"{path}: {stats.seconds_per_image:.2f} s per picture with {stats.method} in {pipe.dtype} on {stats.settings['device']}, "
+        f"{path}: {stats.seconds_per_image:.2f} s per picture with {drawn_with(stats.method, stats.auto)} in "
+        f"{pipe.dtype} on {stats.settings['device']}, "
         f"{stats.codes} codes in {stats.passes} passes, {stats.codes_per_pass:.2f} codes per pass{measured}"
     )

@@ -161,6 +161,8 @@ def placed(named: str | None) -> Any:
 
 def summary(totals: Totals, folder: Path) -> str:
     """One line for a reader."""
+    from lanternpp.results import drawn_with
+
     had = f"{totals.skipped} were there already" if totals.skipped else ""
     if totals.codes_per_pass is None:
         return f"{folder}: nothing to draw, all {totals.skipped} pictures are there"
@@ -168,7 +170,7 @@ def summary(totals: Totals, folder: Path) -> str:
     parts = [
         f"{totals.drawn} pictures",
         *([had] if had else []),
-        f"{totals.seconds_per_image:.2f} s per picture with {totals.facts.method} in {settings['dtype']} on "
+        f"{totals.seconds_per_image:.2f} s per picture with {drawn_with(totals.facts.method, totals.facts.auto)} in {settings['dtype']} on "
         f"{settings['device']}",
         f"{sum(totals.accepted)} codes in {len(totals.accepted)} passes",
         f"{totals.codes_per_pass:.2f} codes per pass",

@@ -11,7 +11,7 @@ import typer
 
 from lanternpp.errors import InputError
 
-MODEL, METHOD = "nature-128", "lantern++"
+MODEL, METHOD = "nature-128", "auto"
 
 
 def within(low: float, high: float = math.inf, remedy: str = "", above: bool = False) -> Callable[..., Any]:
@@ -43,10 +43,9 @@ def not_empty_if_given(value: str | None) -> str | None:
 
 def known_method(value: str) -> str:
     """The name of a method."""
-    from lanternpp.methods import method
+    from lanternpp.methods import check_method
 
-    method(value)
-    return value
+    return check_method(value)
 
 
 def method_names() -> list[str]:
@@ -109,7 +108,8 @@ Method = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help=f"A proposer, a tree and an acceptance rule by name: {', '.join(method_names())}.",
+        help=f"A proposer, a tree and an acceptance rule by name: {', '.join(method_names())}. auto takes what the model's "
+        "own defaults or `lanternpp tune` say, else the fastest lossless one for the drafter that it has.",
         callback=known_method,
         rich_help_panel=PANEL_METHOD,
     ),

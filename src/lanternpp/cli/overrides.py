@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from lanternpp.cli import options as opt
 from lanternpp.errors import InputError
+from lanternpp.methods import AUTO
+
+if TYPE_CHECKING:
+    from lanternpp.default_method import Chosen
 
 OVERRIDES: dict[str, Any] = {
     "batch_size": opt.BatchSize,
@@ -53,28 +57,35 @@ def takes_overrides(verb: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def method_for(
+    model: str, drafter: str | None, method: str, device: str = "auto"
+) -> tuple[Chosen, Mapping[str, Any]]:
+    """The method that a name means on a model, and the model's defaults, before the model is read. InputError."""
+    from lanternpp.default_method import Chosen, choose
+    from lanternpp.devices import pick_device
+    from lanternpp.models import model_folder, read_defaults
+    from lanternpp.tuned import Tuned
+
+    folder = model_folder(model)
+    defaults = read_defaults(folder)
+    if method != AUTO:
+        return Chosen(method), defaults
+    other, kind = model_folder(drafter) if drafter else None, pick_device(device).type
+    return choose(method, folder, other, defaults, Tuned.read(folder, other), kind), defaults
+
+
 def check(model: str, drafter: str | None, method: str, overrides: Mapping[str, Any]) -> None:
     """Refuse, before a model is read, what is wrong with a method's parts and dials, and dials no part reads."""
     import torch
 
     from lanternpp.accept import RULES
-    from lanternpp.models import model_folder, read_defaults
-    from lanternpp.settings import build_proposer, build_rule, resolve
+    from lanternpp.settings import build_rule, network_wanted, resolve
 
-    class NetworkWantedError(Exception):
-        """The proposer's dials are fine; what it wants next is a network."""
-
-    def ask(*folder: str) -> NoReturn:
-        raise NetworkWantedError
-
-    settings = resolve(method, read_defaults(model_folder(model)), overrides)
+    chosen, defaults = method_for(model, drafter, method)
+    settings = resolve(chosen.method, chosen.defaults(defaults), overrides, chosen.why is not None)
     if settings.accept in RULES:  # of an outsider's rule we do not know what it makes of an empty table
         build_rule(settings, lambda k: torch.empty(0, k, dtype=torch.int32))
-    try:
-        build_proposer(settings, ask, ask)
-    except NetworkWantedError:
-        return
-    if drafter is not None:
+    if network_wanted(settings) is None and drafter is not None:
         raise InputError(
             f"--drafter {drafter} would change nothing: the proposer {settings.proposer!r} has no drafter"
         )

@@ -180,6 +180,7 @@ def serve(
         import warnings
 
         from lanternpp import Pipeline
+        from lanternpp.results import drawn_with
         from lanternpp.serve.app import create_app
         from lanternpp.serve.aside import aside
         from lanternpp.serve.batcher import Batcher
@@ -210,8 +211,11 @@ def serve(
             batcher.close(False, 0)
             raise
 
+        chosen = pipe.chosen(method)
+        named = drawn_with(chosen.method, chosen.why)
+
         def ready() -> None:
-            typer.echo(f"{url(bound)}: {pipe.name} with {method} in {pipe.dtype}, {slots} slots")
+            typer.echo(f"{url(bound)}: {pipe.name} with {named} in {pipe.dtype}, {slots} slots")
 
         if not run(app, batcher, bound, drain, ready):
             say("serve", f"not all pictures were finished within {drain:g} s")

@@ -74,6 +74,7 @@ def throughput(
     from lanternpp.evaluation.prompts import read_prompts
     from lanternpp.models import model_folder
     from lanternpp.nn import checkpoints
+    from lanternpp.results import drawn_with
     from lanternpp.tuning import throughput as measured
     from lanternpp.tuning.batches import calibrate
     from lanternpp.tuning.lane import usual_conditions
@@ -82,6 +83,7 @@ def throughput(
     pipe = Pipeline.from_pretrained(model, drafter, device, dtype, size)
     tell_effect(pipe.effect)
     settings = pipe.settings(method, **{"batch_size": 1} | overrides)
+    auto, method = pipe.chosen(method).why, settings.method
     conditions = given or usual_conditions(pipe)
     for condition in conditions:
         pipe.target.prompt([condition], 1)
@@ -90,7 +92,7 @@ def throughput(
     bench = measured.Throughput(pipe, settings, choice, asked, conditions, output, seed, restart)
     with progress_bar("drawing") as tell:
         rates = bench.run(rounds, tell)
-    told = bench.told | {"rounds": rounds, "rates": [asdict(rate) for rate in rates]}
+    told = bench.told | {"auto": auto, "rounds": rounds, "rates": [asdict(rate) for rate in rates]}
     told["trees"] = [asdict(cell) for cell in choice.cells]
     checkpoints.write_text(output / "throughput.json", json.dumps(told, indent=1) + "\n")
     checkpoints.write_text(output / "table.md", measured.markdown(rates, method))
@@ -99,6 +101,7 @@ def throughput(
     if as_json:
         typer.echo(json.dumps(told))
     else:
+        typer.echo(f"method: {drawn_with(method, auto)}")
         show(rates, method)
 
 

@@ -12,7 +12,7 @@ import typer
 
 from lanternpp.cli import options as opt
 from lanternpp.cli import tune_tables
-from lanternpp.cli.overrides import check, takes_overrides
+from lanternpp.cli.overrides import check, method_for, takes_overrides
 from lanternpp.cli.terminal import progress_bar, say
 from lanternpp.errors import InputError
 
@@ -134,13 +134,16 @@ def tune(
 
     from lanternpp import Pipeline
     from lanternpp.evaluation.prompts import read_prompts
-    from lanternpp.models import model_folder, read_defaults
+    from lanternpp.models import model_folder
+    from lanternpp.results import drawn_with
     from lanternpp.settings import resolve
     from lanternpp.tuned import Tuned
     from lanternpp.tuning import run
 
     folder = model_folder(model)
-    run.check(resolve(method, read_defaults(folder), overrides))
+    chosen, defaults = method_for(model, drafter, method, device)
+    run.check(resolve(chosen.method, chosen.defaults(defaults), overrides))
+    method = chosen.method
     tuned = Tuned.read(folder, model_folder(drafter) if drafter else None)
     if save:
         tuned.check()
@@ -151,7 +154,7 @@ def tune(
     tuner = run.Tuner(pipe, plan, output, restart)
     budget = budget_of(tuner, budget_tv, budget_frechet, budget_pictures)
     told, found = work(tuner, budget, verify, budget_tv is not None)
-    told["folder"] = str(output)
+    told |= {"folder": str(output), "auto": chosen.why}
     if save:
         more = {
             name: told[name] for name in ("machine", "sampling", "acceptance", "costs", "trees", "versions")
@@ -163,6 +166,7 @@ def tune(
     if as_json:
         typer.echo(json.dumps(told))
     else:
+        typer.echo(f"method: {drawn_with(method, chosen.why)}")
         tune_tables.show(told, found)
     slower(told)
 

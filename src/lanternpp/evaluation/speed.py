@@ -19,7 +19,7 @@ import torch
 
 from lanternpp.errors import InputError
 from lanternpp.evaluation.stopwatch import Stopwatch
-from lanternpp.methods import method
+from lanternpp.methods import check_method
 from lanternpp.nn import checkpoints
 from lanternpp.picture import save_png
 from lanternpp.pipeline import Pipeline, Result, versions
@@ -70,7 +70,7 @@ def entries(text: str) -> list[Entry]:
         words = item.split()
         if not words:
             raise InputError(f"methods {text!r} has an empty entry; part names by single commas")
-        method(words[0])
+        check_method(words[0])
         overrides = dict(override(word, item) for word in words[1:])
         label = " ".join(words)
         found[label] = Entry(label, words[0], overrides)

@@ -70,6 +70,7 @@ class Totals:
             "accepted_per_pass": self.accepted,
             "settings": dict(self.facts.settings),
             "versions": dict(self.facts.versions),
+            "auto": self.facts.auto,
             "tv_spent": sum(self.spent) / len(self.spent) if self.spent else None,
         }
 

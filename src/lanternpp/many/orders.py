@@ -39,6 +39,7 @@ class Facts:
     versions: Mapping[str, str]
     length: int  # codes of a picture
     images: int = 1  # in a file
+    auto: str | None = None  # as `Stats.auto`
 
 
 def orders(prompts: Sequence[str], n: int, seed: int) -> list[Order]:

@@ -65,7 +65,8 @@ class Painter:
         )
         self.engine = self.pipe.engine(self.settings)
         told = self.pipe.told(self.settings)
-        self.facts = Facts(self.settings.method, self.pipe.name, told, versions(), self.pipe.target.length)
+        why, length = self.pipe.chosen(source.method).why, self.pipe.target.length
+        self.facts = Facts(self.settings.method, self.pipe.name, told, versions(), length, auto=why)
 
     @property
     def effect(self) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lanternpp.errors import InputError
-from lanternpp.methods import METHODS, method
+from lanternpp.methods import AUTO, check_method
 from lanternpp.pipeline import Pipeline
 from lanternpp.serve.entrance import check_keys
 from lanternpp.settings import DIALS, Settings
@@ -17,7 +17,7 @@ from lanternpp.settings import DIALS, Settings
 class Terms:
     """The limits and defaults of a server. No key: whoever reaches it may draw."""
 
-    method: str = "lantern++"
+    method: str = AUTO
     overrides: Mapping[str, Any] = field(default_factory=dict)  # fields of `Settings`, as `Pipeline.settings`
     keys: Sequence[str] = ()
     hosts: Sequence[str] = ()  # names by which it may be called; none: any
@@ -26,7 +26,7 @@ class Terms:
     prompt: int = 1000  # most characters of a prompt
 
     def __post_init__(self) -> None:
-        method(self.method)
+        check_method(self.method)
         for name, value in (
             ("deadline", self.deadline),
             ("body limit", self.body),
@@ -41,9 +41,8 @@ class Terms:
 
         The server's dials are its own method's; a request for another method gets that one's defaults.
         """
-        name = named or self.method
-        if name not in METHODS:
-            method(name)
+        own = pipe.chosen(self.method).method
+        name = pipe.chosen(check_method(named)).method if named else own
         parts = {*DIALS, "proposer", "accept"}
-        base = {k: v for k, v in self.overrides.items() if name == self.method or k not in parts}
-        return pipe.settings(name, **{**base, **given, "batch_size": 1})
+        base = {k: v for k, v in self.overrides.items() if name == own or k not in parts}
+        return pipe.settings(named or self.method, **{**base, **given, "batch_size": 1})

@@ -90,13 +90,12 @@ def methods(pipe: Pipeline, terms: Terms) -> list[str]:
 
 
 def _possible(pipe: Pipeline, terms: Terms, method: str) -> bool:
-    """Whether a method's parts are there; a rule of neighbours wants a codebook."""
+    """Whether a method's parts are there; a rule of neighbours needs a codebook."""
     try:
         settings = terms.settings(pipe, method, {})
     except InputError:
         return False
-    borrows = "neighbours" in dials_read(settings.proposer, settings.accept)
-    return pipe.can_draft(settings) and not (borrows and pipe.target.codebook is None)
+    return pipe.can_draft(settings)
 
 
 def read(settings: Settings) -> list[Dial]:

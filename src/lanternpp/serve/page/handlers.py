@@ -22,7 +22,6 @@ from lanternpp.serve.pictures import encode, picture_size, png_notes
 from lanternpp.serve.terms import Terms
 
 log = logging.getLogger("lanternpp.serve")
-DEFAULT = "lantern++"  # where the server's own method has no draft
 KEPT = 24  # pictures of a session
 BASE, SIDE = "Plain decoding", "With drafts"
 BROKEN = "the server failed at this race; its log says how"
@@ -34,7 +33,8 @@ class Page:
     def __init__(self, batcher: Batcher, terms: Terms):
         self.batcher, self.pipe, self.terms = batcher, batcher.pipe, terms
         self.offered = methods(self.pipe, terms)
-        self.method = next(name for name in (terms.method, DEFAULT, *self.offered) if name in self.offered)
+        own = (self.pipe.chosen(terms.method).method, self.pipe.chosen().method)
+        self.method = next(name for name in (*own, *self.offered) if name in self.offered)
         target = self.pipe.target
         self.look = looks.Look(*grid(target, picture_size(self.pipe)), target.width)
         self.races: dict[str, list[Race]] = defaultdict(list)  # of each session

@@ -1,0 +1,99 @@
+"""`method="auto"`: which method a model is drawn with where none is named, and why that one.
+
+In this order: the method that the model's `defaults.json` names; the one that `lanternpp tune` was last run for with these
+weights; the parallel drafter's chain; EAGLE's drafter, in a short chain on a CPU and on its tree elsewhere; coupled
+Jacobi decoding, which needs no drafter. A method whose network is missing is passed over. The last three are lossless:
+`auto` relaxes only where the model or a tuning says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lanternpp.drafters import DRAFTERS
+from lanternpp.drafters.base import QueryDrafter
+from lanternpp.errors import InputError
+from lanternpp.methods import AUTO, METHODS
+from lanternpp.models import DEFAULTS, holds, recognised, target_source
+from lanternpp.nn.sources import Source
+from lanternpp.registry import unknown
+from lanternpp.settings import network_wanted, resolve
+from lanternpp.tuned import Tuned
+
+SHORT = "chain-4"  # EAGLE's tree on a CPU, where every drafted code costs
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A method, and why it was taken."""
+
+    method: str
+    why: str | None = None  # None: it was named
+    tree: str | None = None  # to draft on, where neither the model nor the caller says
+
+    def defaults(self, model: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A model's defaults with the tree beneath them."""
+        if self.tree is None:
+            return model
+        rows = model.get("methods", {})
+        return {**model, "methods": {**rows, self.method: {"tree": self.tree, **rows.get(self.method, {})}}}
+
+
+def choose(
+    asked: str,
+    folder: Path,
+    drafter: Path | None,
+    defaults: Mapping[str, Any],
+    tuned: Tuned | None,
+    device: str,
+) -> Chosen:
+    """The method that `asked` means on a model in `folder` with another `drafter`, if any, on a kind of device.
+
+    Reads at most the headers of a drafter. Raises InputError where the model's default is no method.
+    """
+    if asked != AUTO:
+        return Chosen(asked)
+    named = defaults.get("method")
+    if named is not None and named not in METHODS:
+        raise InputError(unknown(f"{folder / DEFAULTS}: method", str(named), METHODS))
+    last = tuned.last_method() if tuned else None
+    for method, why in ((named, "the model's own default"), (last, "tuned here last")):
+        if method in METHODS and _possible(method, folder, drafter, defaults):
+            return Chosen(method, why)
+    whose = "its" if drafter is None else "the given"
+    kind = (
+        _drafts(drafter) if drafter else next((k for k in ("parallel", "drafter") if holds(folder, k)), None)
+    )
+    if kind == "parallel":
+        return Chosen("parallel", f"{whose} parallel drafter, lossless")
+    if kind == "independent":
+        return Chosen("independent", f"{whose} smaller target drafts, lossless")
+    if kind == "drafter":
+        tree = SHORT if device == "cpu" else None
+        return Chosen("eagle", f"{whose} EAGLE drafter, lossless", tree)
+    return Chosen("jacobi-coupled", "no drafter, lossless")
+
+
+def _possible(method: str, folder: Path, drafter: Path | None, defaults: Mapping[str, Any]) -> bool:
+    """Whether the network that a method drafts with on this model, if any, is there."""
+    wanted = network_wanted(resolve(method, defaults, {}))
+    return wanted is None or drafter is not None or holds(folder, wanted)
+
+
+def _drafts(place: Path) -> str:
+    """What kind of network a folder or file given as drafter holds, by the name of a model's folder for it."""
+    for kind in ("parallel", "drafter"):
+        if holds(place, kind):
+            return kind
+    try:
+        entry = recognised("drafter", Source.open(place), DRAFTERS)
+    except InputError:
+        try:
+            target_source(place)
+        except InputError:
+            return "drafter"  # what is wrong with it is said when it is read
+        return "independent"
+    return "parallel" if issubclass(entry, QueryDrafter) else "drafter"

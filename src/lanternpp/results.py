@@ -1,0 +1,92 @@
+"""What drawing gives back: pictures, and what they took."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+import lanternpp
+from lanternpp.engine.decode import Harvest
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a run took. Seconds cover decoding and pixels, not loading."""
+
+    method: str
+    model: str
+    images: int
+    codes: int
+    passes: int
+    codes_per_pass: float
+    seconds: float
+    seconds_per_image: float
+    accepted_per_pass: list[int] = field(repr=False)
+    settings: dict[str, Any] = field(repr=False)
+    versions: dict[str, str] = field(repr=False)
+    tv_spent: float | None = None  # mean per picture of the total variation that relaxing cost
+    tv_spent_per_image: list[float] = field(default_factory=list, repr=False)  # empty: not measured
+    auto: str | None = None  # why method="auto" took this method; None: it was named
+
+    @classmethod
+    def of(
+        cls,
+        harvests: Sequence[Harvest],
+        seconds: float,
+        model: str,
+        settings: dict[str, Any],
+        auto: str | None,
+    ) -> Stats:
+        """Of pictures that were drawn with these settings, as `Pipeline.told` gives them."""
+        accepted = [count for h in harvests for count in h.accepted]
+        spent = [h.tv_spent for h in harvests if h.tv_spent is not None]
+        codes = sum(accepted)
+        return cls(
+            method=settings["method"],
+            model=model,
+            images=len(harvests),
+            codes=codes,
+            passes=len(accepted),
+            codes_per_pass=codes / len(accepted),
+            seconds=seconds,
+            seconds_per_image=seconds / len(harvests),
+            accepted_per_pass=accepted,
+            settings=settings,
+            versions=versions(),
+            tv_spent=sum(spent) / len(spent) if spent else None,
+            tv_spent_per_image=spent,
+            auto=auto,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Pictures, the codes they were made of, and what making them took."""
+
+    images: list[Image.Image]
+    codes: Tensor  # [n, length] int64
+    stats: Stats
+
+
+def versions() -> dict[str, str]:
+    """The versions a result depends on."""
+    return {
+        "lanternpp": lanternpp.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def drawn_with(method: str, auto: str | None) -> str:
+    """A method for a reader, with why `auto` took it where it did."""
+    return method if auto is None else f"{method} (auto: {auto})"
