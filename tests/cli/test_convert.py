@@ -9,6 +9,7 @@ import checkpoints as published
 import pytest
 import torch
 from judges import write_judge
+from models import write_model
 from PIL import Image
 
 from lanternpp.evaluation.judge import read_judge, read_reference
@@ -47,6 +48,35 @@ def test_what_cannot_be_converted_is_refused(
     done = run("convert", *[model if a == "MODEL" else a for a in arguments])
     assert done.code == 2
     assert named in done.err and done.err.count("\n") == 1
+
+
+def test_a_model_is_replaced_only_when_asked_to(run, model: Path, tmp_path: Path) -> None:
+    trained = write_model(tmp_path / "trained", grid=8)
+    (trained / "notes.txt").write_text("mine")
+    (trained / "target" / "state.pt").write_bytes(b"of its training")
+
+    def contents(folder: Path = trained) -> dict[str, bytes]:
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+    before = contents()
+    refused = run("convert", model, trained)
+    assert refused.code == 2 and refused.err.count("\n") == 1
+    assert "holds a model" in refused.err and "--overwrite" in refused.err and contents() == before
+    source = Path(shutil.copytree(model, tmp_path / "source"))
+    shutil.rmtree(source / "parallel")
+    cut = (source / "drafter" / "model.safetensors").read_bytes()
+    (source / "drafter" / "model.safetensors").write_bytes(cut[:-50])
+    assert run("convert", source, trained, "--overwrite").code == 2 and contents() == before
+    (source / "drafter" / "model.safetensors").write_bytes(cut)
+    assert run("convert", source, trained, "--overwrite").code == 0
+    after = contents()
+    assert after.pop("notes.txt") == b"mine"
+    run("convert", source, tmp_path / "new")
+    new = contents(tmp_path / "new")
+    assert {name: len(data) for name, data in after.items()} == {
+        name: len(data) for name, data in new.items()
+    }
 
 
 @pytest.mark.parametrize(

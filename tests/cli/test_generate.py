@@ -92,6 +92,22 @@ def test_the_same_twice_is_the_same_file(run, model, elsewhere: Path) -> None:
     assert sorted(p.name for p in elsewhere.iterdir()) == ["one.png", "two.png"]
 
 
+def test_a_picture_of_other_settings_stays_under_its_name(run, model, elsewhere: Path) -> None:
+    def draw(*more: object) -> str:
+        return json.loads(run("generate", PROMPT, "--model", model, "--json", *more).out)["file"]
+
+    name = "out/a-photo-of-a-red-tulip-0"
+    assert [draw(), draw("--cfg", 1), draw("--cfg", 4)] == [f"{name}.png", f"{name}-2.png", f"{name}-3.png"]
+    before = {path.name: path.read_bytes() for path in (elsewhere / "out").iterdir()}
+    assert [draw("--cfg", 1), draw()] == [f"{name}-2.png", f"{name}.png"]  # the same again is the same file
+    assert {path.name: path.read_bytes() for path in (elsewhere / "out").iterdir()} == before
+    assert draw("--cfg", 1, "--overwrite") == f"{name}.png"
+    with Image.open(elsewhere / f"{name}.png") as image:
+        assert json.loads(image.text["settings"])["cfg"] == 1
+    (elsewhere / f"{name}.png").write_bytes(b"a file of somebody else's")
+    assert draw() == f"{name}-4.png"
+
+
 def test_another_seed_is_another_picture(run, model, elsewhere: Path) -> None:
     for seed in (1, 2):
         run("generate", PROMPT, "--model", model, "--seed", seed, "-o", f"{seed}.png")

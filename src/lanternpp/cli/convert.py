@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +17,8 @@ from lanternpp.cli.output import writable_folder
 from lanternpp.errors import InputError
 
 PARTS = ("tokenizer", "target", "drafter", "parallel")
+REST = ("independent", "judge", "text")  # what else a model may have
+FILES = ("defaults.json", "embeddings.safetensors", "prompts.txt")
 STORES = ("float32", "bfloat16", "int8", "int6")
 
 Model = Annotated[
@@ -39,6 +44,7 @@ Tokenizer = Annotated[
 Encoder = Annotated[
     Path | None, typer.Option("--text", metavar="DIR", help="The text encoder of a published checkpoint.")
 ]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the model that OUT holds.")]
 Size = Annotated[
     str | None,
     typer.Option("--size", metavar="PIXELS|WxH", help="The size of its pictures, where no file says."),
@@ -52,15 +58,22 @@ def convert(
     vq: Tokenizer = None,
     text: Encoder = None,
     side: Size = None,
+    overwrite: Overwrite = False,
 ) -> None:
-    """Write MODEL as the folder OUT: the quickest to read, and without what only training needs."""
+    """Write MODEL as the folder OUT: the quickest to read, and without what only training needs.
+
+    OUT appears when all of it is written.
+    """
     if store not in (None, *STORES):
         raise InputError(f"--store {store!r} is unknown; use {', '.join(STORES)}")
     if text is not None and not text.exists():
         raise InputError(f"--text {str(text)!r} does not exist; give a folder")
-    if out.exists() and (not out.is_dir() or (Path(model).exists() and out.samefile(model))):
+    inside = Path(model).exists() and Path(model).resolve().is_relative_to(out.resolve())
+    if out.exists() and (not out.is_dir() or inside):
+        raise InputError(f"output {str(out)!r} is not another folder; name one that is new")
+    if not overwrite and any((out / name).exists() for name in (*PARTS, "config.json")):
         raise InputError(
-            f"output {str(out)!r} is not another folder; name one that is new or another model's"
+            f"output {str(out)!r} holds a model; name a new folder, or replace it with --overwrite"
         )
     writable_folder(out)
 
@@ -75,20 +88,53 @@ def convert(
         if any(given.values()):
             raise InputError(f"--vq, --text and --size are for published checkpoints; {model!r} is none")
         store = store or "int8"
-        parts = rewrite(source, out, store)
+        with staged(out) as stage:
+            parts = rewrite(source, stage, store)
     else:
         store = store or "bfloat16"
-        parts = adopt(source, out, store, given, source.resolve().name if Path(model).exists() else model)
+        called = source.resolve().name if Path(model).exists() else model
+        with staged(out) as stage:
+            parts = adopt(source, stage, store, given, called)
     typer.echo(f"{out}: {', '.join(parts)}; {megabytes(size(out))} in {store}")
+
+
+@contextmanager
+def staged(out: Path) -> Iterator[Path]:
+    """An empty folder whose contents take the places of those of OUT at the end; of its model nothing else is left."""
+    place = out if out.exists() else out.parent
+    made = [path for path in (place, *place.parents) if not path.exists()]
+    place.mkdir(parents=True, exist_ok=True)
+    try:
+        with TemporaryDirectory(prefix=f".{out.name}.", dir=place, ignore_cleanup_errors=True) as temporary:
+            stage = Path(temporary) / out.name
+            stage.mkdir()
+            yield stage
+            if out == place:
+                for name in {*PARTS, *REST, *FILES, *(path.name for path in stage.iterdir())}:
+                    remove(out / name)
+                for path in stage.iterdir():
+                    path.replace(out / path.name)
+            else:
+                stage.replace(out)
+    except BaseException:
+        with suppress(OSError):
+            for path in made:
+                path.rmdir()
+        raise
+
+
+def remove(path: Path) -> None:
+    """Take away a file, a link or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def rewrite(source: Path, out: Path, store: Any) -> list[str]:
     """A folder of ours, part by part."""
     from lanternpp.evaluation.judge import JUDGE, REFERENCE, has_judge
-    from lanternpp.evaluation.prompts import PROMPTS
-    from lanternpp.models import DEFAULTS
     from lanternpp.nn import checkpoints
-    from lanternpp.targets.text import FEATURES
 
     parts = [part for part in PARTS if (source / part).is_dir()]
     for part in parts:
@@ -99,7 +145,7 @@ def rewrite(source: Path, out: Path, store: Any) -> list[str]:
         if told.is_file():
             facts = json.loads(told.read_text(encoding="utf-8")) | {"store": store}
             checkpoints.write_text(out / part / told.name, json.dumps(facts, indent=2) + "\n")
-    for name in (DEFAULTS, "README.md", FEATURES, PROMPTS):
+    for name in (*FILES, "README.md"):
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
     if has_judge(source):  # as it is: its reference was made by these very weights

@@ -9,7 +9,7 @@ import typer
 
 from lanternpp.cli import many
 from lanternpp.cli import options as opt
-from lanternpp.cli.output import default_path, png_path
+from lanternpp.cli.output import default_path, free_path, png_path
 from lanternpp.cli.overrides import check, takes_overrides
 from lanternpp.cli.terminal import progress_bar, tell_effect
 
@@ -44,6 +44,9 @@ def generate(
 ) -> None:
     """Draw pictures of PROMPT: one PNG, a grid where there are several.
 
+    Without -o it is out/PROMPT-SEED.png. A picture there that was drawn with other settings stays, and the new one's name
+    gets a number; --overwrite replaces it.
+
     With --prompts FILE --out DIR: -n pictures of every line of the file, a PNG each. What the folder has already is
     not drawn again, so the same command goes on where one was interrupted.
     """
@@ -66,7 +69,9 @@ def generate(
     with progress_bar("drawing") as progress:
         result = pipe(prompt, n=n, seed=seed, method=method, progress=progress, **overrides)
     stats = result.stats
-    save_png(grid(result.images), path, notes(prompt, seed, stats))
+    told = notes(prompt, seed, stats)
+    path = path if output or overwrite else free_path(path, told)
+    save_png(grid(result.images), path, told)
     if as_json:
         typer.echo(json.dumps(stats.to_json() | {"file": str(path)}))
         return

@@ -77,9 +77,9 @@ class Asked:
             return True
         if prompt is None:
             raise InputError("there is nothing to draw; give a PROMPT, or --prompts FILE --out DIR")
-        given = {"--out": self.out, "--overwrite": self.overwrite, "--ray": self.ray, "--actors": self.actors}
+        given = {"--out": self.out, "--ray": self.ray, "--actors": self.actors}
         for option, value in given.items():
-            if value not in (None, False):
+            if value is not None:
                 raise InputError(
                     f"{option} goes with --prompts FILE; leave it out, or put the prompt in a file"
                 )

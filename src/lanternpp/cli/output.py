@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from lanternpp.errors import InputError
@@ -35,6 +37,22 @@ def check_writable(path: Path, folder: Path) -> None:
             return
     except OSError as error:
         raise InputError(f"output {str(path)!r} cannot be written: {folder}: {error.strerror}") from None
+
+
+def free_path(path: Path, told: Mapping[str, str]) -> Path:
+    """PATH, or PATH-2, PATH-3 and so on: the first that is free, or holds what is told of, whole or in part."""
+    from lanternpp.many.orders import differences
+    from lanternpp.picture import png_notes
+
+    for number in itertools.count(1):
+        free = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
+        if not free.exists():
+            return free
+        there = png_notes(free) or {}
+        fewer = there.get("images", "").isdecimal() and int(there["images"]) <= int(told["images"])
+        if fewer and not differences(there | {"images": told["images"]}, told):
+            return free
+    raise AssertionError
 
 
 def default_path(prompt: str, seed: int) -> Path:
