@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,16 @@ def test_a_bench_writes_figures_plots_and_pictures(run, model, prompts):
     for plot in ("rows.png", "passes.png", "speed.png"):
         with Image.open(f"b/{plot}") as image:
             assert image.width > 400 and len(image.convert("L").getcolors()) > 8
+
+
+def test_without_matplotlib_there_are_figures_and_no_plots(run, model, prompts, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    asked = ("bench", "--model", model, "--prompts", prompts, "--methods", "ar", "-n", 1, "-o", "b")
+    refused = run(*asked, "--plots")
+    assert refused.code == 2 and "install lanternpp[eval]" in refused.err and not Path("b").exists()
+    outcome = run(*asked)
+    assert outcome.code == 0 and outcome.err.count("\n") == 1 and "need matplotlib" in outcome.err
+    assert Path("b/table.md").exists() and not list(Path("b").glob("*.png"))
 
 
 def test_a_finished_bench_is_told_again_by_resume_and_never_overwritten(run, model, prompts):

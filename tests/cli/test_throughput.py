@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,8 @@ def test_every_way_is_measured_at_every_size_and_a_stop_loses_one_turn(run, own,
     log.write_text("".join(lines[:-1]) + lines[-1][:20])
     again = json.loads(run(*asked).out)
     assert len(turns) == drawn + 1 and len(again["rates"]) == 6
-    shown = run(*asked[:-1], "--no-plots").out
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    shown = run(*asked[:-1]).out
     assert len(turns) == drawn + 1 and "by batch size" in shown and "chain-3" in shown
     assert run(*asked[:-1], "--no-plots", "--restart").code == 0 and len(turns) >= 2 * drawn - 3
 

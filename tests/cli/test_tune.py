@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,11 @@ def test_what_is_found_becomes_the_default(run, own):
     assert json.loads(run(*asked, "--tree", "chain-2").out)["settings"]["tree"] == "chain-2"
 
 
-def test_the_figures_are_shown(run, own):
-    outcome = run("tune", "--model", own, *SMALL, "--no-verify", "--no-save", "--no-plots", "--lambda", 3)
+def test_the_figures_are_shown_without_matplotlib_too(run, own, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    outcome = run("tune", "--model", own, *SMALL, "--no-verify", "--no-save", "--lambda", 3)
     assert outcome.code == 0 and not (own / "tuned.json").exists()
+    assert outcome.err.count("\n") == 1 and "need matplotlib" in outcome.err
     for said in ("how often a child is kept", "a target pass", "the tree found", "predicted", "lantern-57"):
         assert said in outcome.out
     folder = Path("out/tune/own-lantern++")

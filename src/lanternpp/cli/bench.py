@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lanternpp.cli import options as opt
+from lanternpp.cli.plots import Plots, wanted
 from lanternpp.cli.terminal import progress_bar, say, tell_effect
 from lanternpp.errors import InputError
 
@@ -39,7 +40,6 @@ Measure = Annotated[
     bool,
     typer.Option("--measure/--no-measure", help="tv_spent of one picture per prompt, drawn again untimed."),
 ]
-Plots = Annotated[bool, typer.Option("--plots/--no-plots", help="PNG plots; they need matplotlib.")]
 JudgeIt = Annotated[
     bool, typer.Option("--quality/--no-quality", help="Quality figures.", rich_help_panel=opt.PANEL_QUALITY)
 ]
@@ -53,7 +53,7 @@ def bench(
     resume: Resume = False,
     as_json: opt.Json = False,
     measure: Measure = True,
-    plots: Plots = True,
+    plots: Plots = None,
     quality: JudgeIt = True,
     reference: opt.Reference = None,
     features: opt.Features = None,
@@ -78,10 +78,7 @@ def bench(
     from lanternpp.evaluation.speed import entries
 
     named = None if methods is None else entries(methods)
-    if plots:
-        from lanternpp.evaluation import plots as drawing
-
-        drawing.check()
+    drawn = wanted(plots)
 
     from lanternpp import Pipeline
     from lanternpp.evaluation.prompts import read_prompts
@@ -96,7 +93,7 @@ def bench(
     shared |= {"batch_size": batch_size or 1, "compile": compile}
     race = Race(pipe, field, asked, n, seed, shared, measure)
     judge = judge_of(pipe, n * len(asked), reference, features, clip) if quality else None
-    table = run(race, judge, output, resume, plots)
+    table = run(race, judge, output, resume, drawn)
     if as_json:
         typer.echo(json.dumps(table))
         return

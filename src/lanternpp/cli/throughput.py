@@ -11,6 +11,7 @@ import typer
 
 from lanternpp.cli import options as opt
 from lanternpp.cli.overrides import check, takes_overrides
+from lanternpp.cli.plots import Plots, wanted
 from lanternpp.cli.terminal import progress_bar, tell_effect
 from lanternpp.errors import InputError
 
@@ -33,7 +34,6 @@ Folder = Annotated[
     ),
 ]
 Restart = Annotated[bool, typer.Option("--restart", help="Measure everything again.")]
-Plots = Annotated[bool, typer.Option("--plots/--no-plots", help="A PNG plot; it needs matplotlib.")]
 
 
 @takes_overrides
@@ -43,7 +43,7 @@ def throughput(
     prompts: Prompts = None,
     output: Folder = Path("out/throughput"),
     restart: Restart = False,
-    plots: Plots = True,
+    plots: Plots = None,
     as_json: opt.Json = False,
     model: opt.Model = opt.MODEL,
     drafter: opt.Drafter = None,
@@ -65,10 +65,7 @@ def throughput(
         if name in overrides:
             raise InputError(f"--{name.replace('_', '-')} would change nothing here; use {remedy}")
     check(model, drafter, method, overrides)
-    if plots:
-        from lanternpp.evaluation.plots import check as drawable
-
-        drawable()
+    drawn = wanted(plots)
 
     from lanternpp import Pipeline
     from lanternpp.evaluation.prompts import read_prompts
@@ -96,7 +93,7 @@ def throughput(
     told["trees"] = [asdict(cell) for cell in choice.cells]
     checkpoints.write_text(output / "throughput.json", json.dumps(told, indent=1) + "\n")
     checkpoints.write_text(output / "table.md", measured.markdown(rates, method))
-    if plots:
+    if drawn:
         measured.plot(rates, method, output / "throughput.png")
     if as_json:
         typer.echo(json.dumps(told))

@@ -13,6 +13,7 @@ import typer
 from lanternpp.cli import options as opt
 from lanternpp.cli import tune_tables
 from lanternpp.cli.overrides import check, method_for, takes_overrides
+from lanternpp.cli.plots import Plots, wanted
 from lanternpp.cli.terminal import progress_bar, say
 from lanternpp.errors import InputError
 
@@ -82,7 +83,6 @@ Verify = Annotated[
 Save = Annotated[
     bool, typer.Option("--save/--no-save", help="Make what was found the method's default for this model.")
 ]
-Plots = Annotated[bool, typer.Option("--plots/--no-plots", help="A PNG plot; it needs matplotlib.")]
 
 
 @takes_overrides
@@ -99,7 +99,7 @@ def tune(
     restart: Restart = False,
     verify: Verify = True,
     save: Save = True,
-    plots: Plots = True,
+    plots: Plots = None,
     as_json: opt.Json = False,
     model: opt.Model = opt.MODEL,
     drafter: opt.Drafter = None,
@@ -127,10 +127,7 @@ def tune(
             f"--budget-pictures {budget_pictures} would change nothing without a budget; give one"
         )
     check(model, drafter, method, overrides)
-    if plots:
-        from lanternpp.evaluation.plots import check as drawable
-
-        drawable()
+    drawn = wanted(plots)
 
     from lanternpp import Pipeline
     from lanternpp.evaluation.prompts import read_prompts
@@ -162,7 +159,7 @@ def tune(
         more |= {"predicted": told["predicted"], "measured": told["measured"]}
         tuned.add(method, pipe.conditions(tuner.settings), told["settings"], **more)
         told["file"] = str(tuned.path)
-    write(told, output, plots)
+    write(told, output, drawn)
     if as_json:
         typer.echo(json.dumps(told))
     else:

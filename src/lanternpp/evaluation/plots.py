@@ -7,20 +7,11 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from lanternpp.errors import InputError
 from lanternpp.evaluation.report import HEADINGS
 from lanternpp.nn.checkpoints import replacing
 
 COSTS = ("frechet", "clip", "tv_spent")  # the first one measured stands on the plot of speed against quality
 MARKS = "os^"  # so that labels of one colour differ
-
-
-def check() -> None:
-    """InputError where the library that draws is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise InputError("plots need matplotlib; install lanternpp[eval], or pass --no-plots") from None
 
 
 def draw(table: Sequence[Mapping[str, Any]], rows: Mapping[str, Sequence[float]], folder: Path) -> list[Path]:

@@ -1,0 +1,29 @@
+"""The option `--plots`: plots are drawn where matplotlib is installed, and nothing else needs it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lanternpp.cli.terminal import say
+from lanternpp.errors import InputError
+
+Plots = Annotated[
+    bool | None,
+    typer.Option("--plots/--no-plots", help="PNG plots. Default: where matplotlib is installed."),
+]
+
+
+def wanted(plots: bool | None) -> bool:
+    """Whether to draw plots. InputError where they were asked for and matplotlib is missing."""
+    if plots is False:
+        return False
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        if plots:
+            raise InputError("plots need matplotlib; install lanternpp[eval], or leave out --plots") from None
+        say("note", "no plots are drawn: they need matplotlib; install lanternpp[eval]")
+        return False
+    return True
