@@ -161,6 +161,36 @@ def test_plurals_are_understood() -> None:
         pipeline("auto").target.prompt(["a photo of red tulips"], 1)
 
 
+def test_common_words_are_read_as_the_models_own_and_said_so() -> None:
+    target = pipeline("auto").target
+    for word, known in (("ocean", "sea"), ("rivers", "sea"), ("flowers", "tulip"), ("woods", "forest")):
+        with pytest.warns(PromptWarning, match=f"this model reads {word} as {known}$"):
+            ids = target.word_ids(f"a photo of the blue {word}")
+        assert ids == target.word_ids(f"a photo of the blue {known}")
+    assert set(target.synonyms.values()) <= set(target.config.words)
+    assert not target.synonyms.keys() & set(target.config.words)
+
+
+def test_an_emoji_is_warned_of_and_punctuation_is_not() -> None:
+    target = pipeline("auto").target
+    with pytest.warns(PromptWarning, match="are ignored: 🌷, ❤️, zebra;"):
+        ids = target.word_ids("a red-tulip 🌷, (of!) & the ❤️ zebra...")
+    assert ids == target.word_ids("red tulip")
+
+
+@pytest.mark.parametrize("prompt", ["zebra " * 2000, "z" * 10_000, "tulip " * 2000])
+def test_a_very_long_prompt_has_a_short_refusal(prompt: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        pipeline("auto").target.word_ids(prompt)
+    assert len(str(refusal.value)) < 300
+
+
+def test_a_very_long_prompt_has_a_short_warning() -> None:
+    with pytest.warns(PromptWarning, match="zebra0, .* and 1988 more; it knows") as told:
+        pipeline("auto").target.word_ids("tulip " + " ".join(f"zebra{i}" for i in range(2000)) + "z" * 9000)
+    assert len(str(told[0].message)) < 600
+
+
 @pytest.mark.parametrize(
     ("call", "names"),
     [

@@ -18,7 +18,7 @@ from lanternpp.errors import InputError
 
 PARTS = ("tokenizer", "target", "drafter", "parallel")
 REST = ("independent", "judge", "text")  # what else a model may have
-FILES = ("defaults.json", "embeddings.safetensors", "prompts.txt")
+FILES = ("defaults.json", "embeddings.safetensors", "prompts.txt", "synonyms.txt")
 STORES = ("float32", "bfloat16", "int8", "int6")
 
 Model = Annotated[

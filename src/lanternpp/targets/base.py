@@ -19,6 +19,11 @@ from lanternpp.types import Nodes, Prompt
 from lanternpp.vq.reading import Reader
 
 
+def quoted(prompt: str, most: int = 80) -> str:
+    """A prompt in quotes, for a message; of a long one its beginning."""
+    return repr(prompt if len(prompt) <= most else f"{prompt[: most - 1]}…")
+
+
 class PromptWarning(UserWarning):
     """A part of the prompt that the model cannot follow."""
 

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from lanternpp.errors import InputError
+from lanternpp.targets.base import quoted
 
 NAMES = Path(__file__).parent.parent / "assets" / "imagenet" / "classes.txt"
 FILLING = re.compile(r"^(?:(?:an?|the|photo|photograph|picture|image|of)\s+)+")
@@ -47,5 +48,5 @@ def class_of(prompt: str, count: int = 1000) -> int:
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     known = 'one of ImageNet\'s names, such as "golden retriever", or ' if names else ""
     raise InputError(
-        f"class {prompt!r} is unknown; {hint}this model draws {known}a number from 0 to {count - 1}"
+        f"class {quoted(prompt)} is unknown; {hint}this model draws {known}a number from 0 to {count - 1}"
     )

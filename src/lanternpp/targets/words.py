@@ -6,7 +6,10 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from string import punctuation
 from typing import Self
+from unicodedata import category
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +21,44 @@ from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.packed import PackedLinear, packable
 from lanternpp.nn.rope import grid_table
 from lanternpp.nn.sources import Source
-from lanternpp.targets.base import PromptWarning, Target
+from lanternpp.targets.base import PromptWarning, Target, quoted
 from lanternpp.types import Prompt
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ
 from lanternpp.vq.reading import Reader
 
 SILENT = frozenset(["a", "an", "the", "of", "photo", "photograph", "picture", "image", "and", "with"])
+
+
+SYNONYMS = "synonyms.txt"
+LISTED = 12  # words that a warning lists
+
+
+def split(sentence: str) -> list[str]:
+    """The words of a sentence in lower case, and its pictograms, such as emoji."""
+    parts = re.findall(r"[^\W_]+|[^\w\s]+", sentence.lower())
+    kept = (part for part in parts if part[0].isalnum() or any(category(c) == "So" for c in part))
+    return [part.strip(punctuation) for part in kept]
+
+
+def listed(words: Sequence[str]) -> str:
+    """Some words for a warning; of many the first, and how many more there are."""
+    each = list(dict.fromkeys(word if len(word) <= 40 else f"{word[:39]}…" for word in words))
+    more = f" and {len(each) - LISTED} more" if len(each) > LISTED else ""
+    return ", ".join(each[:LISTED]) + more
+
+
+def read_synonyms(path: Path) -> dict[str, str]:
+    """Lines of "word: the model's word"; {} where there is no such file. InputError where it cannot be read."""
+    if not path.is_file():
+        return {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InputError(f"{path} cannot be read: {reason}") from None
+    pairs = (line.partition(":") for line in lines if not line.startswith("#"))
+    return {word.strip(): known.strip() for word, _, known in pairs if known}
 
 
 @dataclass(frozen=True)
@@ -93,6 +127,7 @@ class WordsTarget(Target):
         self.slot_table = nn.Parameter(torch.randn(config.slots, config.dim) * 0.02)
         self.null_prefix = nn.Parameter(torch.randn(config.slots, config.dim) * 0.02)
         self._vq = [vq]  # in a list: the tokenizer is not part of this module's weights
+        self.synonyms: dict[str, str] = {}  # words read in the place of others
 
     @classmethod
     def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
@@ -102,6 +137,7 @@ class WordsTarget(Target):
         config = config_as(WordsConfig, source.config, source.path)
         target = cls(config, vq)
         checkpoints.load_into(target, source.path, dtype)
+        target.synonyms = read_synonyms(source.path.parent / SYNONYMS)
         if (len(vq.codebook), vq.length) != (config.vocab, target.length):
             raise InputError(
                 f"{source.path} speaks {config.vocab} codes on a grid of {config.grid}; "
@@ -149,39 +185,42 @@ class WordsTarget(Target):
         """A sentence -> T ids into the word table (0: no word). Warns of words the model never saw."""
         if sentence is None:
             return [0] * self.slots
-        ids, unknown, subject = [], [], False
-        for word in re.findall(r"[^\W_]+", sentence.lower()):
+        ids, unknown, replaced, subject = [], [], [], False
+        for word in split(sentence):
             if word in SILENT:
                 continue
-            known = next(
-                (
-                    w
-                    for w in (word, word.removesuffix("s"), word.removesuffix("es"))
-                    if w in self.config.words
-                ),
-                None,
-            )
+            known = self.known(word)
             if known is None:
                 unknown.append(word)
                 continue
+            if not word.startswith(known):
+                replaced.append(f"{word} as {known}")
             ids.append(self.config.words.index(known) + 1)
             subject = subject or known in self.config.subjects
         if not subject:
             raise InputError(
-                f"prompt {sentence!r} names no subject this model knows; use one of: {', '.join(self.config.subjects)}"
+                f"prompt {quoted(sentence)} names no subject this model knows; use one of: {', '.join(self.config.subjects)}"
             )
+        if replaced:
+            warnings.warn(f"this model reads {listed(replaced)}", PromptWarning, stacklevel=2)
         if unknown:
             warnings.warn(
-                f"words this model does not know are ignored: {', '.join(unknown)}; "
+                f"words this model does not know are ignored: {listed(unknown)}; "
                 f"it knows: {', '.join(self.config.words)}",
                 PromptWarning,
                 stacklevel=2,
             )
         if len(ids) > self.slots:
             raise InputError(
-                f"prompt {sentence!r} has {len(ids)} known words; this model takes at most {self.slots}"
+                f"prompt {quoted(sentence)} has {len(ids)} known words; this model takes at most {self.slots}"
             )
         return ids + [0] * (self.slots - len(ids))
+
+    def known(self, word: str) -> str | None:
+        """The word of the model's own that a word is read as: itself, its singular or a synonym."""
+        forms = (word, word.removesuffix("s"), word.removesuffix("es"))
+        every = (*forms, *(self.synonyms.get(form) for form in forms))
+        return next((form for form in every if form in self.config.words), None)
 
     def embed(self, codes: Tensor) -> Tensor:
         """codes [R, N] -> [R, N, D]."""
