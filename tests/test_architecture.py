@@ -28,7 +28,7 @@ MOST_LINES = 300
 BASES = {"accept.base", "trees.base", "drafters.base", "targets.base"}
 LIBRARY = {"errors", "types", "registry", "devices", "methods", "nn", "vq", "accept", "trees", "targets"}
 LIBRARY |= {"drafters", "proposers", "engine", "hub", "models", "settings", "tuned", "pipeline", "picture"}
-LIBRARY |= {"names", "progress", "cluster", "default_method", "results"}
+LIBRARY |= {"names", "progress", "cluster", "default_method", "results", "arguments", "engines"}
 
 # What each room may import: rooms or single modules. A room may always import itself, and `errors`.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -52,12 +52,23 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("engine.cache", "engine.guidance", "engine.noise", "engine.sampling"),
         *("nn.decoder", "registry", "trees.chain", "types"),
     },
-    "settings": {"registry", "methods", "accept", "trees", "proposers", "drafters.base", "targets.base"},
+    "settings": {
+        "arguments",
+        "registry",
+        "methods",
+        "accept",
+        "trees",
+        "proposers",
+        "drafters.base",
+        "targets.base",
+    },
     "hub": set(),
     "models": {"registry", "hub", "devices", "targets", "drafters", "nn"},
     "tuned": {"nn", "trees", "vq"},
     "default_method": {"registry", "methods", "models", "drafters", "nn", "settings", "tuned"},
     "results": {"engine", ""},
+    "arguments": set(),
+    "engines": {"engine", "settings"},
     "picture": {"nn.checkpoints"},
     "pipeline": LIBRARY - {"pipeline", "picture"},
     "training": {*LIBRARY, "evaluation.judge", "evaluation.pictures", "evaluation.prompts"},

@@ -26,6 +26,11 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    """The public names, loaded or not."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """The public names, imported when first used: `import lanternpp` alone does not load torch."""
     if name not in _HOMES:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,11 +14,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lanternpp import arguments
+from lanternpp.accept import RULES
+from lanternpp.accept.base import check_relax
 from lanternpp.default_method import Chosen, choose
 from lanternpp.devices import INT8, pick_device, pick_dtype
 from lanternpp.engine.decode import Engine, generate
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engines import BYTES, EngineCache
 from lanternpp.errors import InputError
 from lanternpp.methods import AUTO
 from lanternpp.models import MODELS, Model, model_folder, read_defaults
@@ -35,47 +40,61 @@ TABLES = [
 
 
 class Pipeline:
-    """A target, perhaps a drafter, and the engines made for the settings asked for so far."""
+    """A target, perhaps a drafter, and engines that are kept for the settings asked for lately.
 
-    def __init__(self, model: Model, name: str, tuned: bool = True):
+    Several threads may call one pipeline: their calls take turns, each drawing the pictures that it would draw alone,
+    and one that ends in an error leaves the others as they are. `progress` is called within its call's turn, so it must
+    not wait for another thread's call. For drawing at the same time each thread needs a pipeline of its own, or an
+    engine (`new_engine`), which belongs to one thread.
+    """
+
+    def __init__(self, model: Model, name: str, tuned: bool = True, engine_bytes: int = BYTES):
         self.name, self.folder = name, model.folder
         told = read_defaults(model.folder)
         self.tuned = Tuned.read(model.folder, model.other) if tuned else None
         self.target = model.target
         self.defaults = told or dict(self.target.defaults)
         self._models = {False: model}  # compiled or not
-        self._engines: dict[Settings, Engine] = {}
+        self._lock = threading.RLock()  # held while a call draws; its progress may call again
+        self._engines = EngineCache(self.new_engine, engine_bytes)
 
     @classmethod
     def from_pretrained(
         cls,
-        model: str = "nature-128",
-        drafter: str | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
-        size: str | None = None,
+        model: str | Path = "nature-128",
+        drafter: str | Path | None = None,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        size: str | int | tuple[int, int] | None = None,
         tuned: bool = True,
+        engine_bytes: int = BYTES,
     ) -> Pipeline:
         """A model by name, path or hub id; `drafter` likewise (default: the model's own).
 
-        size: "768x512", width first, or "768", in pixels, for models that draw more than one size.
+        size: "768x512" or (768, 512), width first, or 768, in pixels, for models that draw more than one size.
         dtype: float32, bfloat16, float16, float64, or auto, the fastest here; int8 keeps the target's weights in
         8 bits and computes in auto's dtype.
         tuned: whether what `lanternpp tune` found for this model is a default where it was measured.
+        engine_bytes: what engines may take that are kept for the next call with the same settings, caches of keys and
+        values for the most part. The latest is kept whatever it takes.
         Raises InputError where a name is unknown or a file is missing, truncated or of another model.
         """
-        folder, on = model_folder(model), pick_device(device)
+        model = arguments.text("model", model)
+        drafter = None if drafter is None else arguments.text("drafter", drafter)
+        dtype = str(dtype).removeprefix("torch.")
+        folder, on = model_folder(model), pick_device(str(device))
         named = model in MODELS or not Path(model).exists()
         name = model if named else folder.resolve().stem if folder.is_file() else folder.name
         kind = pick_dtype(dtype, on)
-        return cls(Model(folder, drafter, on, kind, size=size, int8=dtype == INT8), name, tuned)
+        read = Model(folder, drafter, on, kind, size=arguments.size_text(size), int8=dtype == INT8)
+        return cls(read, name, tuned, engine_bytes)
 
     def __call__(
         self,
-        prompt: str | list[str],
+        prompt: str | Sequence[str],
         n: int = 1,
-        seed: int | Sequence[int] = 0,
-        method: str = AUTO,
+        seed: int | Iterable[int] | None = 0,
+        method: str | None = AUTO,
         progress: Callable[[int, int], None] | None = None,
         **overrides: Any,
     ) -> Result:
@@ -85,38 +104,60 @@ class Pipeline:
         overrides: any field of `Settings` besides method; what is left out or None is the method's or the
         model's default. measure=True reports `tv_spent`, which takes time. Raises InputError.
         """
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        conditions, seeds = self._orders(prompts, n, seed)
-        given = {k: v for k, v in overrides.items() if v is not None}
-        settings = self.settings(method, **{"batch_size": min(len(seeds), 8), **given})
-        engine = self.engine(settings)
-        began = time.perf_counter()
-        harvests = generate(engine, conditions, seeds, progress)
-        codes = torch.stack([h.codes for h in harvests])
-        images = self.images(codes)
-        seconds, why = time.perf_counter() - began, self.chosen(method).why
-        return Result(images, codes.cpu(), Stats.of(harvests, seconds, self.name, self.told(settings), why))
+        prompts, n = arguments.prompts(prompt), arguments.whole("n", 1 if n is None else n)
+        if n < 1:
+            raise InputError(f"n {n} is below 1; ask for at least one picture")
+        seeds = [first + i for first in arguments.seeds(seed, len(prompts), n) for i in range(n)]
+        given = {"batch_size": min(len(seeds), 8)} | {k: v for k, v in overrides.items() if v is not None}
+        settings, why = self.settings(method, **given), self.chosen(method).why
+        with self._lock:
+            for one in dict.fromkeys(prompts):
+                self.target.prompt([one], 1)  # what is wrong with one is said before any is drawn
+            with self._engines.lend(settings) as engine:
+                return self.draw(
+                    engine, settings, [p for p in prompts for _ in range(n)], seeds, progress, why
+                )
+
+    def draw(
+        self,
+        engine: Engine,
+        settings: Settings,
+        prompts: Sequence[str],
+        seeds: Sequence[int],
+        progress: Callable[[int, int], None] | None = None,
+        auto: str | None = None,
+    ) -> Result:
+        """Draw a picture per prompt and seed with an engine of the caller's own, made for these settings."""
+        with self._lock:
+            began = time.perf_counter()
+            harvests = generate(engine, prompts, seeds, progress)
+            codes = torch.stack([h.codes for h in harvests])
+            images = self.images(codes)
+            seconds = time.perf_counter() - began
+            return Result(
+                images, codes.cpu(), Stats.of(harvests, seconds, self.name, self.told(settings), auto)
+            )
 
     @cached_property
     def _auto(self) -> Chosen:
         model = self._models[False]
         return choose(AUTO, self.folder, model.other, self.defaults, self.tuned, model.device.type)
 
-    def chosen(self, method: str = AUTO) -> Chosen:
+    def chosen(self, method: str | None = AUTO) -> Chosen:
         """The method that a name means on this model, which is another where the name is "auto".
 
         That takes what the model's defaults name, else what was tuned, else the fastest lossless method for the
         drafter that the model has.
         """
-        return self._auto if method == AUTO else Chosen(method)
+        return self._auto if method in (AUTO, None) else Chosen(arguments.text("method", method))
 
-    def settings(self, method: str = AUTO, **overrides: Any) -> Settings:
+    def settings(self, method: str | None = AUTO, **overrides: Any) -> Settings:
         """A method's settings on this model: overrides, what was tuned, the model's defaults, the method's row.
 
         Raises InputError, also where an override is a dial that no part of the method reads.
         """
         chosen = self.chosen(method)
-        method, defaults, auto = chosen.method, chosen.defaults(self.defaults), method == AUTO
+        method, defaults, auto = chosen.method, chosen.defaults(self.defaults), chosen.why is not None
         settings = resolve(method, defaults, overrides, auto)
         found = self.tuned.settings(method, self.conditions(settings)) if self.tuned else {}
         if found:
@@ -164,22 +205,31 @@ class Pipeline:
         return there and not (lends and self.target.codebook is None)
 
     def engine(self, settings: Settings) -> Engine:
-        """The engine for these settings, made once and kept."""
-        if settings not in self._engines:
-            self._engines[settings] = self.new_engine(settings)
-        return self._engines[settings]
+        """The kept engine for these settings, with which calls draw too; `new_engine` makes one of your own."""
+        with self._lock:
+            return self._engines.get(settings)
 
     def release(self) -> None:
-        """Let go of the engines made so far, and the memory of their caches."""
-        self._engines.clear()
+        """Let go of the engines that are kept, and the memory of their caches."""
+        with self._lock:
+            self._engines.clear()
 
     def new_engine(self, settings: Settings) -> Engine:
         """An engine for these settings that no one else has."""
+        with self._lock:
+            return self._new_engine(settings)
+
+    def _new_engine(self, settings: Settings) -> Engine:
         model = self._model(settings.compile)
+        proposer = build_proposer(settings, model.drafting, lambda: model.smaller)
+        rule = build_rule(settings, self.table)
+        if type(rule) not in RULES.values():
+            like = next(model.target.parameters())
+            check_relax(rule, str(settings.accept), model.target.vocab, proposer.depth, like)
         return Engine(
             model.target,
-            build_proposer(settings, model.drafting, lambda: model.smaller),
-            build_rule(settings, self.table),
+            proposer,
+            rule,
             Sampling(settings.temperature, settings.top_k, settings.top_p),
             Guidance(settings.cfg),
             settings.batch_size,
@@ -213,24 +263,6 @@ class Pipeline:
             pixels = (self.target.pixels(one)[0].float().clamp(-1, 1) + 1) * 127.5
             drawn.append(Image.fromarray(pixels.round().byte().permute(1, 2, 0).cpu().numpy()))
         return drawn
-
-    def _orders(
-        self, prompts: list[str], n: int, seed: int | Sequence[int]
-    ) -> tuple[list[str | None], list[int]]:
-        """One condition and one seed per picture, checked before any work."""
-        if n < 1:
-            raise InputError(f"n {n} is below 1; ask for at least one picture")
-        seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
-        if len(seeds) != len(prompts):
-            raise InputError(f"{len(seeds)} seeds do not go with {len(prompts)} prompts; give one for each")
-        for first in seeds:
-            if not 0 <= first < 2**63 - n:
-                raise InputError(f"seed {first} is out of range; use 0 to 2**63 - 1")
-        if not prompts or any(not p.strip() for p in prompts):
-            raise InputError('the prompt is empty; say what to draw, such as "a photo of a red tulip"')
-        for prompt in dict.fromkeys(prompts):
-            self.target.prompt([prompt], 1)
-        return [p for p in prompts for _ in range(n)], [first + i for first in seeds for i in range(n)]
 
     def told(self, settings: Settings) -> dict[str, Any]:
         """Settings as a result tells them: with the device, the dtype, and what weights in 8 bits did."""

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
+import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 from lanternpp.errors import InputError
 
+WHERE = (
+    "modules are looked for on Python's path and, by the command line, in the current folder: run it in the folder that "
+    "holds the module"
+)
 ENTRIES_ALONE = (
     "package.module:Class is taken on the command line and in Python, not from a file or a request"
 )
@@ -22,9 +28,42 @@ class Importable(str):
     """
 
 
+class Given(Importable):
+    """A class, or an object made of one, that the caller gave in place of a name; its text is the class's name.
+
+    It is equal to itself alone: two classes may have the same name.
+    """
+
+    entry: Any
+
+    def __new__(cls, entry: Any) -> Self:
+        """The name of a class or object."""
+        kind = entry if isinstance(entry, type) else type(entry)
+        made = super().__new__(
+            cls, f"{kind.__module__}:{kind.__qualname__}" + ("" if kind is entry else " (an object)")
+        )
+        made.entry = entry
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Given) and self.entry is other.entry
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((str(self), id(self.entry)))
+
+    def __deepcopy__(self, memo: object) -> str:
+        return str(self)
+
+
+HERE: list[str] = []  # folders in which names are looked for beside Python's path: the command line's own
+
+
 def importable(name: Any) -> Any:
     """A value as the caller gave it: a name may be imported, anything else stays as it is."""
-    return Importable(name) if isinstance(name, str) else name
+    return Importable(name) if isinstance(name, str) and not isinstance(name, Importable) else name
 
 
 def find(kind: str, name: str, table: Mapping[str, Any], also: str = "") -> Any:
@@ -32,10 +71,13 @@ def find(kind: str, name: str, table: Mapping[str, Any], also: str = "") -> Any:
 
     Raises InputError naming what exists; `also`: what else may be given.
     """
+    if isinstance(name, Given):
+        return name.entry
     entry = table.get(name) if isinstance(name, str) else None
     if entry is not None:
         return imported(kind, entry)
     if isinstance(name, Importable) and ":" in name:
+        sys.path += [folder for folder in HERE if folder not in sys.path]
         return imported(kind, str(name))
     colon = f"; {ENTRIES_ALONE}" if ":" in str(name) else ""
     raise InputError(unknown(kind, str(name), table) + (f", or {also}" if also else "") + colon)
@@ -48,8 +90,21 @@ def imported(kind: str, entry: Any) -> Any:
     module, _, attribute = entry.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"{kind} {entry!r} cannot be imported: {error}") from None
+    except Exception as error:  # whatever a module of the caller's raises
+        missing = isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name))
+        hint = f"; {WHERE}" if missing else ""
+        raise InputError(f"{kind} {entry!r} cannot be imported: {error}{hint}") from error
+
+
+def check_class(kind: str, name: str, entry: Any, base: type) -> None:
+    """InputError unless an entry is a class of its kind that lacks nothing of what `base` asks for."""
+    if not (isinstance(entry, type) and issubclass(entry, base)):
+        raise InputError(
+            f"{kind} {str(name)!r} is no class of that kind; give one that derives from {base.__module__}:{base.__name__}"
+        )
+    if inspect.isabstract(entry):
+        lacking = ", ".join(sorted(getattr(entry, "__abstractmethods__", ())))
+        raise InputError(f"{kind} {str(name)!r} cannot be made: it does not define {lacking}")
 
 
 def unknown(kind: str, name: str, names: Iterable[str]) -> str:

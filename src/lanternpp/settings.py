@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from lanternpp import arguments
 from lanternpp.accept import RULES
 from lanternpp.accept.base import Acceptance, Dials
 from lanternpp.drafters.base import Drafter
@@ -16,11 +17,19 @@ from lanternpp.methods import Method
 from lanternpp.methods import method as named_method
 from lanternpp.proposers import PROPOSERS
 from lanternpp.proposers.base import Parts, Proposer
-from lanternpp.registry import find, importable, unknown
+from lanternpp.registry import Given, check_class, find, importable, unknown
 from lanternpp.targets.base import Target
-from lanternpp.trees import build_tree
+from lanternpp.trees import build_tree, shape_name
+from lanternpp.trees.base import TreeBuilder
+from lanternpp.trees.shapes import check as check_shape
 
 DIALS = tuple(f.name for f in fields(Method) if f.name not in ("proposer", "accept", "about"))
+KINDS = {"accept": "acceptance rule", "proposer": "proposer", "tree": "tree"}
+PARTS: dict[str, tuple[type, bool]] = {  # what a part derives from, and whether an object of it may be given
+    "accept": (Acceptance, True),
+    "proposer": (Proposer, False),
+    "tree": (TreeBuilder, True),
+}
 TREE = "eagle-25"  # of a proposer that takes one, where no one says which
 
 
@@ -59,7 +68,7 @@ def resolve(
     Raises InputError where a name is unknown, or an override is a dial that no part of the method reads.
     Where the row or the defaults have such a dial, because the part that read it was overridden, it is dropped.
     """
-    given = {k: importable(v) for k, v in overrides.items() if v is not None}
+    given = {k: typed(k, v) for k, v in overrides.items() if v is not None}
     row = {k: v for k, v in asdict(named_method(method)).items() if k != "about"}
     base = {"cfg": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "batch_size": 1, "compile": False}
     merged = base | row | {k: v for k, v in defaults.items() if k not in ("method", "methods")}
@@ -81,11 +90,37 @@ def resolve(
     return settings
 
 
+def typed(name: str, value: Any) -> Any:
+    """An override as its field of `Settings` has it; a part may also be a class, and a rule an object. InputError."""
+    field = Settings.__dataclass_fields__.get(name)
+    if field is None:
+        return value  # refused with the names that are known
+    kind, called = str(field.type).split(" ")[0], _spoken(name)
+    if kind == "int":
+        return arguments.whole(called, value)
+    if kind == "float":
+        return arguments.real(called, value)
+    if kind == "bool":
+        return arguments.switch(called, value)
+    if name == "tree" and isinstance(value, list | tuple):
+        return shape_name(check_shape(value, "tree"))
+    base, objects = PARTS.get(name, (None, False))
+    if base is not None and not isinstance(value, str) and (isinstance(value, type) or objects):
+        check_class(KINDS[name], Given(value), value if isinstance(value, type) else type(value), base)
+        return Given(value)
+    return importable(arguments.text(called, value))
+
+
 def dials_read(proposer: str, accept: str) -> frozenset[str]:
-    """The dials that these parts read: all of them where a part does not say. InputError if one is unknown."""
+    """The dials that these parts read: all of them where a part does not say. InputError if one is unknown.
+
+    A rule that is made already reads none.
+    """
     parts = find("proposer", proposer, PROPOSERS), find("acceptance rule", accept, RULES)
     read: frozenset[str] = frozenset()
     for part in parts:
+        if isinstance(part, Acceptance):
+            continue
         said = getattr(part, "dials", None)
         read |= frozenset(DIALS) if said is None else said
     return read
@@ -94,7 +129,12 @@ def dials_read(proposer: str, accept: str) -> frozenset[str]:
 def build_rule(settings: Settings, table: Callable[[int], Tensor]) -> Acceptance:
     """The acceptance rule; `table` gives the k nearest codes of every code. InputError where a dial is wrong."""
     dials = Dials(table, settings.neighbours, settings.delta, settings.lam, settings.nu, settings.residual)
-    return find("acceptance rule", settings.accept, RULES).build(dials)
+    entry = find("acceptance rule", settings.accept, RULES)
+    if isinstance(entry, Acceptance):
+        return entry
+    check_class("acceptance rule", settings.accept, entry, Acceptance)
+    made: Acceptance = entry.build(dials)
+    return made
 
 
 def build_proposer(
@@ -109,7 +149,10 @@ def build_proposer(
         coupling=settings.coupling,
         fresh=settings.fresh,
     )
-    return find("proposer", settings.proposer, PROPOSERS).build(parts)
+    entry = find("proposer", settings.proposer, PROPOSERS)
+    check_class("proposer", settings.proposer, entry, Proposer)
+    made: Proposer = entry.build(parts)
+    return made
 
 
 def network_wanted(settings: Settings) -> str | None:

@@ -9,6 +9,7 @@ from lanternpp.accept.cool import Cool
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.engine import verify as module
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import verify
@@ -24,6 +25,8 @@ RULES: dict[str, Acceptance] = {
     "lantern++": LanternPlusPlus(NEAR, 4.0),
     "lantern++ optimal": LanternPlusPlus(NEAR, 4.0, "optimal"),
     "cool": Cool(2.6, 0.2),
+    "cool paper": Cool(2.6, 0.4, "paper"),
+    "cool, one weight": Cool(1.5),
 }
 SAMPLINGS = {"as it is": Sampling(), "few": Sampling(0.7, top_k=5), "greedy": Sampling(0)}
 
@@ -59,7 +62,19 @@ def test_a_chain_is_judged_as_a_walk_would(
     assert guesses.tree.chain
     swift = verify(guesses, logits, SAMPLINGS[sampling], RULES[rule], noise)
     monkeypatch.setattr(Tree, "chain", False)
+    monkeypatch.setattr(module, "_verify_chain", None)
     walked = verify(guesses, logits, SAMPLINGS[sampling], RULES[rule], noise)
     assert {1, 2, 3, 4} <= {*swift.kept.tolist()}, "walks of several lengths"
     for name in ("path", "kept", "ahead", "bonus"):
         assert torch.equal(getattr(swift, name), getattr(walked, name)), name
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_takes_the_short_way_on_a_chain(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(module, "_verify_chain", lambda *_: taken.append(rule))
+    guesses, logits = draft(True)
+    verify(guesses, logits, Sampling(), RULES[rule], Noise(torch.arange(SAMPLES), torch.ones(SAMPLES)))
+    assert taken == [rule]
+    same = [RULES[rule].at(level) is RULES[rule] for level in range(DEPTH)]
+    assert same == [True, *([rule not in ("cool", "cool paper")] * (DEPTH - 1))]

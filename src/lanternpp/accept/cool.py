@@ -38,9 +38,12 @@ class Cool(Acceptance):
         return cls(dials.delta, 0.0 if dials.nu is None else dials.nu, dials.residual)
 
     def at(self, level: int) -> Cool:
-        """The rule whose weight is that of `level`."""
+        """The rule whose weight is that of `level`; itself where that is the same."""
+        weight = self.delta * math.exp(-self.nu * level)
+        if weight == self._weight:
+            return self
         rule = Cool(self.delta, self.nu, "optimal" if self.optimal else "paper")
-        rule._weight = self.delta * math.exp(-self.nu * level)
+        rule._weight = weight
         return rule
 
     def own(self, p: Tensor, q: Tensor) -> Tensor:

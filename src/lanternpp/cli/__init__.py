@@ -29,6 +29,7 @@ from lanternpp.cli import (
 )
 from lanternpp.cli.terminal import one_line_warnings, say
 from lanternpp.errors import InputError
+from lanternpp.registry import HERE
 
 
 class Verbs(TyperGroup):
@@ -83,6 +84,7 @@ def with_values(args: Sequence[str]) -> list[str]:
 def main(args: Sequence[str] | None = None) -> None:
     """The console script: runs a verb, then exits with its status."""
     command = typer.main.get_command(app)
+    HERE[:] = [""]  # the current folder
     args = with_values(sys.argv[1:] if args is None else args)
     try:
         with one_line_warnings():

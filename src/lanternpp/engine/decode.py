@@ -46,6 +46,7 @@ class Engine:
     ):
         like = next(target.parameters())
         self.measure = measure and not rule.lossless
+        self.drawing = False  # for `drawing` below
         self.target, self.proposer, self.rule = target, proposer, rule
         self.sampling, self.guidance, self.batch = sampling, guidance, batch
         room = target.slots + target.length + proposer.size
@@ -109,9 +110,14 @@ class Engine:
         verdict = verify(draft, logits, self.sampling, self.rule, noise, self.measure)
         return replace(verdict, kept=torch.minimum(verdict.kept, self.target.length - self.count))
 
+    def decided(self) -> list[int]:
+        """Codes decided at each slot; all of them at an idle one. The one host read of the loop."""
+        counts: list[int] = self.count.tolist()
+        return counts
+
     def done(self) -> list[int]:
-        """Slots with nothing left to decide, the idle ones among them. The one host read of the loop."""
-        return (self.count >= self.target.length).nonzero()[:, 0].tolist()
+        """Slots with nothing left to decide, the idle ones among them; reads as `decided` does."""
+        return [slot for slot, count in enumerate(self.decided()) if count >= self.target.length]
 
     @torch.inference_mode()
     def drop(self, slot: int) -> None:
@@ -147,14 +153,19 @@ def drawing(
 ) -> Iterator[tuple[int, Harvest]]:
     """Draw one sample per condition and seed, `engine.batch` at a time: (place in the list, sample), as they finish.
 
-    A slot that finishes takes the next of the list. progress is called with (decided codes, all codes) now and then.
+    A slot that finishes takes the next of the list. progress is called with (decided codes, all codes) after every step,
+    of what the loop reads anyway. Raises RuntimeError where the engine is drawing already.
     """
+    if engine.drawing:
+        raise RuntimeError("this engine is drawing already; make one for each thread and each generator")
     waiting = iter(range(len(conditions)))
     running: dict[int, int] = {}
     finished, length = 0, engine.target.length
+    engine.drawing = True
     try:
+        counts = engine.decided()
         while finished < len(conditions):
-            for slot in engine.done():
+            for slot in [slot for slot, count in enumerate(counts) if count >= length]:
                 if slot in running:
                     finished += 1
                     yield running.pop(slot), engine.harvest(slot)
@@ -164,10 +175,12 @@ def drawing(
                     engine.admit(slot, conditions[new], seeds[new])
             if running:
                 engine.step()
+                counts = engine.decided()
             if progress:
-                decided = sum(int(engine.count[slot]) for slot in running)
+                decided = sum(counts[slot] for slot in running)
                 progress(finished * length + decided, len(conditions) * length)
     finally:
+        engine.drawing = False
         for slot in running:  # nobody waits for them any more
             engine.count[slot] = length
 

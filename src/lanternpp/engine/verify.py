@@ -13,6 +13,7 @@ not the most probable.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -33,7 +34,7 @@ def verify(
     a CPU a loop is left once no sample is undecided, and a child that no sample tries is passed over.
     """
     tree, widths = draft.tree, draft.tree.widths
-    if tree.chain and not measure and all(rule.at(level) is rule for level in range(len(widths))):
+    if tree.chain and not measure:
         return _verify_chain(draft, logits, sampling, rule, noise)
     batch = torch.arange(len(logits), device=logits.device)
     hasty = logits.device.type == "cpu"
@@ -97,7 +98,9 @@ def _verify_chain(
     q = torch.zeros_like(p[:, :-1]).scatter_(-1, pick, 1) if draft.probs is None else draft.probs[:, :-1]
     chance = q.gather(-1, pick).flatten()
     tried = (draft.tree.children[:, :-1, 0] >= 0).flatten() & (chance > 0)
-    relaxed = rule.relax(here, code)
+    rules = [rule.at(level) for level in range(depth)]
+    same = all(other is rules[0] for other in rules)
+    relaxed = rules[0].relax(here, code) if same else _each(rules, p, codes)
     if relaxed is not here:
         permitted = logits[:, :-1].gather(-1, pick).flatten() > float("-inf")
         relaxed = relaxed.where(permitted[:, None], here)
@@ -106,11 +109,24 @@ def _verify_chain(
     last = good.view_as(codes).cumprod(1).sum(1)  # [B] the node at which the walk ends
     left, at = p[batch, last], last.clamp(max=depth - 1)
     turn = batch * depth + at
-    rest = sampling.residual(rule, here[turn], relaxed[turn], q[batch, at], code[turn])
+    hasty, rest = logits.device.type == "cpu", left
+    for level, each in enumerate(rules[:1] if same else rules):
+        mine = batch >= 0 if same else at == level
+        if hasty and not mine.any():
+            continue
+        found = sampling.residual(each, here[turn], relaxed[turn], q[batch, at], code[turn])
+        rest = found.where(mine[:, None], rest)
     refused = tried[turn] & (last < depth)
     left = left.where(~refused[:, None], rest)
     path = torch.arange(depth + 1, device=codes.device).minimum(last[:, None])
     return _verdict(draft, path, last + 1, sampling.draw(left, noise))
+
+
+def _each(rules: Sequence[Acceptance], p: Tensor, codes: Tensor) -> Tensor:
+    """What p [B, N, V] becomes where every level's code [B, N - 1] has a rule of its own, [B * (N - 1), V]."""
+    return torch.stack(
+        [rule.relax(p[:, level], codes[:, level]) for level, rule in enumerate(rules)], 1
+    ).flatten(0, 1)
 
 
 def without(q: Tensor, code: Tensor) -> Tensor:

@@ -117,8 +117,8 @@ class Race:
             raise InputError(f"{n} pictures per prompt are not a whole number of batches of {self.batch}")
         for prompt in prompts:
             pipe.target.prompt([prompt], 1)
-        for settings in self.settings.values():
-            pipe.engine(settings)  # so that a wrong part is found before anything is drawn
+        # made now, so that a wrong part is found before anything is drawn, and kept, as they are timed
+        self.engines = {label: pipe.new_engine(settings) for label, settings in self.settings.items()}
 
     def describe(self) -> dict[str, Any]:
         """What must be the same for a run to be gone on with."""
@@ -144,9 +144,12 @@ class Race:
                 yield self.field[(place + i) % len(self.field)], prompt, self.seed + first
 
     def draw(self, entry: Entry, prompt: int, seed: int, **more: Any) -> Result:
-        """One turn's pictures."""
-        given = self.given[entry.label] | more
-        return self.pipe(self.prompts[prompt], n=self.batch, seed=seed, method=entry.method, **given)
+        """One turn's pictures, drawn with the entry's own engine where nothing `more` is asked for."""
+        if more:
+            given = self.given[entry.label] | more
+            return self.pipe(self.prompts[prompt], n=self.batch, seed=seed, method=entry.method, **given)
+        asked, seeds = [self.prompts[prompt]] * self.batch, range(seed, seed + self.batch)
+        return self.pipe.draw(self.engines[entry.label], self.settings[entry.label], asked, seeds)
 
     def run(
         self, folder: Path, resume: bool = False, progress: Callable[[int, int], None] | None = None
@@ -167,7 +170,7 @@ class Race:
                 progress(len(turns), total)
             if entry.label not in watches:
                 self.draw(entry, prompt, seed)  # so that nothing is made for the first time in a timed one
-                watches[entry.label] = Stopwatch(self.pipe.engine(self.settings[entry.label]))
+                watches[entry.label] = Stopwatch(self.engines[entry.label])
             turns.append(self._turn(folder, entry, watches[entry.label], prompt, seed))
             with (folder / TURNS).open("a", encoding="utf-8") as log:
                 log.write(json.dumps(vars(turns[-1])) + "\n")

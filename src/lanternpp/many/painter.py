@@ -63,7 +63,7 @@ class Painter:
         self.settings = settings or self.pipe.settings(
             source.method, **{"batch_size": BATCH, **source.overrides}
         )
-        self.engine = self.pipe.engine(self.settings)
+        self.engine = self.pipe.new_engine(self.settings)
         told = self.pipe.told(self.settings)
         why, length = self.pipe.chosen(source.method).why, self.pipe.target.length
         self.facts = Facts(self.settings.method, self.pipe.name, told, versions(), length, auto=why)

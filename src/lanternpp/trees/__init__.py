@@ -7,29 +7,36 @@ from pathlib import Path
 from textwrap import shorten
 
 from lanternpp.errors import InputError
-from lanternpp.registry import Importable, find
+from lanternpp.registry import Importable, check_class, find
 from lanternpp.trees.base import TreeBuilder
-from lanternpp.trees.shapes import SHAPES, check
+from lanternpp.trees.shapes import SHAPES, Shape, check
 from lanternpp.trees.static import StaticTree
 
-TREES: dict[str, str] = {
+TREES: dict[str, Shape | str] = {
+    **SHAPES,
     "eagle2": "lanternpp.trees.dynamic:DynamicTree",
     "ddd": "lanternpp.trees.depth:DepthTree",
 }
 
 
 def build_tree(name: str) -> TreeBuilder:
-    """A builder by name: a shape's name, an entry of `TREES`, or paths as JSON.
+    """A builder by name: an entry of `TREES`, or paths as JSON.
 
-    An `Importable` may also be the name of a file of paths, or "package.module:Class". Raises InputError.
+    An `Importable` may also be the name of a file of paths, or "package.module:Name" of a class, of a builder or of a
+    list of paths. Raises InputError.
     """
-    if name in SHAPES:
-        return StaticTree(SHAPES[name])
     if name.startswith("["):
         return StaticTree(parse_shape(name, f"tree {shorten(name, 40, placeholder='...')!r}"))
     if isinstance(name, Importable) and name.endswith(".json"):
         return StaticTree(read_shape(Path(name)))
-    return find("tree", name, SHAPES | TREES, "a .json file with a list of paths")()
+    entry = find("tree", name, TREES, "a .json file with a list of paths")
+    if isinstance(entry, list | tuple):
+        return StaticTree(check(entry, f"tree {str(name)!r}"))
+    if isinstance(entry, TreeBuilder):
+        return entry
+    check_class("tree", name, entry, TreeBuilder)
+    made: TreeBuilder = entry()
+    return made
 
 
 def read_shape(path: Path) -> tuple[tuple[int, ...], ...]:

@@ -76,7 +76,7 @@ class Tuner:
         check(self.settings)
         for prompt in plan.prompts:
             pipe.target.prompt([prompt], 1)
-        pipe.engine(self.settings)  # so that a wrong part is found before anything is drawn
+        pipe.new_engine(self.settings)  # so that a wrong part is found before anything is drawn
         self.ranks = min(RANKS, pipe.target.vocab)
         self.levels = max(plan.depth, DEEPEST)
         self.journal = Journal(folder, self.describe(), restart)

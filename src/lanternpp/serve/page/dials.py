@@ -16,7 +16,7 @@ from lanternpp.registry import unknown
 from lanternpp.serve.terms import Terms
 from lanternpp.settings import Settings, dials_read
 from lanternpp.targets.base import Target
-from lanternpp.trees import SHAPES, TREES
+from lanternpp.trees import TREES
 
 COUNT = 4  # pictures of a side, at most
 SEEDS = 2**53  # a browser's numbers are exact up to here
@@ -60,7 +60,7 @@ DIALS = (
     Dial("neighbours", "Neighbours k", "Look-alike codes that may lend.", 1, 1000, 1),
     Dial("nu", "Nu", "How fast the weight falls with the level.", 0, 2),
     Dial("window", "Window", "Guesses in one pass.", 1, 64, 1),
-    Dial("tree", "Tree", "The shape of a draft.", choices=(*SHAPES, *TREES)),
+    Dial("tree", "Tree", "The shape of a draft.", choices=tuple(TREES)),
     Dial("coupling", "Coupling", "How a guess follows the last one.", choices=tuple(COUPLINGS)),
     Dial("fresh", "Fresh guesses", "What new guesses are drawn from.", choices=tuple(FRESH)),
     Dial("residual", "Residual", "What is drawn from after a refusal.", choices=RESIDUALS),

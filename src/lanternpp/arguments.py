@@ -1,0 +1,82 @@
+"""What a caller of `Pipeline` may give, brought into one form; one sentence for the rest."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lanternpp.errors import InputError
+
+EMPTY = 'the prompt is empty; say what to draw, such as "a photo of a red tulip"'
+
+
+def whole(name: str, value: Any) -> int:
+    """A whole number, also one of NumPy or PyTorch. Raises InputError."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise InputError(f"{name} {value!r} is no whole number; give one such as 1") from None
+
+
+def real(name: str, value: Any) -> float:
+    """A number, also one of NumPy or PyTorch. Raises InputError."""
+    try:
+        if isinstance(value, bool | str | bytes):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise InputError(f"{name} {value!r} is no number; give one such as 1.5") from None
+
+
+def switch(name: str, value: Any) -> bool:
+    """True or False. Raises InputError."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} {value!r} is neither True nor False")
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    """A text, or a path as text. Raises InputError."""
+    if isinstance(value, Path):
+        return os.fspath(value)
+    if not isinstance(value, str):
+        raise InputError(f"{name} {value!r} is no text; give a name")
+    return value
+
+
+def prompts(value: Any) -> list[str]:
+    """One prompt or several as a list; none is empty. Raises InputError."""
+    found = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
+    for one in found:
+        if not isinstance(one, str):
+            raise InputError(f"prompt {one!r} is no text; give a text or a list of texts")
+    if not found or any(not one.strip() for one in found):
+        raise InputError(EMPTY)
+    return found
+
+
+def seeds(value: Any, count: int, n: int) -> list[int]:
+    """The first seed of each of `count` prompts, of which `n` pictures are drawn; None is 0. Raises InputError."""
+    if value is None:
+        value = 0
+    several = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1) != 0
+    found = [whole("seed", one) for one in value] if several else [whole("seed", value)] * count
+    if len(found) != count:
+        raise InputError(f"{len(found)} seeds do not go with {count} prompts; give one for each")
+    for first in found:
+        if not 0 <= first < 2**63 - n:
+            raise InputError(f"seed {first} is out of range; use 0 to 2**63 - 1")
+    return found
+
+
+def size_text(value: Any) -> str | None:
+    """A size in pixels as "768x512" or "768": a text, a number, or width and height. Raises InputError."""
+    if value is None or isinstance(value, str):
+        return value
+    sides: Sequence[Any] = value if isinstance(value, list | tuple) else (value,)
+    return "x".join(str(whole("size", side)) for side in sides)

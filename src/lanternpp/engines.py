@@ -1,0 +1,81 @@
+"""Engines that are kept for the next picture of the same settings, as long as they take little memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from lanternpp.engine.decode import Engine
+from lanternpp.settings import Settings
+
+BYTES = 1 << 30
+
+
+class EngineCache:
+    """At most `most` bytes of idle engines; beyond that the one unused for longest goes. The latest always stays.
+
+    It has no lock of its own: `Pipeline` has one.
+    """
+
+    def __init__(self, make: Callable[[Settings], Engine], most: int = BYTES):
+        self.make, self.most = make, most
+        self._kept: OrderedDict[Settings, Engine] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, settings: Settings) -> Engine:
+        """The engine for these settings, made now or before, and kept."""
+        engine = self._kept.get(settings) or self.make(settings)
+        self._keep(settings, engine)
+        return engine
+
+    @contextmanager
+    def lend(self, settings: Settings) -> Iterator[Engine]:
+        """An engine that no one else is lent meanwhile. It is not kept where an error ends its use halfway."""
+        engine = self._kept.pop(settings, None) or self.make(settings)
+        yield engine
+        self._keep(settings, engine)
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._kept.clear()
+
+    @property
+    def bytes(self) -> int:
+        """What the kept engines hold together, the networks apart."""
+        return tensor_bytes(list(self._kept.values()))
+
+    def _keep(self, settings: Settings, engine: Engine) -> None:
+        self._kept[settings] = engine
+        self._kept.move_to_end(settings)
+        while len(self._kept) > 1 and self.bytes > self.most:
+            self._kept.popitem(last=False)
+
+
+def tensor_bytes(*held: object) -> int:
+    """Bytes of the tensors that objects of ours hold, directly or not. Networks are left out, shared memory counts once."""
+    seen: set[int] = set()
+    storages: dict[int, int] = {}
+    todo = list(held)
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or isinstance(thing, nn.Module | nn.Parameter | type):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(thing, dict):
+            todo += thing.values()
+        elif isinstance(thing, list | tuple):
+            todo += thing
+        elif dataclasses.is_dataclass(thing):
+            todo += [getattr(thing, each.name) for each in dataclasses.fields(thing)]
+        elif hasattr(thing, "__dict__"):
+            todo += vars(thing).values()
+    return sum(storages.values())
