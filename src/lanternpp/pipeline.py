@@ -19,7 +19,7 @@ from lanternpp.accept import RULES
 from lanternpp.accept.base import check_relax
 from lanternpp.default_method import Chosen, choose
 from lanternpp.devices import INT8, pick_device, pick_dtype
-from lanternpp.engine.decode import Engine, generate
+from lanternpp.engine.decode import Engine, Harvest, drawing
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engines import BYTES, EngineCache
@@ -27,7 +27,7 @@ from lanternpp.errors import InputError
 from lanternpp.methods import AUTO
 from lanternpp.models import MODELS, Model, model_folder, read_defaults
 from lanternpp.nn.int8 import Effect
-from lanternpp.results import Result, Stats, versions
+from lanternpp.results import Result, Stats, UnfinishedError, versions
 from lanternpp.settings import Settings, build_proposer, build_rule, dials_read, network_wanted, resolve
 from lanternpp.tuned import CONDITIONS, Tuned, fingerprint
 from lanternpp.vq.neighbours import cache_folder, neighbours
@@ -127,16 +127,29 @@ class Pipeline:
         progress: Callable[[int, int], None] | None = None,
         auto: str | None = None,
     ) -> Result:
-        """Draw a picture per prompt and seed with an engine of the caller's own, made for these settings."""
+        """Draw a picture per prompt and seed with an engine of the caller's own, made for these settings.
+
+        An interrupt raises UnfinishedError, which is a KeyboardInterrupt, once a picture is finished.
+        """
         with self._lock:
             began = time.perf_counter()
-            harvests = generate(engine, prompts, seeds, progress)
-            codes = torch.stack([h.codes for h in harvests])
+            found: dict[int, Harvest] = {}
+            try:
+                found.update(drawing(engine, prompts, seeds, progress))
+            except KeyboardInterrupt:
+                if not found:
+                    raise
+            places = sorted(found)
+            codes = torch.stack([found[place].codes for place in places])
             images = self.images(codes)
             seconds = time.perf_counter() - began
-            return Result(
-                images, codes.cpu(), Stats.of(harvests, seconds, self.name, self.told(settings), auto)
+            stats = Stats.of(
+                [found[place] for place in places], seconds, self.name, self.told(settings), auto
             )
+            result = Result(images, codes.cpu(), stats)
+        if len(places) < len(seeds):
+            raise UnfinishedError(result, [seeds[place] for place in places])
+        return result
 
     @cached_property
     def _auto(self) -> Chosen:

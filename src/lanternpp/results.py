@@ -78,6 +78,14 @@ class Result:
     stats: Stats
 
 
+class UnfinishedError(KeyboardInterrupt):
+    """Ctrl-C while pictures were drawn: `result` has those that were finished, `seeds` their seeds."""
+
+    def __init__(self, result: Result, seeds: Sequence[int]):
+        super().__init__()
+        self.result, self.seeds = result, list(seeds)
+
+
 def versions() -> dict[str, str]:
     """The versions a result depends on."""
     return {

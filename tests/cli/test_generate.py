@@ -9,7 +9,9 @@ import pytest
 from PIL import Image
 
 from lanternpp import pipeline
+from lanternpp.engine.decode import Engine, Harvest
 from lanternpp.methods import METHODS
+from lanternpp.picture import squarest
 
 PROMPT = "a photo of a red tulip"
 KEYS = {
@@ -106,6 +108,41 @@ def test_a_picture_of_other_settings_stays_under_its_name(run, model, elsewhere:
         assert json.loads(image.text["settings"])["cfg"] == 1
     (elsewhere / f"{name}.png").write_bytes(b"a file of somebody else's")
     assert draw() == f"{name}-4.png"
+
+
+def test_an_interrupt_keeps_what_was_finished(run, model, elsewhere: Path, monkeypatch) -> None:
+    draw = ("generate", PROMPT, "--model", model, "--batch-size", 2, "-n", 9)
+    assert run(*draw, "-o", "whole.png").code == 0
+    with monkeypatch.context() as patch:
+        finished, step, harvest = [], Engine.step, Engine.harvest
+
+        def keep(engine: Engine, slot: int) -> Harvest:
+            finished.append(slot)
+            return harvest(engine, slot)
+
+        def stop(engine: Engine) -> None:
+            if len(finished) >= 4:
+                raise KeyboardInterrupt
+            step(engine)
+
+        patch.setattr(Engine, "harvest", keep)
+        patch.setattr(Engine, "step", stop)
+        outcome = run(*draw)
+    name, count = "out/a-photo-of-a-red-tulip-0.png", len(finished)
+    assert (outcome.code, outcome.out) == (130, "") and 4 <= count < 9
+    assert outcome.err == f"lanternpp: interrupted: {count} of 9 pictures were finished; they are in {name}\n"
+
+    def tile(sheet: Image.Image, columns: int, place: int) -> bytes:
+        left, top = 18 * (place % columns), 18 * (place // columns)
+        return sheet.crop((left, top, left + 16, top + 16)).tobytes()
+
+    with Image.open(elsewhere / name) as part, Image.open(elsewhere / "whole.png") as whole:
+        seeds = [int(seed) for seed in part.text["seeds"].split()]
+        assert len(seeds) == count == int(part.text["images"])
+        for place, seed in enumerate(seeds):
+            assert tile(part, squarest(count), place) == tile(whole, 3, seed)
+    assert run(*draw).out.startswith(f"{name}: ")  # the whole takes the place of the part
+    assert (elsewhere / name).read_bytes() == (elsewhere / "whole.png").read_bytes()
 
 
 def test_another_seed_is_another_picture(run, model, elsewhere: Path) -> None:

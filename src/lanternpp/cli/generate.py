@@ -11,7 +11,7 @@ from lanternpp.cli import many
 from lanternpp.cli import options as opt
 from lanternpp.cli.output import default_path, free_path, png_path
 from lanternpp.cli.overrides import check, takes_overrides
-from lanternpp.cli.terminal import progress_bar, tell_effect
+from lanternpp.cli.terminal import progress_bar, say, tell_effect
 
 OnePrompt = Annotated[
     str | None,
@@ -48,7 +48,8 @@ def generate(
     gets a number; --overwrite replaces it.
 
     With --prompts FILE --out DIR: -n pictures of every line of the file, a PNG each. What the folder has already is
-    not drawn again, so the same command goes on where one was interrupted.
+    not drawn again, so the same command goes on where one was interrupted. Without it an interrupt leaves a grid of the
+    pictures that were finished.
     """
     asked = many.Asked(prompts, out, overwrite, ray, actors)
     if asked.is_job(prompt, output):
@@ -62,16 +63,23 @@ def generate(
 
     from lanternpp import Pipeline
     from lanternpp.picture import grid, notes, save_png
-    from lanternpp.results import drawn_with
+    from lanternpp.results import UnfinishedError, drawn_with
 
     pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
     tell_effect(pipe.effect)
-    with progress_bar("drawing") as progress:
-        result = pipe(prompt, n=n, seed=seed, method=method, progress=progress, **overrides)
+    kept: list[int] | None = None
+    try:
+        with progress_bar("drawing") as progress:
+            result = pipe(prompt, n=n, seed=seed, method=method, progress=progress, **overrides)
+    except UnfinishedError as unfinished:
+        result, kept = unfinished.result, unfinished.seeds
     stats = result.stats
-    told = notes(prompt, seed, stats)
+    told = notes(prompt, seed, stats) | ({"seeds": " ".join(map(str, kept))} if kept else {})
     path = path if output or overwrite else free_path(path, told)
     save_png(grid(result.images), path, told)
+    if kept:
+        say("interrupted", f"{len(kept)} of {n} pictures were finished; they are in {path}")
+        raise typer.Exit(130)
     if as_json:
         typer.echo(json.dumps(stats.to_json() | {"file": str(path)}))
         return

@@ -40,7 +40,7 @@ def check_writable(path: Path, folder: Path) -> None:
 
 
 def free_path(path: Path, told: Mapping[str, str]) -> Path:
-    """PATH, or PATH-2, PATH-3 and so on: the first that is free, or holds what is told of, whole or in part."""
+    """PATH, or PATH-2, PATH-3 and so on: the first that is free, or holds only pictures that `told` tells of too."""
     from lanternpp.many.orders import differences
     from lanternpp.picture import png_notes
 
@@ -49,10 +49,19 @@ def free_path(path: Path, told: Mapping[str, str]) -> Path:
         if not free.exists():
             return free
         there = png_notes(free) or {}
-        fewer = there.get("images", "").isdecimal() and int(there["images"]) <= int(told["images"])
-        if fewer and not differences(there | {"images": told["images"]}, told):
+        same = not differences(there | {"images": told["images"]}, told)
+        if same and _seeds(there) <= _seeds(told):
             return free
     raise AssertionError
+
+
+def _seeds(told: Mapping[str, str]) -> set[int]:
+    """The seeds of the pictures of a PNG, by its notes."""
+    try:
+        first = int(told["seed"])
+        return set(map(int, told.get("seeds", "").split())) or set(range(first, first + int(told["images"])))
+    except (KeyError, ValueError):
+        return {-1}
 
 
 def default_path(prompt: str, seed: int) -> Path:
