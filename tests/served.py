@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -165,3 +168,25 @@ def listening(app: object) -> Iterator[str]:
         server.should_exit = True
         thread.join(60)
         bound.close()
+
+
+COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve", "--no-calibrate"]
+
+
+@contextmanager
+def serving(model: Path, *options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`lanternpp serve` as a process of its own, once it answers, and its address."""
+    process = subprocess.Popen(
+        [*COMMAND, "--port", "0", "--model", str(model), "--device", "cpu", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("http://"), process.stderr.read()
+        yield process, line.split(": ")[0]
+    finally:
+        process.kill()
+        process.communicate()
