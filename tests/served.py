@@ -15,8 +15,10 @@ import torch
 from PIL import Image
 
 from lanternpp import Pipeline
+from lanternpp.default_method import Chosen
 from lanternpp.engine.decode import Harvest
 from lanternpp.errors import InputError
+from lanternpp.methods import AUTO
 from lanternpp.serve.batcher import Batcher, Order
 from lanternpp.settings import Settings, resolve
 
@@ -83,8 +85,11 @@ class SlowPipe:
     def parameters(self) -> Iterator[torch.Tensor]:
         return iter([torch.zeros(1)])
 
+    def chosen(self, method: str) -> Chosen:
+        return Chosen("ar" if method == AUTO else method)
+
     def settings(self, method: str, **overrides: object) -> Settings:
-        return settings(method, **overrides)
+        return settings(self.chosen(method).method, **overrides)
 
     def prompt(self, conditions: list[str], branches: int) -> None:
         if "spaceship" in conditions[0]:
