@@ -15,7 +15,7 @@ from lanternpp.serve.orders import Drawn, Order, Ticket
 from lanternpp.serve.pictures import Previews, encode, picture_size, png_notes
 from lanternpp.serve.schemas import ImagesRequest
 from lanternpp.serve.terms import Terms
-from lanternpp.trees import SHAPES, TREES
+from lanternpp.trees import TREES
 
 SEEDS = 1 << 31  # of pictures for which none is asked
 
@@ -41,8 +41,8 @@ class Desk:
         for name in ("partial_images", "progress"):
             if getattr(asked, name) and not asked.stream:
                 raise InputError(f"{name} comes with stream only; set stream to true")
-        if asked.tree is not None and asked.tree not in (*SHAPES, *TREES):
-            raise InputError(unknown("tree", asked.tree, [*SHAPES, *TREES]))
+        if asked.tree is not None and asked.tree not in TREES:
+            raise InputError(unknown("tree", asked.tree, TREES))
         settings = self.terms.settings(self.pipe, asked.method, asked.overrides())
         limits = [limit for limit in (asked.deadline, self.terms.deadline) if limit is not None]
         seed = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed

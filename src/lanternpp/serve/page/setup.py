@@ -15,7 +15,7 @@ from lanternpp.serve.pictures import picture_size
 from lanternpp.serve.terms import Terms
 from lanternpp.settings import Settings, dials_read
 from lanternpp.targets.base import Target
-from lanternpp.trees import SHAPES, TREES
+from lanternpp.trees import TREES
 
 EXAMPLES = 5  # prompts offered
 
@@ -41,7 +41,7 @@ DIALS = (
     Dial("nu", "Nu", "How fast the weight falls with the level.", 0, 2),
     Dial("window", "Window", "Guesses in one pass.", 1, 64, 1),
     Dial("cfg", "Guidance", "How closely to follow the prompt.", 1, 15, 0.1),
-    Dial("tree", "Tree", "The shape of a draft.", choices=(*SHAPES, *TREES), more=True),
+    Dial("tree", "Tree", "The shape of a draft.", choices=tuple(TREES), more=True),
     Dial("coupling", "Coupling", "How a guess follows the last one.", choices=tuple(COUPLINGS), more=True),
     Dial("fresh", "Fresh guesses", "What new guesses are drawn from.", choices=tuple(FRESH), more=True),
     Dial("residual", "Residual", "What is drawn from after a refusal.", choices=RESIDUALS, more=True),
