@@ -63,7 +63,9 @@ def test_a_tree_file_is_the_callers_to_name(trap: str, tmp_path: Path) -> None:
     pipe = Pipeline.from_pretrained(str(folder))
     with pytest.raises(InputError, match=r"tree .* is unknown"):
         pipe(PROMPT)
-    assert pipe(PROMPT, tree=str(tmp_path / "t.json")).stats.settings["tree"].endswith("t.json")
+    assert (
+        pipe(PROMPT, method="eagle", tree=str(tmp_path / "t.json")).stats.settings["tree"].endswith("t.json")
+    )
 
 
 @pytest.mark.parametrize("network", ["target", "drafter", "parallel", "tokenizer"])

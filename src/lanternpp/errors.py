@@ -1,5 +1,9 @@
 """The one exception a user's mistake raises."""
 
+from __future__ import annotations
+
+MOST = 2000  # characters of a sentence
+
 
 class InputError(ValueError):
     """A wrong prompt, option, file or checkpoint.
@@ -7,3 +11,22 @@ class InputError(ValueError):
     The message is one sentence that names the value and what would be right. The command line
     prints it on one line and exits with status 2; a server answers with a 4xx.
     """
+
+    def __init__(self, message: object = ""):
+        super().__init__(one_line(str(message)))
+
+
+def one_line(text: str, most: int = MOST) -> str:
+    """Text that may quote what strangers wrote, safe to print: line breaks are spaces and control characters are escaped.
+
+    Of text longer than `most` characters the middle is left out.
+    """
+    if len(text) > most:
+        text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    text = " ".join(text.splitlines())
+    return text if text.isprintable() else "".join(c if c.isprintable() else escaped(c) for c in text)
+
+
+def escaped(character: str) -> str:
+    """A character that cannot be printed, as a Python string literal spells it; a tab is a space."""
+    return " " if character == "\t" else ascii(character)[1:-1]

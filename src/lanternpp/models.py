@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from lanternpp.drafters import DRAFTERS
 from lanternpp.drafters.base import Drafter
 from lanternpp.errors import InputError
 from lanternpp.hub import fetch, hub_id
+from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import load_config
 from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
 from lanternpp.nn.packed import pack
 from lanternpp.nn.shards import INDEX, PICKLED, SAFE
 from lanternpp.nn.sources import Source
 from lanternpp.registry import find, unknown
+from lanternpp.schema import made
 from lanternpp.targets import FAMILIES
 from lanternpp.targets.base import Target
 
@@ -42,8 +44,11 @@ def model_folder(model: str) -> Path:
     Raises InputError naming what can be named.
     """
     path = ASSETS / model if model in MODELS else Path(model)
-    if path.exists():
-        return path
+    try:
+        if path.exists():
+            return path
+    except OSError as error:  # of the name itself, such as one that is too long
+        raise InputError(f"model {model!r} cannot be read: {error.strerror}") from None
     wanted = hub_id(model)
     if wanted is None:
         raise InputError(unknown("model", model, MODELS) + "; or give a path, or a hub id")
@@ -111,13 +116,20 @@ def read_defaults(folder: Path) -> dict[str, Any]:
     path = folder / DEFAULTS
     if not path.is_file():
         return {}
+    content = read_object(path)
     try:
-        defaults = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(defaults, dict):
-        raise InputError(f"{path} must hold a JSON object")
-    return defaults
+        made(_Defaults, content)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    return content
+
+
+@dataclass(frozen=True)
+class _Defaults:
+    """How `defaults.json` is laid out; what its settings may be is for `resolve` to say."""
+
+    method: str = ""
+    methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Model:

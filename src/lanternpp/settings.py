@@ -18,6 +18,7 @@ from lanternpp.methods import method as named_method
 from lanternpp.proposers import PROPOSERS
 from lanternpp.proposers.base import Parts, Proposer
 from lanternpp.registry import Given, check_class, find, importable, unknown
+from lanternpp.schema import Between, bounded, checked, hints
 from lanternpp.targets.base import Target
 from lanternpp.trees import build_tree, shape_name
 from lanternpp.trees.base import TreeBuilder
@@ -30,6 +31,7 @@ PARTS: dict[str, tuple[type, bool]] = {  # what a part derives from, and whether
     "proposer": (Proposer, False),
     "tree": (TreeBuilder, True),
 }
+SANE = Between(-(1 << 31), 1 << 31)  # whole numbers of a file; their parts say what they take
 TREE = "eagle-25"  # of a proposer that takes one, where no one says which
 
 
@@ -71,8 +73,7 @@ def resolve(
     given = {k: typed(k, v) for k, v in overrides.items() if v is not None}
     row = {k: v for k, v in asdict(named_method(method)).items() if k != "about"}
     base = {"cfg": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "batch_size": 1, "compile": False}
-    merged = base | row | {k: v for k, v in defaults.items() if k not in ("method", "methods")}
-    merged |= defaults.get("methods", {}).get(method, {}) | given
+    merged = base | row | defaults_of(defaults, method) | given
     extra = [k for k in merged if k not in Settings.__dataclass_fields__]
     if extra:
         raise InputError(unknown("option", extra[0], Settings.__dataclass_fields__))
@@ -109,6 +110,22 @@ def typed(name: str, value: Any) -> Any:
         check_class(KINDS[name], Given(value), value if isinstance(value, type) else type(value), base)
         return Given(value)
     return importable(arguments.text(called, value))
+
+
+def defaults_of(defaults: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """A model's defaults for a method, which a file may have given. InputError where one cannot be used."""
+    found: dict[str, Any] = {}
+    row = defaults.get("methods", {}).get(method, {})
+    try:
+        for within, values in (("", defaults), (f"methods.{method}.", row)):
+            for name, value in values.items():
+                if name not in ("method", "methods") and value is not None:
+                    found[name] = checked(within + name, value, hints(Settings).get(name, Any))
+                    if isinstance(value, int):
+                        bounded(within + name, value, SANE)
+    except InputError as error:
+        raise InputError(f"the model's defaults: {error}") from None
+    return found
 
 
 def dials_read(proposer: str, accept: str) -> frozenset[str]:

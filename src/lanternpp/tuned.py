@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from lanternpp.errors import InputError
+from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import write_text
 from lanternpp.nn.shards import PICKLED, SAFE
+from lanternpp.schema import made
 from lanternpp.trees import build_tree
 from lanternpp.vq.neighbours import cache_folder
 
@@ -134,24 +136,41 @@ def _weights(folder: Path) -> Iterator[Path]:
             yield path
 
 
+@dataclass(frozen=True)
+class _File:
+    """What a file of tunings holds."""
+
+    tuned: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What is read of an entry."""
+
+    method: str
+    weights: str
+    where: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What is read of an entry's settings here; `resolve` looks at the rest."""
+
+    tree: str
+
+
 def _entries(path: Path) -> tuple[dict[str, Any], ...]:
     """The entries of a file; InputError unless each can be applied."""
     remedy = "run `lanternpp tune` again, or remove it"
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["tuned"]
+        entries = made(_File, read_object(path)).tuned
         for entry in entries:
-            for name in ("method", "weights"):
-                if not isinstance(entry[name], str):
-                    raise TypeError
-            if not isinstance(entry["where"], dict) or not entry["settings"].keys() <= set(CHOSEN):
-                raise TypeError
-            if not isinstance(entry["settings"].get("tree"), str):
-                raise TypeError
-            build_tree(entry["settings"]["tree"])
+            found = made(_Entry, entry)
+            extra = found.settings.keys() - set(CHOSEN)
+            if extra:
+                raise InputError(f"it sets {min(extra)}")
+            build_tree(made(_Chosen, found.settings).tree)
     except InputError as error:
         raise InputError(f"{path} is damaged ({error}); {remedy}") from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise InputError(f"{path} is damaged; {remedy}") from None
-    return tuple(entries)
+    return entries

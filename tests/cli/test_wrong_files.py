@@ -122,3 +122,72 @@ def test_a_drafter_of_another_width_is_refused_in_one_line(
     for name in ("wide", "published"):  # ours, and one that EAGLE's code wrote
         outcome = run("generate", "a photo", "--model", anole, "--drafter", tmp_path / name)
         refused(outcome, [str(tmp_path / name), "64 wide", "the target 32"], elsewhere)
+
+
+def change(path: Path, **fields: object) -> None:
+    """Change fields of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def not_a_number(folder: Path) -> None:
+    path = folder / "target" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["decoder.norm.weight"][3] = float("nan")
+    save_file(tensors, path)
+
+
+def of_int64(folder: Path) -> None:
+    path = folder / "tokenizer" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["decoder.0.weight"] = tensors["decoder.0.weight"].long()
+    save_file(tensors, path)
+
+
+TARGET, VQ = "target/config.json", "tokenizer/config.json"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda f: change(f / TARGET, heads=0), ["heads 0 cannot be used; use 1 to 1,024"]),
+        (lambda f: change(f / TARGET, dim="32"), ["dim '32' cannot be used; use a whole number"]),
+        (lambda f: change(f / TARGET, layers=100_000), ["layers 100000 cannot be used; use 1 to 512"]),
+        (lambda f: change(f / TARGET, dim=65536, layers=512, hidden=262144), ["does not fit WordsTarget"]),
+        (lambda f: change(f / TARGET, heads=3), ["no network has the sizes of its config.json"]),
+        (lambda f: change(f / VQ, channels=[50, 50]), ["no network has the sizes of its config.json"]),
+        (lambda f: change(f / VQ, channels=[8192, 8192], codes=1 << 20), ["does not fit VQ"]),
+        (lambda f: change(f / "drafter/config.json", heads=4), ["drafter", "heads of 8 channels"]),
+        (
+            lambda f: change(f / "defaults.json", cfg="high"),
+            ["cfg 'high' cannot be used; use a finite number"],
+        ),
+        (lambda f: change(f / "defaults.json", methods=[]), ["methods [] cannot be used; use an object"]),
+        (
+            lambda f: change(f / "defaults.json", methods={"eagle": {"tree": [[0]]}}),
+            ["methods.eagle.tree [[0]]", "use text"],
+        ),
+        (not_a_number, ["decoder.norm.weight holds NaN or infinity"]),
+        (of_int64, ["decoder.0.weight holds int64 where weights are expected"]),
+    ],
+)
+def test_a_spoiled_folder_of_ours_is_refused_in_one_line(
+    spoil: Callable[[Path], None], said: list[str], run, broken: Path, elsewhere: Path
+) -> None:
+    spoil(broken)
+    refused(run("generate", "a red tulip", "--model", broken, "--method", "eagle"), said, elsewhere)
+
+
+def test_names_and_tree_files_that_cannot_be_read_are_one_line(
+    run, model: Path, tmp_path: Path, elsewhere: Path
+) -> None:
+    refused(run("generate", "a red tulip", "--model", "x" * 5000), ["File name too long"], elsewhere)
+    tree = tmp_path / "tree.json"
+    for content, said in (
+        (b"\xff", "no text in UTF-8"),
+        (b"[" * 9999, "deep"),
+        (b'{"a": 1}', "list of paths"),
+    ):
+        tree.write_bytes(content)
+        refused(
+            run("generate", "a red tulip", "--model", model, "--tree", tree), [str(tree), said], elsewhere
+        )

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import runpy
+
 import pytest
 import torch
 from toys import OracleDrafter, ToyTarget, eagle
 
 from lanternpp.accept.exact import Exact
+from lanternpp.engine import cache
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.decode import Engine, generate
 from lanternpp.engine.guidance import Guidance
@@ -198,3 +201,8 @@ def test_the_room_of_the_cache_is_enough_to_the_last_code():
     proposer = TreeProposer(OracleDrafter(target), StaticTree(EAGLE))
     harvests = generate(Engine(target, proposer, Exact(), Sampling(), Guidance(3.0), 2), ["a", "bc"], [1, 2])
     assert [h.accepted for h in harvests] == [[1, 3], [1, 3]]
+
+
+def test_a_torch_without_its_private_probe_will_do(monkeypatch) -> None:
+    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
+    assert runpy.run_path(cache.__file__)["TILES"] is False

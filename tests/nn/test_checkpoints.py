@@ -3,15 +3,18 @@
 import json
 import os
 import pickle
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
+from lanternpp.nn.sources import SAME, Source, blank
 
 
 def net() -> nn.Module:
@@ -79,6 +82,10 @@ def test_faults_are_listed_by_name_and_file(tmp_path: Path) -> None:
     checkpoints.save(tmp_path, {}, tensors)
     with pytest.raises(InputError, match=r"missing 1\.bias") as caught:
         checkpoints.load_into(net(), tmp_path)
+    tensors |= {"2.weight": torch.ones(6, dtype=torch.int64)}
+    checkpoints.save(tmp_path / "ints", {}, tensors)
+    with pytest.raises(InputError, match=r"2\.weight holds int64 where weights are expected"):
+        checkpoints.load_into(net(), tmp_path / "ints")
     for part in ("unexpected extra", "0.weight is (5, 3, 2, 2) where (5, 3, 3, 3)", checkpoints.WEIGHTS):
         assert part in str(caught.value)
 
@@ -154,6 +161,77 @@ def test_pt_round_trip_and_truncation(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(InputError, match="truncated"):
         checkpoints.read_pt(path)
+
+
+def deflated(path: Path) -> None:
+    """A checkpoint whose pickle is small on disk and unpacks to hundreds of megabytes."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/data.pkl", b"\x80\x02" + b"N0" * (1 << 24) + b"}.")
+        archive.writestr("x/version", b"3\n")
+
+
+def nested(path: Path) -> None:
+    """Dicts in each other, deeper than Python recurses; the usual name of weights all the way down."""
+    pickled = b"\x80\x02" + b"}X\x05\x00\x00\x00model" * 5000 + b"}" + b"s" * 5000 + b"."
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in (("data.pkl", pickled), ("version", b"3\n"), ("byteorder", b"little")):
+            archive.writestr(f"x/{name}", content)
+
+
+def cyclic(path: Path) -> None:
+    content: dict[str, object] = {"epoch": 3}
+    content["model"] = content
+    torch.save(content, path)
+
+
+def spread_out(path: Path) -> None:
+    torch.save({"weight": torch.ones(1).expand(1 << 20, 1 << 20)}, path)
+
+
+def long_and_old(path: Path) -> None:
+    """The format before torch 1.6, in which a pickle has no end."""
+    torch.save({"a": torch.ones(1)}, path, _use_new_zipfile_serialization=False)
+    path.write_bytes(path.read_bytes()[:30] + b"\x80\x02" + b"N0" * (1 << 22))
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (deflated, "more than 2 MiB of pickle or compressed parts"),
+        (nested, "no named tensors"),
+        (cyclic, "no named tensors"),
+        (spread_out, "weight says that it is larger"),
+        (long_and_old, "x.pt"),
+        (lambda path: torch.save({"x": torch.eye(2).to_sparse()}, path), "x is no plain tensor"),
+        (lambda path: torch.jit.save(torch.jit.script(nn.ReLU()), str(path)), "convert it to safetensors"),
+        (lambda path: torch.save({"x": Bomb()}, path), "could run code"),
+        (lambda path: path.write_bytes(b"PK\x03\x04" + b"x" * 99), "truncated or no torch checkpoint"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_hostile_pt_file_is_one_sentence_without_torchs_advice(write, said: str, tmp_path: Path) -> None:
+    write(tmp_path / "x.pt")
+    with pytest.raises(InputError) as caught:
+        Source.open(tmp_path / "x.pt").shapes()
+    message = str(caught.value)
+    assert said in message and message.isprintable() and len(message) < 400
+    assert "weights_only" not in message and "trust" not in message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+def test_a_value_that_is_no_number_is_refused_by_name(
+    value: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    good, bad = torch.ones(64), torch.ones(3, 33)
+    bad[2, 32] = value
+    save_file({"good": good.to(dtype), "bad": bad.to(dtype)}, tmp_path / checkpoints.WEIGHTS)
+    with pytest.raises(InputError, match=r"model.safetensors: bad holds NaN or infinity"):
+        checkpoints.read_safetensors(tmp_path / checkpoints.WEIGHTS)
+    with blank():
+        net = nn.ParameterDict({"good": torch.empty(64), "bad": torch.empty(3, 33)})
+    with pytest.raises(InputError, match=r"model.safetensors: bad holds NaN or infinity"):
+        Source.open(tmp_path).fill(net, [SAME], torch.float32)
 
 
 def test_checksum_sees_values_shape_and_dtype() -> None:

@@ -149,6 +149,11 @@ def faults(change: Callable[[dict[str, Tensor]], object], folder: Path) -> str:
         ),
         (lambda t: t.update({"book": torch.ones(8, 5, 2)}), "book is (8, 5, 2), which transpose cannot take"),
         (lambda t: t.update({"book": torch.ones(8, 5).int()}), "book holds int32"),
+        (lambda t: t.update({"norm.scale": torch.ones(4, dtype=torch.int64)}), "norm.scale holds int64"),
+        (
+            lambda t: t.update({"norm.scale": torch.ones(4, dtype=torch.complex64)}),
+            "norm.scale is stored as C64",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(change, said: str, tmp_path: Path) -> None:
@@ -222,6 +227,30 @@ def test_spoiled_files_are_refused_in_one_line(name: str, tmp_path: Path, capsys
     assert SPOILED[name] in str(caught.value) and str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "boom" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"a": 5}, "no index of shards"),
+        ({"a": ["x"]}, "no index of shards"),
+        ({"a": "x" * 5000}, "no index of shards"),
+        ({}, "no index of shards"),
+        ([], "no index of shards"),
+        ({"a": "/etc/passwd"}, "which is not in its folder"),
+        ({"a": "../model.safetensors"}, "which is not in its folder"),
+    ],
+)
+def test_an_index_names_files_beside_it(files: object, said: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(InputError, match=said):
+        Source.open(tmp_path)
+
+
+def test_names_that_no_model_has_are_refused(tmp_path: Path) -> None:
+    save_file({"n" * 600: torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="names of up to 600 characters"):
+        Source.open(tmp_path).shapes()
 
 
 PEAK = """

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+import shutil
 from pathlib import Path
 
 import checkpoints
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, T5EncoderModel
 
 from lanternpp.errors import InputError
@@ -66,6 +70,49 @@ def test_it_loads_once_and_forgets_nothing_when_released(encoder: Path, monkeypa
     text.release()
     monkeypatch.setattr(text, "_load", lambda _: pytest.fail("loaded again"))
     assert torch.equal(text.features("a tulip", like), first)
+
+
+def test_what_was_asked_for_longest_ago_is_forgotten_first(encoder: Path, monkeypatch) -> None:
+    text, like = T5Text(encoder), torch.empty(0)
+    text.expect(2 - text._kept)  # room for two
+    for prompt in ("a tulip", "a red tulip", "a tulip", "a blue tulip"):
+        text.features(prompt, like)
+    monkeypatch.setattr(text, "_encoded", lambda *_: pytest.fail("encoded again"))
+    text.features("a tulip", like)
+    text.features("a blue tulip", like)
+
+
+def test_its_folder_runs_no_code(encoder: Path, tmp_path: Path, capsys) -> None:
+    folder = Path(shutil.copytree(encoder, tmp_path / "t5"))
+    (folder / "own.py").write_text("print('boom')\nclass Own: pass\n")
+    for name in ("config.json", "tokenizer_config.json"):
+        content = json.loads((folder / name).read_text())
+        content["auto_map"] = {"AutoTokenizer": ["own.Own", "own.Own"], "AutoConfig": "own.Own"}
+        content |= {"model_type": "own", "tokenizer_class": "Own"}
+        (folder / name).write_text(json.dumps(content))
+    with pytest.raises(InputError, match="cannot be had") as caught:
+        T5Text(folder).features("a tulip", torch.empty(0))
+    assert "boom" not in capsys.readouterr().out and "trust_remote_code" not in str(caught.value)
+
+
+def test_a_damaged_bin_is_one_sentence(encoder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(encoder, tmp_path / "t5"))
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.unlink()
+    whole = (folder / "pytorch_model.bin").read_bytes()
+    for content in (whole[: len(whole) // 2], b"x" * 999, pickle.dumps({"x": print}), b""):
+        (folder / "pytorch_model.bin").write_bytes(content)
+        with pytest.raises(InputError, match="cannot be had") as caught:
+            T5Text(folder).features("a tulip", torch.empty(0))
+        assert "weights_only" not in str(caught.value) and str(caught.value).isprintable()
+
+
+def test_stored_features_are_rows_of_numbers(encoder: Path, tmp_path: Path) -> None:
+    for rows in (torch.ones(4, 24, dtype=torch.int64), torch.ones(24), torch.tensor(1.0)):
+        save_file({"a tulip": rows}, tmp_path / FEATURES)
+        with pytest.raises(InputError, match="'a tulip' are no rows of numbers"):
+            StoredText(tmp_path / FEATURES, T5Text(encoder))
 
 
 def test_a_long_prompt_is_cut_with_a_warning(encoder: Path) -> None:

@@ -230,7 +230,9 @@ def test_they_are_named_and_their_numbers_checked():
     for name in TREES.keys() - SHAPES:
         builder = build_tree(name)
         assert (builder.size, builder.beam) == (60, 10)
-    for wrong in ((0, 5, 59), (10, 0, 59), (10, 1, 11), (10, 5, 0)):
+    with pytest.raises(InputError, match="2 nodes cannot reach depth 3; use 3 or more"):
+        DynamicTree(beam=1, depth=3, nodes=2)
+    for wrong in ((0, 5, 59), (10, 0, 59), (10, 1, 11), (10, 5, 0), (2, 4, 2)):
         with pytest.raises(InputError):
             DynamicTree(*wrong)
     with pytest.raises(InputError):

@@ -12,6 +12,7 @@ from lanternpp.cli import options as opt
 from lanternpp.cli.plots import Plots, wanted
 from lanternpp.cli.terminal import progress_bar, say, tell_effect
 from lanternpp.errors import InputError
+from lanternpp.jsonfile import read_object
 
 if TYPE_CHECKING:
     from lanternpp import Pipeline
@@ -151,7 +152,7 @@ def run(race: Race, judge: Quality | None, folder: Path, resume: bool, plots: bo
                 images = [Image.open(folder / name).convert("RGB") for turn in own for name in turn.files]
                 asked = [race.prompts[turn.prompt] for turn in own for _ in turn.files]
                 quality[entry.label] = judge.measure(images, asked)
-    told = json.loads((folder / RUN).read_text(encoding="utf-8"))
+    told = read_object(folder / RUN)
     table = report.rows(turns, told, quality)
     whole = {k: v for k, v in told.items() if k != "methods"} | {"folder": str(folder), "methods": table}
     checkpoints.write_text(folder / "bench.json", json.dumps(whole, indent=1) + "\n")

@@ -15,6 +15,7 @@ import typer
 from lanternpp.cli.models import megabytes, size
 from lanternpp.cli.output import writable_folder
 from lanternpp.errors import InputError
+from lanternpp.jsonfile import read_object
 
 PARTS = ("tokenizer", "target", "drafter", "parallel")
 REST = ("independent", "judge", "text")  # what else a model may have
@@ -143,7 +144,7 @@ def rewrite(source: Path, out: Path, store: Any) -> list[str]:
         checkpoints.save(out / part, config, tensors, store, keep)
         told = source / part / "provenance.json"
         if told.is_file():
-            facts = json.loads(told.read_text(encoding="utf-8")) | {"store": store}
+            facts = read_object(told) | {"store": store}
             checkpoints.write_text(out / part / told.name, json.dumps(facts, indent=2) + "\n")
     for name in (*FILES, "README.md"):
         if (source / name).is_file():

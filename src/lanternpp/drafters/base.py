@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
+from lanternpp.nn.configs import Codes, config_as
 from lanternpp.nn.decoder import Decoder, Memory
 from lanternpp.nn.sources import Source
+from lanternpp.schema import Length
 from lanternpp.targets.base import Target
 from lanternpp.types import Nodes
 
@@ -49,6 +52,21 @@ class DrafterWarning(UserWarning):
     """A drafter that may serve, and was trained for another target."""
 
 
+@dataclass(frozen=True)
+class Mark:
+    """What a drafter's config keeps of its target, as `mark` writes it."""
+
+    vocab: Codes
+    probe: Annotated[tuple[float, ...], Length(0, 64)] = ()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Which target a drafter was trained for, where its config says."""
+
+    target: Mark | None = None
+
+
 def mark(target: Target) -> dict[str, Any]:
     """What a drafter's config keeps of its target: its sizes, and numbers of its embeddings to know it by."""
     return {"vocab": target.vocab, "dim": target.decoder.config.dim, "probe": probe(target).tolist()}
@@ -73,15 +91,15 @@ def check_fit(source: Source, dim: int, target: Target) -> None:
             f"drafter {source.path} is {dim} wide and the target {target.decoder.config.dim}; "
             "use a drafter trained for this target"
         )
-    known = source.config.get("target")
-    if not isinstance(known, dict):
+    known = config_as(Trained, source.config, source.path).target
+    if known is None:
         return
-    if known.get("vocab") != target.vocab:
+    if known.vocab != target.vocab:
         raise InputError(
-            f"drafter {source.path} was trained for a target of {known.get('vocab')} codes and this one has "
+            f"drafter {source.path} was trained for a target of {known.vocab} codes and this one has "
             f"{target.vocab}; use a drafter trained for this target"
         )
-    ours, theirs = probe(target), torch.tensor(known.get("probe") or [])
+    ours, theirs = probe(target), torch.tensor(known.probe)
     if ours.shape != theirs.shape or F.cosine_similarity(ours, theirs, 0) < ALIKE:
         warnings.warn(
             f"drafter {source.path} was trained for another target than this one: little of what it drafts "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lanternpp.drafters.base import Drafter, check_fit
 from lanternpp.errors import InputError
-from lanternpp.nn.configs import config_as
+from lanternpp.nn.configs import Epsilon, HeadDim, Heads, Hidden, Layers, Width, config_as
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.targets.base import Target
@@ -21,17 +21,17 @@ from lanternpp.types import Nodes
 class EagleConfig:
     """The shape of an EAGLE drafter; dim, heads and hidden are its target's."""
 
-    dim: int
-    heads: int
-    hidden: int
-    layers: int = 1
+    dim: Width
+    heads: Heads
+    hidden: Hidden
+    layers: Layers = 1
     bias: bool = True
     first_norm: bool = True
     final_norm: bool = False
-    kv_heads: int | None = None
-    norm_eps: float = 1e-5
+    kv_heads: Heads | None = None
+    norm_eps: Epsilon = 1e-5
     qk_norm: bool = False
-    head_dim: int = 0  # 0: dim / heads
+    head_dim: HeadDim = 0  # 0: dim / heads
     norm_after: bool = False
     attention_bias: bool = False
     ffn_bias: bool = False
@@ -85,7 +85,7 @@ class EagleDrafter(Drafter):
         """The drafter in `source` for this target."""
         config = config_as(EagleConfig, source.config, source.path)
         check_fit(source, config.dim, target)
-        with blank():
+        with blank(source.path):
             drafter = cls(config, target.decoder.turns)
         source.fill(drafter, [SAME], dtype)
         return drafter

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.drafters.base import QueryDrafter, check_fit
-from lanternpp.nn.configs import config_as
+from lanternpp.nn.configs import Epsilon, HeadDim, Heads, Hidden, Layers, Slots, Width, config_as
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.targets.base import Target
@@ -29,16 +29,16 @@ from lanternpp.types import Nodes
 class ParallelConfig:
     """The shape of a parallel drafter; dim is its target's."""
 
-    dim: int
-    heads: int
-    hidden: int
-    layers: int = 1
-    kv_heads: int | None = None
-    norm_eps: float = 1e-5
+    dim: Width
+    heads: Heads
+    hidden: Hidden
+    layers: Layers = 1
+    kv_heads: Heads | None = None
+    norm_eps: Epsilon = 1e-5
     qk_norm: bool = False
-    head_dim: int = 0  # 0: dim / heads
-    queries: int = 7  # levels beyond the first; deeper ones repeat the last query
-    turn: int = 256  # width of the layers that see the code drafted before
+    head_dim: HeadDim = 0  # 0: dim / heads
+    queries: Slots = 7  # levels beyond the first; deeper ones repeat the last query
+    turn: Width = 256  # width of the layers that see the code drafted before
 
     @classmethod
     def like(cls, shape: DecoderConfig, layers: int, queries: int, turn: int) -> Self:
@@ -82,7 +82,7 @@ class ParallelDrafter(QueryDrafter):
         """The drafter in `source` for this target."""
         config = config_as(ParallelConfig, source.config, source.path)
         check_fit(source, config.dim, target)
-        with blank():
+        with blank(source.path):
             drafter = cls(config, target.decoder.turns)
         source.fill(drafter, [SAME], dtype)
         return drafter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.errors import InputError
+from lanternpp.nn.configs import Epsilon, Heads, config_as
 from lanternpp.nn.llama import llama_rules
 from lanternpp.nn.sources import Rename, Source, blank
 from lanternpp.targets.base import Target
@@ -18,6 +20,14 @@ MARKS = {"embed_tokens.weight", "fc.weight", "layers.0.self_attn.q_proj.weight"}
 PAIRED = ("t2i", "t2i2")  # `input_type` of drafters that turn neighbouring channels, as LlamaGen does
 NORM = "layers.0.self_attn.q_norm.weight"
 ALIKE = 0.9  # least cosine of a code's embedding with the target's
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the config.json beside a published drafter may say."""
+
+    num_attention_heads: Heads | None = None
+    rms_norm_eps: Epsilon = 1e-6
 
 
 class PublishedDrafter(EagleDrafter):
@@ -47,7 +57,7 @@ class PublishedDrafter(EagleDrafter):
                 f"drafter {source.path} is {config.dim} wide and the target {target.decoder.config.dim}; "
                 "use a drafter trained for this target"
             )
-        with blank():
+        with blank(source.path):
             drafter = cls(config, target.decoder.turns)
         shape, paired = drafter.decoder.config, source.config.get("input_type") in PAIRED
         rules = [
@@ -57,7 +67,7 @@ class PublishedDrafter(EagleDrafter):
             Rename(r"embed_tokens\.weight", "entry", rows=(0, 1)),
         ]
         source.fill(drafter, rules, dtype, skip=(r".*rotary_emb\..*",))
-        if source.shapes()["embed_tokens.weight"][0] == target.vocab:
+        if source.shape("embed_tokens.weight", 2)[0] == target.vocab:
             drafter.check(target, source)
         return drafter
 
@@ -77,25 +87,26 @@ class PublishedDrafter(EagleDrafter):
 
 def norm_rows(source: Source) -> tuple[int, int] | None:
     """Rows of the norms of queries and keys, where a drafter of Chameleon's has them."""
-    shapes = source.shapes()
-    return (shapes[NORM][0], shapes[NORM.replace("q_norm", "k_norm")][0]) if NORM in shapes else None
+    if NORM not in source.shapes():
+        return None
+    return source.shape(NORM, 2)[0], source.shape(NORM.replace("q_norm", "k_norm"), 2)[0]
 
 
 def shape_of(source: Source, target: Target) -> EagleConfig:
     """The shape of a published drafter: from its tensors, and what they do not say from config.json or the target."""
-    shapes, config = source.shapes(), source.config
-    dim = shapes["fc.weight"][0]
-    heads = int(config.get("num_attention_heads") or target.decoder.config.heads)
-    keys = shapes["layers.0.self_attn.k_proj.weight"][0]
-    return EagleConfig(
-        dim=dim,
-        heads=heads,
-        hidden=shapes["layers.0.mlp.up_proj.weight"][0],
-        layers=1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers.")),
-        bias="fc.bias" in shapes,
-        first_norm="layers.0.input_layernorm.weight" in shapes,
-        final_norm="norm.weight" in shapes,
-        kv_heads=keys * heads // dim,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        qk_norm=NORM in shapes,
-    )
+    shapes, said = source.shapes(), config_as(Published, source.config, source.path)
+    dim = source.shape("fc.weight", 2)[0]
+    heads = said.num_attention_heads or target.decoder.config.heads
+    config = {
+        "dim": dim,
+        "heads": heads,
+        "hidden": source.shape("layers.0.mlp.up_proj.weight", 2)[0],
+        "layers": source.layers(),
+        "bias": "fc.bias" in shapes,
+        "first_norm": "layers.0.input_layernorm.weight" in shapes,
+        "final_norm": "norm.weight" in shapes,
+        "kv_heads": source.shape("layers.0.self_attn.k_proj.weight", 2)[0] * heads // dim,
+        "norm_eps": said.rms_norm_eps,
+        "qk_norm": NORM in shapes,
+    }
+    return config_as(EagleConfig, config, source.path)

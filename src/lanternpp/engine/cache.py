@@ -9,7 +9,7 @@ from torch import Tensor
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.types import Nodes
 
-TILES = torch.cpu._is_amx_tile_supported()
+TILES = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()  # a private probe, which may go away
 
 
 class Cache:

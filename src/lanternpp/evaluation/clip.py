@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from lanternpp.errors import InputError
-from lanternpp.targets.text import quiet
+from lanternpp.targets.text import quiet, reason
 
 USUAL = "openai/clip-vit-base-patch32"
 
@@ -28,19 +28,18 @@ class Clip:
 
         try:
             with quiet():
-                kind = AutoConfig.from_pretrained(name).model_type
+                kind = AutoConfig.from_pretrained(name, trust_remote_code=False).model_type
                 if kind != "clip":
                     raise InputError(
                         f"--clip {name} holds a model of type {kind}; give a CLIP, such as {USUAL}"
                     )
-                model = CLIPModel.from_pretrained(name, dtype=torch.float32)
-                processor = CLIPProcessor.from_pretrained(name)
+                model = CLIPModel.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
+                processor = CLIPProcessor.from_pretrained(name, trust_remote_code=False)
         except InputError:
             raise
-        except (OSError, ValueError, ImportError, TypeError) as error:
-            reason = " ".join(str(error).split())
+        except Exception as error:  # a damaged file makes the library raise anything
             raise InputError(
-                f"--clip {name} cannot be had ({reason[:160]}); "
+                f"--clip {name} cannot be had ({reason(error)[:160]}); "
                 f"give the folder of a CLIP model with its processor, or a hub id such as {USUAL}"
             ) from None
         return cls(model.eval().requires_grad_(False).to(device), processor, device)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,11 @@ from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
+from lanternpp.jsonfile import parse_json
 from lanternpp.nn import checkpoints
-from lanternpp.nn.configs import config_as
+from lanternpp.nn.configs import StageBlocks, Stages, Width, Words, config_as
+from lanternpp.nn.sources import SAME, Source, blank
+from lanternpp.schema import Between, checked
 
 JUDGE = "judge"  # the part of a model folder
 REFERENCE = "reference.safetensors"
@@ -29,16 +33,14 @@ REFERENCE = "reference.safetensors"
 class JudgeConfig:
     """Shape of a judge. Every stage halves the sides of the one before; the stem does so too."""
 
-    labels: tuple[str, ...]
-    words: tuple[str, ...] = ()  # of the captions
-    size: int = 128  # pixels of a picture's side
-    stem: int = 24  # channels
-    channels: tuple[int, ...] = (48, 96, 128)  # of the stages; the last is the number of features
-    blocks: tuple[int, ...] = (1, 2, 2)
+    labels: Words
+    words: Words = ()  # of the captions
+    size: Annotated[int, Between(1, 1 << 12)] = 128  # pixels of a picture's side
+    stem: Width = 24  # channels
+    channels: Stages = (48, 96, 128)  # of the stages; the last is the number of features
+    blocks: StageBlocks = (1, 2, 2)
 
     def __post_init__(self) -> None:
-        for name in ("labels", "words", "channels", "blocks"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON gives lists
         if len(self.channels) != len(self.blocks):
             raise InputError("a judge's channels and blocks need one entry per stage each.")
         if len(self.labels) < 2:
@@ -106,8 +108,10 @@ def has_judge(folder: Path) -> bool:
 def read_judge(folder: Path, device: torch.device | str = "cpu") -> Judge:
     """The judge of a model folder, in float32. Raises InputError naming what is wrong with a file."""
     source = folder / JUDGE
-    judge = Judge(config_as(JudgeConfig, checkpoints.load_config(source), source))
-    checkpoints.load_into(judge, source)
+    config = config_as(JudgeConfig, checkpoints.load_config(source), source)
+    with blank(source):
+        judge = Judge(config)
+    Source.open(source / checkpoints.WEIGHTS).fill(judge, [SAME], torch.float32)
     judge.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return judge.eval().requires_grad_(False).to(device)
 
@@ -141,7 +145,8 @@ def read_reference(folder: Path, judge: nn.Module) -> Reference:
     try:
         with safe_open(path, framework="pt") as file:
             note, features = file.metadata() or {}, file.get_tensor("features").float()
-        texts = tuple(json.loads(note.get("texts", "[]")))
+        checkpoints.check_finite("features", features, path)
+        texts = checked("texts", parse_json(note.get("texts", "[]"), "texts"), tuple[str, ...])
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({error}); give --reference DIR") from None
     if note.get("judge") != fingerprint(judge):

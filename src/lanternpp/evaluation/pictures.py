@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from lanternpp.errors import InputError
+from lanternpp.jsonfile import LINES, parse_json, read_text
 from lanternpp.picture import squarest
 
 SUFFIXES = frozenset((".webp", ".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff"))
@@ -160,11 +160,11 @@ def read_captions(folder: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     captions = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_text(path, "save it as UTF-8", LINES).splitlines(), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line, "it")
             captions[str(row["file_name"])] = str(row.get("text") or "")
         except (ValueError, TypeError, KeyError, AttributeError):
             raise InputError(f"{path}, line {number}, is no JSON object with a file_name") from None

@@ -19,10 +19,12 @@ import torch
 
 from lanternpp.errors import InputError
 from lanternpp.evaluation.stopwatch import Stopwatch
+from lanternpp.jsonfile import LINES, parse_json, read_object, read_text
 from lanternpp.methods import check_method
 from lanternpp.nn import checkpoints
 from lanternpp.picture import save_png
 from lanternpp.pipeline import Pipeline, Result, versions
+from lanternpp.schema import checked
 from lanternpp.settings import DIALS
 
 RUN, TURNS, PICTURES = "run.json", "turns.jsonl", "pictures"
@@ -217,7 +219,7 @@ def begin(folder: Path, run: dict[str, Any], resume: bool) -> None:
         raise InputError(
             f"{folder} holds a run already; go on with it by --resume, or choose another folder with -o"
         )
-    old = json.loads(path.read_text(encoding="utf-8"))
+    old = read_object(path, "choose another folder with -o")
     differing = list(differences(old, run))
     if differing:
         raise InputError(
@@ -241,8 +243,16 @@ def read_turns(folder: Path) -> list[Turn]:
     path = folder / TURNS
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
+    remedy = "choose another folder with -o"
+    text = read_text(path, remedy, LINES)
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         checkpoints.write_text(path, whole)
-    return [Turn(**json.loads(line)) for line in whole.splitlines()]
+    turns = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        at = f"{path}, line {number},"
+        try:
+            turns.append(checked("its turn", parse_json(line, at, remedy), Turn))
+        except InputError as error:
+            raise InputError(f"{at} is damaged ({error}): {remedy}") from None
+    return turns

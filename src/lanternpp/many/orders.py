@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lanternpp.errors import InputError
+from lanternpp.jsonfile import parse_json
 from lanternpp.names import picture_name
 from lanternpp.picture import notes, png_notes
 
@@ -90,8 +90,8 @@ def _deciding(told: Mapping[str, str]) -> dict[str, Any]:
     """The notes that decide a picture, by name."""
     found: dict[str, Any] = {key: told.get(key) for key in ("prompt", "seed", "images", "model")}
     try:
-        settings = json.loads(told.get("settings", "{}"))
-    except ValueError:
+        settings = parse_json(told.get("settings", "{}"), "the settings")
+    except InputError:
         settings = None
     for key, value in settings.items() if isinstance(settings, dict) else ():
         if key not in NOT_DECIDING:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import hashlib
 import json
+import math
 import os
-import pickle
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -20,7 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.nn.stores import STORES, Store, pack, unpack
+from lanternpp.jsonfile import read_object
+from lanternpp.nn.pickled import read_pt as read_pt
+from lanternpp.nn.stores import STORES, Store, check_scales, pack, unpack
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -65,13 +66,7 @@ def load_config(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise InputError(f"{path} is missing: {folder} is no model folder, or its training never ended.")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not valid JSON ({error}): restore it from its source.") from None
-    if not isinstance(config, dict):
-        raise InputError(f"{path} holds a {type(config).__name__}, where a JSON object is expected.")
-    return config
+    return read_object(path)
 
 
 def load_into(module: nn.Module, folder: str | Path, dtype: torch.dtype | None = None) -> None:
@@ -94,6 +89,11 @@ def fill(
         for name, tensor in own.items()
         if name in tensors and tensors[name].shape != tensor.shape
     ]
+    faults += [
+        fault
+        for name, tensor in own.items()
+        if name in tensors and (fault := unlike(name, tensors[name], tensor))
+    ]
     if faults:
         more = f", and {len(faults) - 10} more" if len(faults) > 10 else ""
         raise InputError(f"{source} does not fit {type(module).__name__}: {', '.join(faults[:10])}{more}.")
@@ -107,30 +107,35 @@ def read_safetensors(path: str | Path) -> dict[str, Tensor]:
         raise InputError(f"{path} is missing: a model folder holds {CONFIG} and {WEIGHTS}.")
     try:
         with safe_open(path, framework="pt") as file:
-            return unpack({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (not a dict)
+            packed = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} is truncated or no safetensors file ({error}): fetch it again.") from None
+    check_scales(packed, path)
+    tensors = unpack(packed)
+    for name, tensor in tensors.items():
+        check_finite(name, tensor, path)
+    return tensors
 
 
-def read_pt(path: str | Path, mmap: bool = False) -> dict[str, Any]:
-    """A `.pt` checkpoint holding tensors and plain containers; a pickle that would run code is refused.
+def check_finite(name: str, tensor: Tensor, source: str | Path) -> None:
+    """InputError where a tensor of weights holds NaN or infinity; one pass, cheaper than the copy that follows."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    ends = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
+    if not all(map(math.isfinite, (ends.min.item(), ends.max.item()))):
+        raise InputError(
+            f"{source}: {name} holds NaN or infinity, so nothing can be drawn with it: fetch it again."
+        )
 
-    mmap: tensors lie over a mapping of the file. A training script's own options (argparse) may be in it.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise InputError(f"{path} is missing.")
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except pickle.UnpicklingError:
-        raise InputError(f"{path} could run code: convert it to safetensors.") from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{path} is truncated or no torch checkpoint ({reason}): fetch it again.") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{path} holds a {type(content).__name__}, where a dict of tensors is expected.")
-    return content
+
+def unlike(name: str, given: Tensor, own: Tensor) -> str:
+    """What is wrong with the kind of numbers that a tensor holds for its place; empty where nothing is."""
+    if given.is_floating_point() == own.is_floating_point() and given.is_complex() == own.is_complex():
+        return ""
+    kind = str(given.dtype).removeprefix("torch.")
+    return (
+        f"{name} holds {kind} where {'weights' if own.is_floating_point() else 'whole numbers'} are expected"
+    )
 
 
 def write_pt(path: str | Path, content: Mapping[str, Any]) -> None:

@@ -1,15 +1,37 @@
-"""A config file's fields as a frozen dataclass."""
+"""A config file's fields as a frozen dataclass, whose annotations are the schema: see `lanternpp.schema`.
+
+The ranges here are far beyond any published model and far below what a machine cannot make.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from lanternpp.errors import InputError
+from lanternpp.schema import Between, Length, made
 
 T = TypeVar("T")
+
+Width = Annotated[int, Between(1, 1 << 16)]  # channels
+Hidden = Annotated[int, Between(1, 1 << 18)]  # channels within a feed-forward layer
+Layers = Annotated[int, Between(1, 512)]
+Heads = Annotated[int, Between(1, 1024)]
+HeadDim = Annotated[int, Between(0, 512)]  # 0: the width shared among the heads
+Codes = Annotated[int, Between(1, 1 << 20)]  # of a codebook or of a vocabulary of text
+Grid = Annotated[int, Between(1, 128)]  # codes of an image's side
+Slots = Annotated[int, Between(1, 4096)]  # of a prompt
+Positions = Annotated[int, Between(1, 1 << 24)]
+Epsilon = Annotated[float, Between(0, 1)]
+RopeBase = Annotated[float, Between(1, 1e12)]
+Share = Annotated[float, Between(0, 1)]
+Size = Annotated[str, Length(1, 20)]  # of a picture, as "768x512"
+Prompt = Annotated[str, Length(0, 10_000)]
+Words = Annotated[tuple[Annotated[str, Length(0, 200)], ...], Length(0, 1 << 16)]
+Stages = Annotated[tuple[Annotated[int, Between(1, 1 << 13)], ...], Length(1, 8)]  # channels, or times them
+Blocks = Annotated[int, Between(0, 64)]  # of a stage
+StageBlocks = Annotated[tuple[Blocks, ...], Length(1, 8)]
 
 
 def config_as(kind: type[T], config: Mapping[str, Any], source: Path) -> T:
@@ -17,17 +39,7 @@ def config_as(kind: type[T], config: Mapping[str, Any], source: Path) -> T:
 
     Raises InputError where a field without a default is missing or a value cannot be used.
     """
-    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    missing = [
-        name
-        for name, f in fields.items()
-        if name not in config
-        and f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise InputError(f"{source}: config.json lacks {', '.join(missing)}; it is not a {kind.__name__}")
     try:
-        return kind(**{name: config[name] for name in fields if name in config})
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{source}: config.json cannot be used: {error}") from None
+        return made(kind, config)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise InputError(f"{source}: config.json: {error}") from None

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lanternpp.nn.configs import Epsilon, HeadDim, Heads, Hidden, Layers, Share, Width
 from lanternpp.nn.rope import rotate
 from lanternpp.types import Nodes
 
@@ -28,16 +29,16 @@ class Memory(Protocol):
 class DecoderConfig:
     """The shape of a decoder; a family is a row of these."""
 
-    dim: int
-    layers: int
-    heads: int
-    hidden: int
-    kv_heads: int | None = None
-    norm_eps: float = 1e-5
+    dim: Width
+    layers: Layers
+    heads: Heads
+    hidden: Hidden
+    kv_heads: Heads | None = None
+    norm_eps: Epsilon = 1e-5
     final_norm: bool = True
     first_norm: bool = True
-    dropout: float = 0.0
-    head_dim: int = 0  # channels of one head; 0: dim / heads
+    dropout: Share = 0.0
+    head_dim: HeadDim = 0  # channels of one head; 0: dim / heads
     qk_norm: bool = False  # a LayerNorm over each head of queries and keys, before they are turned
     norm_after: bool = False  # normalise what a sublayer returns, not what it is given (Swin v2, 2111.09883)
     attention_bias: bool = False
@@ -46,6 +47,11 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.dim // self.heads)
+        if self.heads % self.groups or self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(
+                f"{self.heads} heads over {self.groups} of keys, {self.head_dim} channels each: heads come in whole "
+                "groups, and their channels in pairs"
+            )
 
     @property
     def groups(self) -> int:
@@ -132,6 +138,11 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderConfig, turns: Tensor):
         super().__init__()
+        if turns.shape[-1] != config.head_dim:
+            raise ValueError(
+                f"heads of {config.head_dim} channels where the rotations have {turns.shape[-1]}; a drafter's are its "
+                "target's, and on a grid they come in fours"
+            )
         self.config = config
         self.blocks = nn.ModuleList(Block(config, first=i == 0) for i in range(config.layers))
         self.norm = Norm(config.dim, config.norm_eps) if config.final_norm else nn.Identity()

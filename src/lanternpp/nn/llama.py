@@ -6,55 +6,89 @@ Queries and keys lie half against half there, as `rotate` has them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lanternpp.errors import InputError
+from lanternpp.nn.configs import (
+    Codes,
+    Epsilon,
+    HeadDim,
+    Heads,
+    Hidden,
+    Layers,
+    Positions,
+    RopeBase,
+    Width,
+    config_as,
+)
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.sources import Rename
 
-FIELDS = {
-    "dim": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "hidden": "intermediate_size",
-}
+
+@dataclass(frozen=True)
+class Rope:
+    """How a config describes its rotations: `rope_parameters` today, `rope_scaling` before."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: RopeBase | None = None
 
 
-def field(config: Mapping[str, Any], name: str, source: Path) -> Any:
-    """A field of a config.json; InputError where it is missing or null."""
-    value = config.get(name)
-    if value is None:
-        raise InputError(f"{source}: config.json lacks {name}; fetch it again from the model's repository")
-    return value
+@dataclass(frozen=True)
+class LlamaFields:
+    """The fields of a config.json that describe a decoder, as transformers names them."""
+
+    hidden_size: Width
+    num_hidden_layers: Layers
+    num_attention_heads: Heads
+    intermediate_size: Hidden
+    rms_norm_eps: Epsilon
+    vocab_size: Codes
+    max_position_embeddings: Positions
+    num_key_value_heads: Heads | None = None
+    head_dim: HeadDim | None = None
+    hidden_act: str = "silu"
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    rope_theta: RopeBase | None = None
+    rope_parameters: Rope | None = None
+    rope_scaling: Rope | None = None
+
+    def decoder(self, source: Path, **more: Any) -> DecoderConfig:
+        """The decoder's shape; `more` are fields that its family adds. InputError where it cannot be made."""
+        if self.hidden_act != "silu":
+            raise InputError(f"{source}: hidden_act {self.hidden_act!r} is not supported; silu is")
+        shape = {
+            "dim": self.hidden_size,
+            "layers": self.num_hidden_layers,
+            "heads": self.num_attention_heads,
+            "hidden": self.intermediate_size,
+            "kv_heads": self.num_key_value_heads or self.num_attention_heads,
+            "head_dim": self.head_dim or 0,
+            "norm_eps": self.rms_norm_eps,
+            "attention_bias": bool(self.attention_bias),
+            "ffn_bias": bool(self.mlp_bias),
+        }
+        return config_as(DecoderConfig, shape | more, source)
+
+    def rope_base(self, source: Path, default: float = 10000.0) -> float:
+        """The base of the rotations. InputError where they are not the plain ones."""
+        rope = self.rope_parameters or self.rope_scaling or Rope()
+        kind = rope.rope_type or rope.type or "default"
+        if kind != "default":
+            raise InputError(
+                f"{source}: rotary embeddings of type {kind!r} are not supported; plain ones are"
+            )
+        return rope.rope_theta or self.rope_theta or default
 
 
-def decoder_config(config: Mapping[str, Any], source: Path, **more: Any) -> DecoderConfig:
-    """The decoder a config.json describes; `more` are fields that its family adds."""
-    act = config.get("hidden_act", "silu")
-    if act != "silu":
-        raise InputError(f"{source}: hidden_act {act!r} is not supported; silu is")
-    given: dict[str, Any] = {ours: int(field(config, theirs, source)) for ours, theirs in FIELDS.items()}
-    return DecoderConfig(
-        **given,
-        kv_heads=int(config.get("num_key_value_heads") or given["heads"]),
-        head_dim=int(config.get("head_dim") or 0),
-        norm_eps=float(field(config, "rms_norm_eps", source)),
-        attention_bias=bool(config.get("attention_bias")),
-        ffn_bias=bool(config.get("mlp_bias")),
-        **more,
-    )
-
-
-def rope_base(config: Mapping[str, Any], source: Path, default: float = 10000.0) -> float:
-    """The base of the rotations, as older (`rope_theta`) and newer (`rope_parameters`) configs write it."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise InputError(f"{source}: rotary embeddings of type {kind!r} are not supported; plain ones are")
-    return float(rope.get("rope_theta") or config.get("rope_theta") or default)
+def fields(config: Mapping[str, Any], source: Path, **defaults: Any) -> LlamaFields:
+    """The decoder's part of a config.json; null is what is left out. InputError names a field that cannot be used."""
+    return config_as(LlamaFields, defaults | {k: v for k, v in config.items() if v is not None}, source)
 
 
 def llama_rules(

@@ -13,15 +13,15 @@ def grid_table(prefix: int, grid: int, head_dim: int, base: float = 10000.0) -> 
     """2-D table over a grid of codes, [prefix + grid * grid, 2, head_dim], for `rotate`.
 
     The first half of the frequency pairs turns with the row, the second with the column.
-    Prefix slots are not turned at all.
+    Prefix slots are not turned at all. On the CPU, as `line_table`.
     """
     quarter = head_dim // 4
-    freq = base ** -(torch.arange(quarter, dtype=torch.float64) / quarter)
-    line = torch.arange(grid, dtype=torch.float64)[:, None] * freq  # [grid, quarter]
+    freq = base ** -(torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter)
+    line = torch.arange(grid, dtype=torch.float64, device="cpu")[:, None] * freq  # [grid, quarter]
     row = line[:, None].expand(grid, grid, quarter)
     column = line[None].expand(grid, grid, quarter)
     angle = torch.cat((row, column), -1).reshape(grid * grid, 2 * quarter)
-    angle = torch.cat((torch.zeros(prefix, 2 * quarter, dtype=torch.float64), angle))
+    angle = torch.cat((torch.zeros(prefix, 2 * quarter, dtype=torch.float64, device="cpu"), angle))
     return angle_table(angle)
 
 

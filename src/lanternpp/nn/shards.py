@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,11 +13,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import read_pt
+from lanternpp.jsonfile import read_json
+from lanternpp.nn.pickled import is_zipped, read_pt
 
 SAFE = ".safetensors"
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 INDEX = ".index.json"
+MOST, LONGEST = 100_000, 500  # tensors of a file, characters of a tensor's name
+DEEPEST = 4  # dicts in each other around the weights of a training script's checkpoint
 INSIDE = ("model", "module", "state_dict", "ema")  # where a training script's checkpoint keeps its weights
 NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
 DTYPES = {
@@ -35,6 +37,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+SPREAD = 1 << 24  # bytes of a tensor that may repeat fewer bytes of its file
 
 Get = Callable[[str], Tensor]
 
@@ -62,7 +66,8 @@ class SafeShard(Shard):
     def metas(self) -> dict[str, Tensor]:
         """From the header alone."""
         with self._open() as file:
-            return {name: self._meta(name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+            names = check_names(list(file.keys()), self.path)
+            return {name: self._meta(name, file.get_slice(name)) for name in names}
 
     @contextmanager
     def opened(self) -> Iterator[Get]:
@@ -76,7 +81,12 @@ class SafeShard(Shard):
             raise InputError(
                 f"{self.path}: {name} is stored as {kind}; convert it to one of {', '.join(DTYPES)}."
             )
-        return torch.empty(piece.get_shape(), dtype=DTYPES[kind], device="meta")
+        try:
+            return torch.empty(piece.get_shape(), dtype=DTYPES[kind], device="meta")
+        except (RuntimeError, TypeError):  # dimensions that no tensor has
+            raise InputError(
+                f"{self.path}: {name} has the shape {piece.get_shape()}: fetch it again."
+            ) from None
 
     @contextmanager
     def _open(self) -> Iterator[Any]:
@@ -102,21 +112,43 @@ class PickledShard(Shard):
         yield self._tensors().__getitem__
 
     def _tensors(self) -> dict[str, Tensor]:
-        with self.path.open("rb") as file:
-            zipped = file.read(2) == b"PK"
-        found = weights_of(read_pt(self.path, mmap=zipped))
+        found = weights_of(read_pt(self.path, mmap=is_zipped(self.path)))
         if not found:
             raise InputError(f"{self.path} holds no named tensors, at the top or under {', '.join(INSIDE)}.")
+        check_names(list(found), self.path)
+        for name, tensor in found.items():
+            if (
+                type(tensor) is not Tensor
+                or tensor.layout != torch.strided
+                or tensor.is_quantized
+                or tensor.is_meta
+            ):
+                raise InputError(f"{self.path}: {name} is no plain tensor of numbers; convert it to one.")
+            if tensor.nbytes > max(tensor.untyped_storage().nbytes(), SPREAD):
+                raise InputError(
+                    f"{self.path}: {name} says that it is larger than what the file holds of it."
+                )
         return found
 
 
-def weights_of(content: Mapping[str, Any]) -> dict[str, Tensor]:
+def weights_of(content: Mapping[str, Any], deepest: int = DEEPEST) -> dict[str, Tensor]:
     """The named tensors of a checkpoint: those at the top, or those under a usual name."""
-    for key in INSIDE:
+    for key in INSIDE if deepest else ():
         inner = content.get(key)
-        if isinstance(inner, Mapping) and (found := weights_of(inner)):
+        if isinstance(inner, Mapping) and (found := weights_of(inner, deepest - 1)):
             return found
-    return {str(name): value.detach() for name, value in content.items() if isinstance(value, Tensor)}
+    named = ((name, value) for name, value in content.items() if isinstance(name, str))
+    return {name: value.detach() for name, value in named if isinstance(value, Tensor)}
+
+
+def check_names(names: list[str], path: Path) -> list[str]:
+    """The names of a file's tensors; InputError where they are too many or too long to be a model's."""
+    longest = max(map(len, names), default=0)
+    if len(names) > MOST or longest > LONGEST:
+        raise InputError(
+            f"{path} holds {len(names)} tensors with names of up to {longest} characters; at most {MOST} of {LONGEST} are read."
+        )
+    return names
 
 
 def shard(path: Path) -> Shard:
@@ -159,11 +191,17 @@ def only(folder: Path, files: list[Path]) -> Path:
 
 def indexed(index: Path) -> list[Shard]:
     """The shards that an index lists; InputError where one is missing."""
-    try:
-        table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(table.values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise InputError(f"{index} is no index of shards: restore it from its source.") from None
+    content = read_json(index)
+    table = content.get("weight_map") if isinstance(content, dict) else None
+    files = list(table.values()) if isinstance(table, dict) else []
+    if not files or not all(isinstance(name, str) and 0 < len(name) <= LONGEST // 2 for name in files):
+        raise InputError(f"{index} is no index of shards: restore it from its source.")
+    names = sorted(set(files))
+    outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
+    if outside:
+        raise InputError(
+            f"{index} lists {outside[0]!r}, which is not in its folder: restore it from its source."
+        )
     gone = [name for name in names if not (index.parent / name).is_file()]
     if gone:
         more = f", and {len(gone) - 10} more" if len(gone) > 10 else ""

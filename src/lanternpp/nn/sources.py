@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import CONFIG, load_config
+from lanternpp.nn.checkpoints import CONFIG, check_finite, load_config, unlike
 from lanternpp.nn.shards import Shard, shards
-from lanternpp.nn.stores import SCALE, is_scale, meant, restored, scaled
+from lanternpp.nn.stores import SCALE, check_scales, is_scale, meant, restored, scaled
 
 CHUNK = 1 << 26  # bytes read before a file is opened anew, which lets go of what was read
 
@@ -107,10 +107,21 @@ class Undrawn(TorchFunctionMode):
 
 
 @contextmanager
-def blank() -> Iterator[None]:
-    """Modules made within have shapes and no weights, for `Source.fill`."""
-    with torch.device("meta"), Undrawn():
-        yield
+def blank(config_of: Path | None = None) -> Iterator[None]:
+    """Modules made within have shapes and no weights, for `Source.fill`.
+
+    config_of: where their config was read; InputError names it where no network can be made of it.
+    """
+    try:
+        with torch.device("meta"), Undrawn():
+            yield
+    except InputError:
+        raise
+    except (ValueError, RuntimeError, ArithmeticError) as error:
+        if config_of is None:
+            raise
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{config_of}: no network has the sizes of its config.json: {reason}") from error
 
 
 class Source:
@@ -144,6 +155,7 @@ class Source:
     def metas(self) -> dict[str, Tensor]:
         """Every tensor's shape and dtype on the meta device; one of fewer bits and its scale are one of float32."""
         found = {name: meta for file in self._files for name, meta in file.metas().items()}
+        check_scales(found, self.path)
         return {
             name: meant(meta) if scaled(name, found) else meta
             for name, meta in found.items()
@@ -154,6 +166,20 @@ class Source:
         """Names and shapes, read from headers."""
         return {name: tuple(meta.shape) for name, meta in self.metas.items()}
 
+    def shape(self, name: str, dims: int) -> tuple[int, ...]:
+        """The shape of a tensor that must be there, of so many dimensions, none of them empty. InputError."""
+        found = self.shapes().get(name)
+        if found is None:
+            raise InputError(f"{self.path} lacks {name}: it is another model's, or a part of one.")
+        if len(found) != dims or 0 in found:
+            raise InputError(f"{self.path}: {name} is {found} where {dims} dimensions are expected.")
+        return found
+
+    def layers(self, prefix: str = r"layers\.") -> int:
+        """How many layers there are, by the highest number behind `prefix`, a regular expression."""
+        numbers = (re.match(rf"{prefix}(\d{{1,6}})\.", name) for name in self.metas)
+        return 1 + max((int(found[1]) for found in numbers if found), default=-1)
+
     def fill(
         self,
         module: nn.Module,
@@ -161,13 +187,15 @@ class Source:
         dtype: torch.dtype,
         skip: Sequence[str] = (),
         device: torch.device | str = "cpu",
+        lacking: Collection[str] = (),
     ) -> None:
         """Put the checkpoint into `module`: parameters in `dtype`, buffers in their own, on `device`.
 
-        skip: patterns of upstream names that have no place in ours. Raises InputError that lists what is
-        missing, unexpected or misshaped, at most ten of them.
+        skip: patterns of upstream names that have no place in ours. lacking: names of ours that no checkpoint has,
+        which are left as they are. Raises InputError that lists what is missing, unexpected, misshaped or of the wrong
+        kind of number, at most ten of them, and names a tensor with a value that is no finite number.
         """
-        wanted = module.state_dict()
+        wanted = {name: own for name, own in module.state_dict().items() if name not in lacking}
         kept = {name for name, _ in module.named_buffers()}
         pieces, faults = self._plan(wanted, rules, skip)
         if faults:
@@ -183,8 +211,9 @@ class Source:
                     kind = own.dtype if piece.ours in kept or not own.is_floating_point() else dtype
                     filled[piece.ours] = torch.empty(own.shape, dtype=kind, device=device)
                 piece.place(filled[piece.ours]).copy_(piece.rule.apply(tensor))
-        module.load_state_dict(filled, assign=True)
-        left = [name for name, x in [*module.named_parameters(), *module.named_buffers()] if x.is_meta]
+        module.load_state_dict(filled, strict=not lacking, assign=True)
+        every = [*module.named_parameters(), *module.named_buffers()]
+        left = [name for name, tensor in every if tensor.is_meta and name not in lacking]
         if left:
             raise RuntimeError(f"{type(module).__name__} was made without {', '.join(left)}")
 
@@ -238,7 +267,10 @@ class Source:
         with file.opened() as get:
             for name in names:
                 tensor = get(name)
-                yield name, restored(tensor, get(name + SCALE)) if scaled(name, metas) else tensor
+                if scaled(name, metas):
+                    tensor = restored(tensor, get(name + SCALE))
+                check_finite(name, tensor, file.path)
+                yield name, tensor
 
 
 def misfit(piece: Piece, meta: Tensor, own: Tensor) -> str:
@@ -247,10 +279,9 @@ def misfit(piece: Piece, meta: Tensor, own: Tensor) -> str:
     try:
         given, place = piece.rule.apply(meta), piece.place(own)
     except (RuntimeError, IndexError) as error:
-        return f"{piece.upstream} is {tuple(meta.shape)}, which {piece.rule.change} cannot take ({str(error).splitlines()[0]})"
+        change = f"{piece.rule.change} cannot take ({str(error).splitlines()[0]})"
+        return f"{piece.upstream} is {tuple(meta.shape)}, which {change}"
     if given.shape != place.shape:
         gives = "" if given.shape == meta.shape else f", which gives {tuple(given.shape)}"
         return f"{piece.upstream} is {tuple(meta.shape)}{gives} where {tuple(place.shape)} is expected"
-    if own.is_floating_point() and not meta.is_floating_point():
-        return f"{piece.upstream} holds {str(meta.dtype).removeprefix('torch.')} where weights are expected"
-    return ""
+    return unlike(piece.upstream, meta, own)

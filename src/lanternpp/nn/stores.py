@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from lanternpp.errors import InputError
 
 Store = Literal["float32", "bfloat16", "int8", "int6"]
 STORES: tuple[str, ...] = get_args(Store)
@@ -54,6 +57,25 @@ def scaled(name: str, tensors: Mapping[str, Tensor]) -> bool:
 def is_scale(name: str, tensors: Mapping[str, Tensor]) -> bool:
     """Whether a tensor is the scale of another."""
     return name.endswith(SCALE) and scaled(name.removesuffix(SCALE), tensors)
+
+
+def check_scales(tensors: Mapping[str, Tensor], source: Path) -> None:
+    """InputError where a scale does not go with its tensor; shapes alone are looked at."""
+    for name, tensor in tensors.items():
+        if not scaled(name, tensors):
+            continue
+        scale, narrow = tensors[name + SCALE], tensor.dtype == torch.uint8
+        rows = 0 if tensor.ndim < 2 else 4 * tensor.shape[1] if narrow else tensor.shape[0]
+        if (
+            not rows
+            or (narrow and len(tensor) != 3)
+            or scale.shape != (rows,)
+            or not scale.is_floating_point()
+        ):
+            raise InputError(
+                f"{source}: {name} is {tuple(tensor.shape)} and its scale {tuple(scale.shape)}, which do not go together: "
+                "fetch it again."
+            )
 
 
 def restored(tensor: Tensor, scale: Tensor) -> Tensor:

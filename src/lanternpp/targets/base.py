@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -31,27 +28,12 @@ class PromptWarning(UserWarning):
     """A part of the prompt that the model cannot follow."""
 
 
-_collected: ContextVar[list[str] | None] = ContextVar("prompt_warnings", default=None)
-
-
-@contextmanager
-def prompt_warnings() -> Iterator[list[str]]:
-    """Collects the warnings of prompts that are read in this block, in place of Python's; other threads keep theirs."""
-    found: list[str] = []
-    token = _collected.set(found)
-    try:
-        yield found
-    finally:
-        _collected.reset(token)
-
-
-def warn_of_prompt(sentence: str) -> None:
-    """For targets: a PromptWarning, or one more sentence for the block that collects them."""
-    found = _collected.get()
-    if found is None:
-        warnings.warn(sentence, PromptWarning, stacklevel=3)
-    else:
-        found.append(sentence)
+def check_codes(target: Path, speaks: int, tokenizer: Path, has: int) -> None:
+    """InputError unless a tokenizer has as many codes as its target speaks."""
+    if speaks != has:
+        raise InputError(
+            f"{target} speaks {speaks} codes and the tokenizer {tokenizer} has {has}; use the one it was trained with"
+        )
 
 
 class Target(nn.Module, ABC):

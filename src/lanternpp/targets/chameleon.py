@@ -18,22 +18,24 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Literal, Self
 
 import torch
 from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.nn import llama
-from lanternpp.nn.configs import config_as
+from lanternpp.nn.configs import Codes, Positions, RopeBase, Size, config_as
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.sources import SAME, Rename, Source, blank
 from lanternpp.nn.stores import Store
+from lanternpp.schema import Between
+from lanternpp.targets.base import check_codes
 from lanternpp.targets.language import Raster, TokenTarget, language_rules
 from lanternpp.targets.tokens import Text, first_code
 from lanternpp.vq.layouts import TAMING, read_vqgan
 from lanternpp.vq.llamagen import read_tokenizer, save_tokenizer
-from lanternpp.vq.vqgan import VQGAN, VQGANConfig
+from lanternpp.vq.vqgan import VQGAN, PublishedVQ, VQGANConfig
 
 PATCH, STEP = 16, 2  # pixels of a code's side; codes of a step of the size
 BEGIN, END_OF_TURN, DRAW, ROW_END = "<s>", "<reserved08706>", "<racm3:break>", "<reserved08799>"
@@ -69,16 +71,11 @@ class ChameleonConfig:
 
     shape: DecoderConfig
     vq: VQGANConfig
-    dialect: str
-    tokens: int  # of the vocabulary that codes are part of
-    positions: int
-    base: float  # of the rotations
-    size: str  # pixels: WIDTHxHEIGHT, or the side of a square
-
-    def __post_init__(self) -> None:
-        for name, kind in (("shape", DecoderConfig), ("vq", VQGANConfig)):
-            if isinstance(getattr(self, name), dict):  # JSON gives dicts
-                object.__setattr__(self, name, kind(**getattr(self, name)))
+    dialect: Literal["anole", "lumina"]
+    tokens: Codes  # of the vocabulary that codes are part of
+    positions: Positions
+    base: RopeBase  # of the rotations
+    size: Size  # pixels: WIDTHxHEIGHT, or the side of a square
 
     @property
     def raster(self) -> Raster:
@@ -90,6 +87,15 @@ class ChameleonConfig:
     def pixels(self) -> str:
         """The size as WIDTHxHEIGHT."""
         return f"{self.raster.columns * PATCH}x{self.raster.rows * PATCH}"
+
+
+@dataclass(frozen=True)
+class Published:
+    """What else a config.json in transformers' layout says."""
+
+    vq_config: PublishedVQ | None = None
+    swin_norm: bool | None = None
+    size: Size | Annotated[int, Between(1, 1 << 16)] | None = None
 
 
 class ChameleonTarget(TokenTarget):
@@ -130,7 +136,8 @@ class ChameleonTarget(TokenTarget):
             raise InputError(f"size {size} cannot be drawn; this model draws {config.pixels} pixels alone")
         config = replace(config, size=size)
         vq = read_vq(source, cls.beside(source), config.vq, dtype, device, ours)
-        with blank():
+        check_codes(source.path, config.vq.codes, cls.beside(source), len(vq.codebook))
+        with blank(source.path):
             target = cls(config, cls.text_of(source), vq)
         mapped, skip = ([SAME], ()) if ours else (rules(source, target), (VQ + ".*", r".*\.inv_freq"))
         source.fill(target, mapped, dtype, skip, device)
@@ -170,32 +177,21 @@ def image_token(code: int) -> str:
 
 def read_config(source: Source) -> ChameleonConfig:
     """The config of a checkpoint in transformers' layout."""
-    given, where = source.config, source.path
-    vq = given.get("vq_config") or {}
-    multiples = tuple(vq.get("channel_multiplier", (1, 1, 2, 2, 4)))
-    seeing = vq.get("attn_resolutions") or ()
-    resolution = vq.get("resolution", 512)
-    lumina = is_lumina(source)
+    where = source.path
+    given, said = llama.fields(source.config, where), config_as(Published, source.config, where)
+    vq, lumina = said.vq_config or PublishedVQ(), is_lumina(source)
     called = re.search(r"Lumina-mGPT-\d+B-(\d+)", str(where.resolve()))  # its config does not say
-    side = (called[1] if called else 768) if lumina else resolution
-    return ChameleonConfig(
-        shape=llama.decoder_config(given, where, qk_norm=True, norm_after=bool(given.get("swin_norm"))),
-        vq=VQGANConfig(
-            codes=vq.get("num_embeddings", 8192),
-            dim=vq.get("embed_dim", 256),
-            latent=vq.get("latent_channels", 256),
-            channels=vq.get("base_channels", 128),
-            multiples=multiples,
-            blocks=vq.get("num_res_blocks", 2) + 1,
-            attention=resolution >> len(multiples) - 1 in seeing,
-            unit=False,
-        ),
-        dialect="lumina" if lumina else "anole",
-        tokens=llama.field(given, "vocab_size", where),
-        positions=llama.field(given, "max_position_embeddings", where),
-        base=llama.rope_base(given, where),
-        size=str(given.get("size", side)),
-    )
+    side = (called[1] if called else 768) if lumina else vq.resolution
+    config = {
+        "shape": given.decoder(where, qk_norm=True, norm_after=bool(said.swin_norm)),
+        "vq": vq.shape(unit=False),
+        "dialect": "lumina" if lumina else "anole",
+        "tokens": given.vocab_size,
+        "positions": given.max_position_embeddings,
+        "base": given.rope_base(where),
+        "size": str(said.size or side),
+    }
+    return config_as(ChameleonConfig, config, where)
 
 
 def is_lumina(source: Source) -> bool:
@@ -211,11 +207,8 @@ def is_lumina(source: Source) -> bool:
 
 def norm_rows(source: Source) -> tuple[int, int]:
     """Rows of the norms of queries and of keys; InputError where there are none."""
-    shapes = source.shapes()
-    names = [f"model.layers.0.self_attn.{x}_norm.weight" for x in "qk"]
-    if any(name not in shapes for name in names):
-        raise InputError(f"{source.path} lacks {names[0]}; it is no Chameleon checkpoint, or a part of one")
-    return shapes[names[0]][0], shapes[names[1]][0]
+    queries, keys = (source.shape(f"model.layers.0.self_attn.{x}_norm.weight", 2)[0] for x in "qk")
+    return queries, keys
 
 
 def rules(source: Source, target: ChameleonTarget) -> list[Rename]:

@@ -8,7 +8,7 @@ is not wanted (baaivision/Emu3, image_generation.py, whose words these are, with
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from lanternpp.nn import llama
-from lanternpp.nn.configs import config_as
+from lanternpp.nn.configs import Codes, Positions, Prompt, RopeBase, Size, config_as
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.sources import SAME, Rename, Source, blank
 from lanternpp.nn.stores import Store
 from lanternpp.targets.language import Raster, TokenTarget, language_rules
 from lanternpp.targets.tokens import Text, first_code
-from lanternpp.vq.emu3 import Emu3Decoder, read_emu3, save_emu3
+from lanternpp.vq.emu3 import Emu3Decoder, Emu3VQConfig, read_emu3, save_emu3
 
 BEGIN, ROW_END = "<|extra_203|>", "<|extra_200|>"
 IMAGE, CODES = "<|image start|>", "<|image token|>"
@@ -40,17 +40,22 @@ class Emu3Config:
     """The shape of an Emu3."""
 
     shape: DecoderConfig
-    vq: Mapping[str, Any] = field(hash=False)  # as transformers' Emu3VQVAEConfig takes it
-    tokens: int  # of the vocabulary that codes are part of
-    positions: int
-    base: float  # of the rotations
-    size: str = SIZE  # pixels: WIDTHxHEIGHT, or the side of a square
-    wanted: str = WANTED  # follows every prompt
-    unwanted: str = UNWANTED  # what guidance leads away from
+    vq: Emu3VQConfig
+    tokens: Codes  # of the vocabulary that codes are part of
+    positions: Positions
+    base: RopeBase  # of the rotations
+    size: Size = SIZE  # pixels: WIDTHxHEIGHT, or the side of a square
+    wanted: Prompt = WANTED  # follows every prompt
+    unwanted: Prompt = UNWANTED  # what guidance leads away from
 
-    def __post_init__(self) -> None:
-        if isinstance(self.shape, dict):  # JSON gives dicts
-            object.__setattr__(self, "shape", DecoderConfig(**self.shape))
+
+@dataclass(frozen=True)
+class Published:
+    """The parts of a config.json in transformers' layout."""
+
+    text_config: Mapping[str, Any]
+    vq_config: Emu3VQConfig = Emu3VQConfig()  # noqa: RUF009 (it is frozen)
+    size: Size = SIZE
 
 
 class Emu3Target(TokenTarget):
@@ -89,7 +94,7 @@ class Emu3Target(TokenTarget):
         config = replace(config, size=str(source.given.get("size") or config.size))
         place = Source.open(cls.beside(source) / "tokenizer") if ours else source
         vq = read_emu3(place, None if ours else VQ, config.vq, dtype, device)
-        with blank():
+        with blank(source.path):
             target = cls(config, cls.text_of(source), vq)
         mapped, skip = ([SAME], ()) if ours else (rules(target), (VQ + ".*", r".*\.inv_freq"))
         source.fill(target, mapped, dtype, skip, device)
@@ -134,16 +139,18 @@ def visual_token(code: int) -> str:
 
 def read_config(source: Source) -> Emu3Config:
     """The config of a checkpoint in transformers' layout."""
-    language: dict[str, Any] = llama.field(source.config, "text_config", source.path)
-    vq = {k: v for k, v in (source.config.get("vq_config") or {}).items() if k != "model_type"}
-    return Emu3Config(
-        shape=llama.decoder_config(language, source.path),
-        vq=vq,
-        tokens=llama.field(language, "vocab_size", source.path),
-        positions=llama.field(language, "max_position_embeddings", source.path),
-        base=llama.rope_base(language, source.path, 1e6),
-        size=source.config.get("size", SIZE),
-    )
+    where = source.path
+    said = config_as(Published, source.config, where)
+    given = llama.fields(said.text_config, where)
+    config = {
+        "shape": given.decoder(where),
+        "vq": said.vq_config,
+        "tokens": given.vocab_size,
+        "positions": given.max_position_embeddings,
+        "base": given.rope_base(where, 1e6),
+        "size": said.size,
+    }
+    return config_as(Emu3Config, config, where)
 
 
 def rules(target: Emu3Target) -> list[Rename]:

@@ -9,24 +9,27 @@ generation_inference.py, which draws with guidance 5).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn import llama
-from lanternpp.nn.configs import config_as
+from lanternpp.nn.configs import Codes, Grid, Positions, RopeBase, config_as
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.sources import SAME, Rename, Source, blank
 from lanternpp.nn.stores import Store
+from lanternpp.schema import Between
+from lanternpp.targets.base import check_codes
 from lanternpp.targets.language import LanguageTarget, Raster, language_rules
 from lanternpp.targets.tokens import Text
 from lanternpp.vq.layouts import LLAMAGEN, TRANSFORMERS, Names, read_vqgan
 from lanternpp.vq.llamagen import read_tokenizer, save_tokenizer
-from lanternpp.vq.vqgan import VQGAN, VQGANConfig
+from lanternpp.vq.vqgan import VQGAN, PublishedVQ, VQGANConfig
 
 BEGIN, PAD, DRAW = "<｜begin▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>"  # noqa: RUF001
 TURN = "<|User|>: {prompt}\n\n<|Assistant|>:"
@@ -76,16 +79,31 @@ class JanusConfig:
 
     shape: DecoderConfig
     vq: VQGANConfig
-    tokens: int  # of the text vocabulary
-    positions: int
-    base: float  # of the rotations
-    grid: int = 24  # codes of an image's side
-    head_width: int = 0  # between the two layers of the head; 0: the width of the model
+    tokens: Codes  # of the text vocabulary
+    positions: Positions
+    base: RopeBase  # of the rotations
+    grid: Grid = 24  # codes of an image's side
+    head_width: Annotated[int, Between(0, 1 << 16)] = (
+        0  # between the two layers of the head; 0: the width of the model
+    )
 
-    def __post_init__(self) -> None:
-        for name, kind in (("shape", DecoderConfig), ("vq", VQGANConfig)):
-            if isinstance(getattr(self, name), dict):  # JSON gives dicts
-                object.__setattr__(self, name, kind(**getattr(self, name)))
+
+@dataclass(frozen=True)
+class Vision:
+    """The `vision_config` of a published config.json: pixels."""
+
+    image_size: Annotated[int, Between(1, 1 << 12)] = 384
+    patch_size: Annotated[int, Between(1, 1 << 10)] = 16
+
+
+@dataclass(frozen=True)
+class Published:
+    """The parts of a published config.json."""
+
+    text_config: Mapping[str, Any] | None = None
+    language_config: Mapping[str, Any] | None = None
+    vision_config: Vision | None = None
+    vq_config: PublishedVQ | None = None
 
 
 class JanusTarget(LanguageTarget):
@@ -133,7 +151,8 @@ class JanusTarget(LanguageTarget):
             raise InputError(
                 f"size {source.given['size']} cannot be drawn; this model draws {side}x{side} pixels"
             )
-        with blank():
+        check_codes(source.path, config.vq.codes, cls.beside(source), len(vq.codebook))
+        with blank(source.path):
             target = cls(config, cls.text_of(source), vq)
         source.fill(target, mapped, dtype, skip, device)
         return target.to(device)
@@ -177,27 +196,26 @@ def layout_of(source: Source) -> Layout | None:
 
 def read_config(source: Source, layout: Layout) -> JanusConfig:
     """The config of a published checkpoint; what its authors' config leaves to defaults is read off the tensors."""
-    language: dict[str, Any] = llama.field(source.config, layout.config, source.path)
-    seen, vq = source.config.get("vision_config") or {}, source.config.get("vq_config") or {}
-    codes, dim = source.shapes()[layout.table]
-    multiples = tuple(vq.get("channel_multiplier", (1, 1, 2, 2, 4)))
-    head = source.shapes().get(layout.head[0].replace("\\", "") + ".weight", (0,))
-    return JanusConfig(
-        shape=llama.decoder_config({"rms_norm_eps": 1e-6, **language}, source.path),
-        vq=VQGANConfig(
-            codes=codes,
-            dim=dim,
-            latent=vq.get("latent_channels", 256),
-            channels=vq.get("base_channels", 128),
-            multiples=multiples,
-            blocks=vq.get("num_res_blocks", 2) + 1,
-        ),
-        tokens=llama.field(language, "vocab_size", source.path),
-        positions=language.get("max_position_embeddings", 16384),
-        base=llama.rope_base(language, source.path),
-        grid=seen.get("image_size", 384) // seen.get("patch_size", 16),
-        head_width=head[0],
-    )
+    where, said = source.path, config_as(Published, source.config, source.path)
+    language = said.text_config if layout.config == "text_config" else said.language_config
+    if language is None:
+        raise InputError(
+            f"{where}: config.json lacks {layout.config}; fetch it again from the model's repository"
+        )
+    given = llama.fields(language, where, rms_norm_eps=1e-6, max_position_embeddings=16384)
+    seen, vq = said.vision_config or Vision(), said.vq_config or PublishedVQ()
+    codes, dim = source.shape(layout.table, 2)
+    head = source.shapes().get(layout.head[0].replace("\\", "") + ".weight") or (0,)
+    config = {
+        "shape": given.decoder(where),
+        "vq": vq.shape(codes=codes, dim=dim, attention=True),
+        "tokens": given.vocab_size,
+        "positions": given.max_position_embeddings,
+        "base": given.rope_base(where),
+        "grid": seen.image_size // seen.patch_size,
+        "head_width": head[0],
+    }
+    return config_as(JanusConfig, config, where)
 
 
 def rules(layout: Layout, config: JanusConfig) -> list[Rename]:

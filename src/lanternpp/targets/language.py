@@ -21,7 +21,7 @@ from lanternpp.nn.rope import line_table
 from lanternpp.nn.sources import Rename, Source
 from lanternpp.nn.stores import Store
 from lanternpp.targets.base import Target
-from lanternpp.targets.tokens import Text, check_length, left_padded
+from lanternpp.targets.tokens import Text, check_length, check_tokens, left_padded
 from lanternpp.types import Prompt
 from lanternpp.vq.reading import Reader
 
@@ -52,7 +52,7 @@ class Raster:
 
         Raises InputError unless both sides are multiples of `step` codes and the image has at most `most`.
         """
-        found = re.fullmatch(r"(\d+)x(\d+)", size if "x" in size else f"{size}x{size}")
+        found = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", size if "x" in size else f"{size}x{size}")
         side = patch * step
         width, height = map(int, found.groups()) if found else (0, 0)
         if not (width and height) or width % side or height % side:
@@ -161,6 +161,7 @@ class LanguageTarget(Target):
             rows += [self.unconditional(c) for c in conditions]
         for row, condition in zip(rows, conditions, strict=False):
             check_length(row, self.slots, condition or "")
+        check_tokens(max(map(max, rows)), len(self.token_table), self.text.path)
         ids, start = left_padded(rows, self.slots, self.token_table.device)
         return Prompt(self.token_table[ids], start)
 
@@ -209,6 +210,10 @@ class TokenTarget(LanguageTarget):
 
     def __init__(self, shape: DecoderConfig, turns: Tensor, code_tokens: Tensor, raster: Raster, tokens: int):
         super().__init__(shape, turns, len(code_tokens) - raster.ends, raster, tokens)
+        if int(code_tokens.max()) >= tokens:
+            raise ValueError(
+                f"codes are tokens up to {int(code_tokens.max())} and the vocabulary has {tokens}"
+            )
         self.output = nn.Linear(shape.dim, self.vocab, bias=False)
         self.register_buffer("code_tokens", code_tokens, persistent=False)
 

@@ -13,14 +13,26 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
-from lanternpp.nn.configs import config_as
+from lanternpp.nn.configs import (
+    Codes,
+    Epsilon,
+    Grid,
+    Heads,
+    Hidden,
+    Layers,
+    Positions,
+    RopeBase,
+    Slots,
+    Width,
+    config_as,
+)
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.llama import llama_rules
 from lanternpp.nn.packed import pack
 from lanternpp.nn.rope import grid_table
 from lanternpp.nn.sources import SAME, Rename, Source, blank
 from lanternpp.nn.stores import Store
-from lanternpp.targets.base import Target
+from lanternpp.targets.base import Target, check_codes
 from lanternpp.targets.conditions import ClassCondition, Condition, TextCondition
 from lanternpp.targets.text import text_of
 from lanternpp.types import Prompt
@@ -41,18 +53,18 @@ SKIP = (r"freqs_cis", r".*\.rotary_emb\..*", r".*\.kv_cache\..*")
 class LlamaGenConfig:
     """The shape of a target: of `classes` classes, or of texts whose encoder gives `caption_dim` features."""
 
-    dim: int
-    layers: int
-    heads: int
-    hidden: int
-    grid: int  # codes of an image's side
-    kv_heads: int | None = None
-    vocab: int = 16384
-    classes: int | None = None
-    caption_dim: int | None = None
-    slots: int = 1
-    norm_eps: float = 1e-5
-    rope_base: float = 10000.0
+    dim: Width
+    layers: Layers
+    heads: Heads
+    hidden: Hidden
+    grid: Grid  # codes of an image's side
+    kv_heads: Heads | None = None
+    vocab: Codes = 16384
+    classes: Codes | None = None
+    caption_dim: Width | None = None
+    slots: Slots = 1
+    norm_eps: Epsilon = 1e-5
+    rope_base: RopeBase = 10000.0
 
     @property
     def decoder(self) -> DecoderConfig:
@@ -111,15 +123,11 @@ class LlamaGenTarget(Target):
         config = config_as(LlamaGenConfig, source.config, source.path) if ours else shape_of(source)
         beside = source.path if source.path.is_dir() and not ours else source.path.parent
         vq = find_tokenizer(beside, source.given.get("tokenizer"))
-        target = cls.made(config)
+        target = cls.made(config, source.path)
         target.condition.open(text_of(beside, source.config, source.given.get("text")))
         source.fill(target, [SAME] if ours else rules(config), dtype, () if ours else SKIP, device)
         target._vq.append(read_tokenizer(vq, config.grid, dtype, device))
-        if len(target.vq.codebook) != config.vocab:
-            raise InputError(
-                f"{source.path} speaks {config.vocab} codes and the tokenizer {vq.path} has "
-                f"{len(target.vq.codebook)}; use the one it was trained with"
-            )
+        check_codes(source.path, config.vocab, vq.path, len(target.vq.codebook))
         return target.to(device)
 
     def save(self, folder: Path, store: Store) -> list[str]:
@@ -129,10 +137,10 @@ class LlamaGenTarget(Target):
         return ["target", "tokenizer", *self.condition.save(folder)]
 
     @classmethod
-    def made(cls, config: LlamaGenConfig) -> Self:
-        """A target without weights, on the meta device but for its table of rotations."""
+    def made(cls, config: LlamaGenConfig, config_of: Path | None = None) -> Self:
+        """A target without weights, on the meta device but for its table of rotations. `config_of` as `blank` has it."""
         table = turns(config)
-        with blank():
+        with blank(config_of):
             condition: Condition
             if config.caption_dim is not None:
                 condition = TextCondition(config.dim, config.caption_dim, config.slots)
@@ -220,44 +228,63 @@ def rules(config: LlamaGenConfig) -> list[Rename]:
 
 def shape_of(source: Source) -> LlamaGenConfig:
     """The shape of a published target: from its tensors, and what they do not say from config.json or the name."""
-    shapes, config = source.shapes(), source.config
-    by_end = {name.removeprefix("model."): shape for name, shape in shapes.items()}
-    vocab, dim = by_end.get("tok_embeddings.weight") or by_end["embed_tokens.weight"]
-    layers = 1 + max(int(n.split(".")[1]) for n in by_end if n.startswith("layers."))
-    heads = int(config.get("num_attention_heads") or HEADS.get(dim, max(dim // 64, 1)))
-    head_dim = dim // heads
-    wqkv = by_end.get("layers.0.attention.wqkv.weight")
-    keys = (wqkv[0] - dim) // 2 if wqkv else by_end["layers.0.self_attn.k_proj.weight"][0]
-    up = by_end.get("layers.0.feed_forward.w3.weight") or by_end["layers.0.mlp.up_proj.weight"]
-    table = next((s for n, s in by_end.items() if n.endswith(".embedding_table.weight")), None)
-    null = next((s for n, s in by_end.items() if n.endswith(".uncond_embedding")), None)
-    return LlamaGenConfig(
-        dim=dim,
-        layers=layers,
-        heads=heads,
-        hidden=up[0],
-        grid=grid_of(source.path, config, source.given.get("size")),
-        kv_heads=keys // head_dim,
-        vocab=vocab,
-        classes=table[0] - 1 if table else None,
-        caption_dim=null[1] if null else None,
-        slots=null[0] if null else 1,
-        norm_eps=float(config.get("rms_norm_eps", 1e-5)),
-    )
+    said = config_as(Published, source.config, source.path)
+
+    def shape(dims: int, *ends: str) -> tuple[int, ...]:
+        """Of the first tensor that is there, by its names under both layouts; one with a dot is how a name ends."""
+        for name in source.metas:
+            plain = name.removeprefix("model.")
+            if any(plain.endswith(end) if end.startswith(".") else plain == end for end in ends):
+                return source.shape(name, dims)
+        return source.shape(ends[0], dims)
+
+    official = "layers.0.attention.wqkv.weight" in source.metas
+    vocab, dim = shape(2, "tok_embeddings.weight", "embed_tokens.weight")
+    heads = said.num_attention_heads or HEADS.get(dim, max(dim // 64, 1))
+    if official:
+        keys = (shape(2, "layers.0.attention.wqkv.weight")[0] - dim) // 2
+    else:
+        keys = shape(2, "layers.0.self_attn.k_proj.weight")[0]
+    texts = any(name.endswith(".uncond_embedding") for name in source.metas)
+    slots, caption_dim = shape(2, ".uncond_embedding") if texts else (1, None)
+    config = {
+        "dim": dim,
+        "layers": source.layers(r"(?:model\.)?layers\."),
+        "heads": heads,
+        "hidden": shape(2, "layers.0.feed_forward.w3.weight", "layers.0.mlp.up_proj.weight")[0],
+        "grid": grid_of(source.path, said, source.given.get("size")),
+        "kv_heads": keys // max(dim // heads, 1),
+        "vocab": vocab,
+        "classes": None if texts else shape(2, ".embedding_table.weight")[0] - 1,
+        "caption_dim": caption_dim,
+        "slots": slots,
+        "norm_eps": said.rms_norm_eps,
+    }
+    return config_as(LlamaGenConfig, config, source.path)
 
 
-def grid_of(path: Path, config: Mapping[str, Any], size: str | None = None) -> int:
+@dataclass(frozen=True)
+class Published:
+    """What the config.json beside a published target may say; a null is what is left out."""
+
+    num_attention_heads: Heads | None = None
+    rms_norm_eps: Epsilon = 1e-5
+    block_size: Positions | None = None
+    input_type: str | None = None
+
+
+def grid_of(path: Path, said: Published, size: str | None = None) -> int:
     """Codes of an image's side, which no tensor says: given, from the config, or from the pixels in the name."""
     if size:
-        if not str(size).isdecimal() or int(size) % DOWN:
+        if not re.fullmatch(r"[0-9]{1,5}", str(size)) or int(size) % DOWN or not int(size):
             raise InputError(
                 f"size {size} is not a multiple of {DOWN} pixels; LlamaGen draws 256, 384 or 512"
             )
         return int(size) // DOWN
-    if config.get("block_size"):
-        return round(int(config["block_size"]) ** 0.5)
-    if config.get("input_type") in GRIDS:
-        return GRIDS[config["input_type"]]
+    if said.block_size:
+        return round(said.block_size**0.5)
+    if said.input_type in GRIDS:
+        return GRIDS[said.input_type]
     for name in (path.name, path.resolve().parent.name):
         found = re.findall(r"(?<!\d)(256|384|512)(?!\d)", name)
         if found:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import html
-import json
+import pickle
 import re
 import shutil
 import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lanternpp.errors import InputError
+from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import CONFIG, read_safetensors, replacing
-from lanternpp.targets.base import warn_of_prompt
+from lanternpp.targets.base import PromptWarning
 
 ENCODER = "google/flan-t5-xl"
 FEATURES = "embeddings.safetensors"
@@ -63,6 +65,14 @@ class StoredText(Text):
     def __init__(self, path: Path, otherwise: Text):
         self.path, self.otherwise = path, otherwise
         self._rows = read_safetensors(path)
+        wrong = next(
+            (text for text, rows in self._rows.items() if rows.ndim != 2 or not rows.is_floating_point()),
+            None,
+        )
+        if wrong is not None:
+            raise InputError(
+                f"{path}: the features of {wrong[:40]!r} are no rows of numbers, one for each token"
+            )
 
     def features(self, text: str, like: Tensor) -> Tensor:
         """Those in the file, or made anew."""
@@ -99,18 +109,24 @@ class T5Text(Text):
 
     def features(self, text: str, like: Tensor) -> Tensor:
         """The last hidden states of the cleaned text, at most `tokens` of them."""
-        if text not in self._known:
+        if text in self._known:
+            self._known.move_to_end(text)
+        else:
             self._load(like)
             self._known[text] = self._encoded(text, like)
             if len(self._known) > self._kept:
-                self._known.popitem(last=False)
+                self._known.popitem(last=False)  # the one that was asked for longest ago
         return self._known[text].to(like)
 
     def _encoded(self, text: str, like: Tensor) -> Tensor:
         plain = clean(text)
         count = len(self._tokenizer(plain, verbose=False).input_ids)
         if count > self.tokens:
-            warn_of_prompt(f"the prompt has {count} tokens; this model reads the first {self.tokens}")
+            warnings.warn(
+                f"the prompt has {count} tokens; this model reads the first {self.tokens}",
+                PromptWarning,
+                stacklevel=2,
+            )
         ids = self._tokenizer(plain, max_length=self.tokens, truncation=True, return_tensors="pt").input_ids
         with torch.inference_mode():
             states = self._encoder(input_ids=ids.to(like.device)).last_hidden_state[0]
@@ -141,17 +157,28 @@ class T5Text(Text):
 
         try:
             with quiet():
-                self._tokenizer = AutoTokenizer.from_pretrained(self.where)
+                self._tokenizer = AutoTokenizer.from_pretrained(self.where, trust_remote_code=False)
                 encoder = T5EncoderModel.from_pretrained(
-                    self.where, dtype=RUNS_IN.get(like.dtype, like.dtype)
+                    self.where, dtype=RUNS_IN.get(like.dtype, like.dtype), trust_remote_code=False
                 )
-        except (OSError, ValueError, ImportError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        except Exception as error:  # a damaged file makes the library raise anything
             raise InputError(
-                f"the text encoder {self.where!r} cannot be had ({reason}); put the folder of {ENCODER} "
+                f"the text encoder {self.where!r} cannot be had ({reason(error)}); put the folder of {ENCODER} "
                 f"beside the model as text/, or the features of your prompts as {FEATURES}"
             ) from None
         self._encoder = encoder.eval().requires_grad_(False).to(like.device)
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what a library says of a model; its advice to let a file run code is not repeated."""
+    said = next(iter(str(error).strip().splitlines()), "")
+    if (
+        isinstance(error, pickle.UnpicklingError)
+        or "weights_only" in str(error)
+        or "trust_remote_code" in str(error)
+    ):
+        return "a file of it is damaged, or would run code"
+    return said or type(error).__name__
 
 
 @contextmanager
@@ -188,8 +215,8 @@ def text_of(folder: Path, config: Mapping[str, Any], given: Path | None = None) 
 def is_t5(folder: Path) -> bool:
     """Whether a folder's config.json is a T5's."""
     try:
-        return json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("model_type") == "t5"
-    except (OSError, ValueError, AttributeError):
+        return read_object(folder / CONFIG).get("model_type") == "t5"
+    except InputError:
         return False
 
 

@@ -83,6 +83,14 @@ def left_padded(rows: Sequence[Sequence[int]], slots: int, device: torch.device)
     return ids, torch.tensor([width - len(row) for row in rows], device=device)
 
 
+def check_tokens(highest: int, tokens: int, path: Path) -> None:
+    """InputError where a tokenizer has a token that its model does not know."""
+    if highest >= tokens:
+        raise InputError(
+            f"{path} has token {highest} and its model knows {tokens}: it is another model's tokenizer."
+        )
+
+
 def check_length(ids: Sequence[int], slots: int, prompt: str) -> None:
     """InputError where a prompt takes more than the slots there are."""
     if len(ids) > slots:

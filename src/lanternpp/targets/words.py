@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.nn import checkpoints
-from lanternpp.nn.configs import config_as
+from lanternpp.jsonfile import read_text
+from lanternpp.nn.configs import Codes, Grid, Heads, Hidden, Layers, Share, Slots, Width, Words, config_as
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.packed import PackedLinear, packable
 from lanternpp.nn.rope import grid_table
-from lanternpp.nn.sources import Source
-from lanternpp.targets.base import Target, quoted, warn_of_prompt
+from lanternpp.nn.sources import SAME, Source, blank
+from lanternpp.targets.base import PromptWarning, Target, quoted
 from lanternpp.types import Prompt
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ
@@ -51,11 +52,7 @@ def read_synonyms(path: Path) -> dict[str, str]:
     """Lines of "word: the model's word"; {} where there is no such file. InputError where it cannot be read."""
     if not path.is_file():
         return {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise InputError(f"{path} cannot be read: {reason}") from None
+    lines = read_text(path).splitlines()
     pairs = (line.partition(":") for line in lines if not line.startswith("#"))
     return {word.strip(): known.strip() for word, _, known in pairs if known}
 
@@ -64,22 +61,18 @@ def read_synonyms(path: Path) -> dict[str, str]:
 class WordsConfig:
     """The shape of a words target. `factored` tables are those of training: table + codebook @ basis."""
 
-    words: tuple[str, ...]
-    subjects: tuple[str, ...]
-    dim: int = 384
-    layers: int = 14
-    heads: int = 6
-    hidden: int = 1024
-    grid: int = 16
-    vocab: int = 4096
-    code_dim: int = 8
-    slots: int = 8
-    dropout: float = 0.0
+    words: Words
+    subjects: Words
+    dim: Width = 384
+    layers: Layers = 14
+    heads: Heads = 6
+    hidden: Hidden = 1024
+    grid: Grid = 16
+    vocab: Codes = 4096
+    code_dim: Width = 8
+    slots: Slots = 8
+    dropout: Share = 0.0
     factored: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("words", "subjects"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON gives lists
 
 
 class CodeTable(nn.Module):
@@ -134,8 +127,9 @@ class WordsTarget(Target):
         beside = source.path.parent / "tokenizer"
         vq = read_vq(beside, dtype)
         config = config_as(WordsConfig, source.config, source.path)
-        target = cls(config, vq)
-        checkpoints.load_into(target, source.path, dtype)
+        with blank(source.path):
+            target = cls(config, vq)
+        source.fill(target, [SAME], dtype, device=device)
         target.synonyms = read_synonyms(source.path.parent / SYNONYMS)
         if (len(vq.codebook), vq.length) != (config.vocab, target.length):
             raise InputError(
@@ -201,11 +195,13 @@ class WordsTarget(Target):
                 f"prompt {quoted(sentence)} names no subject this model knows; use one of: {', '.join(self.config.subjects)}"
             )
         if replaced:
-            warn_of_prompt(f"this model reads {listed(replaced)}")
+            warnings.warn(f"this model reads {listed(replaced)}", PromptWarning, stacklevel=2)
         if unknown:
-            warn_of_prompt(
+            warnings.warn(
                 f"words this model does not know are ignored: {listed(unknown)}; "
-                f"it knows: {', '.join(self.config.words)}"
+                f"it knows: {', '.join(self.config.words)}",
+                PromptWarning,
+                stacklevel=2,
             )
         if len(ids) > self.slots:
             raise InputError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import warnings
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.errors import InputError
+from lanternpp.jsonfile import LINES, parse_json, read_text
 from lanternpp.nn.checkpoints import digest
 
 SUFFIXES = frozenset((".webp", ".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff"))
@@ -76,13 +76,13 @@ def read_rows(data: str | Path, split: str) -> Rows:
 def read_jsonl(path: Path) -> list[tuple[str, ...]]:
     """(file_name, text, label) of every line; one without the first two is an error that names it."""
     rows: list[tuple[str, ...]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_text(path, "save it as UTF-8", LINES).splitlines(), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line, "it")
             name, text = row["file_name"], row["text"]
-        except (json.JSONDecodeError, TypeError):
+        except (InputError, TypeError):
             raise InputError(f"{path}, line {number}, is not a JSON object: {line[:60]!r}.") from None
         except KeyError as missing:
             raise InputError(

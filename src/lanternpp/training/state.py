@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from lanternpp.errors import InputError
+from lanternpp.jsonfile import LINES, parse_json, read_text
 from lanternpp.nn import checkpoints
+from lanternpp.schema import made
 from lanternpp.training.task import Plan, Task, groups
 
 STATE, LOG = "state.pt", "log.jsonl"
@@ -33,6 +34,13 @@ class State:
     counted: int = 0
 
 
+@dataclass(frozen=True)
+class _Row:
+    """What is read of a line of the log."""
+
+    step: int = 0
+
+
 def begin(task: Task, plan: Plan) -> State:
     """A fresh state, or the one saved in the folder; refused where that was trained with other settings."""
     path = plan.folder / STATE
@@ -43,7 +51,18 @@ def begin(task: Task, plan: Plan) -> State:
         for left in (path, plan.folder / LOG):  # of what is begun anew, or was killed before its first state
             left.unlink(missing_ok=True)
         return State()
-    content = checkpoints.read_pt(path)
+    try:
+        state = restored(path, checkpoints.read_pt(path), task, plan)
+    except InputError:
+        raise
+    except Exception as error:  # of what torch makes of a damaged state; the cure is the same
+        raise InputError(f"{path} is no state of this training: pass --restart to start over.") from error
+    rewind(plan.folder / LOG, state.step)
+    return state
+
+
+def restored(path: Path, content: Mapping[str, Any], task: Task, plan: Plan) -> State:
+    """The state that a file holds, its task put where it stood. InputError where its settings were others."""
     old, new = content.get("settings", {}), task.settings
     refuse(path, old, new, sorted(old.keys() | new.keys()))
     for name, module in task.modules().items():
@@ -53,7 +72,6 @@ def begin(task: Task, plan: Plan) -> State:
     task.restore(content["extra"])
     state = State(**content["state"])
     state.sums = {name: value.to(plan.device) for name, value in state.sums.items()}
-    rewind(plan.folder / LOG, state.step)
     return state
 
 
@@ -83,12 +101,12 @@ def rewind(log: Path, step: int) -> None:
     if not log.exists():
         return
     kept = []
-    for line in log.read_text(encoding="utf-8").splitlines():
+    for line in read_text(log, "remove it", LINES).splitlines():
         try:
-            row = json.loads(line)
-        except ValueError:
+            written = made(_Row, parse_json(line, "it"))
+        except (InputError, AttributeError):
             continue
-        if row.get("step", 0) <= step:
+        if written.step <= step:
             kept.append(line + "\n")
     checkpoints.write_text(log, "".join(kept))
 

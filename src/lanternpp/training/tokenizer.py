@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.evaluation.judge import Judge, fingerprint, has_judge, read_judge
+from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import checksum
 from lanternpp.training import hardware, losses
 from lanternpp.training.adversarial import Discriminator, balance, hinge, matching
@@ -256,5 +256,5 @@ def train(
 def origin(folder: Path) -> dict[str, Any]:
     """How a trained network came about, in short; {} where that is not known."""
     file = folder / "provenance.json"
-    told = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    told = read_object(file) if file.is_file() else {}
     return {name: told[name] for name in ("command", "date", "git", "steps") if name in told}

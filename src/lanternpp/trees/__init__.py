@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from textwrap import shorten
 
-from lanternpp.errors import InputError
+from lanternpp.jsonfile import parse_json, read_json
 from lanternpp.registry import Importable, check_class, find
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.shapes import SHAPES, Shape, check
 from lanternpp.trees.static import StaticTree
+
+PATHS = "a tree is a list of paths such as [[0], [0, 0], [1]]"
 
 TREES: dict[str, Shape | str] = {
     **SHAPES,
@@ -41,20 +43,12 @@ def build_tree(name: str) -> TreeBuilder:
 
 def read_shape(path: Path) -> tuple[tuple[int, ...], ...]:
     """A shape from a JSON file: a list of paths, each a list of child ranks."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"tree file {path} cannot be read: {error.strerror}") from None
-    return parse_shape(text, f"tree file {path}")
+    return check(read_json(path, PATHS), f"tree file {path}")
 
 
 def parse_shape(text: str, source: str) -> tuple[tuple[int, ...], ...]:
     """A shape from the JSON of its paths; InputError names the source."""
-    try:
-        paths = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{source} is not JSON: {error}") from None
-    return check(paths, source)
+    return check(parse_json(text, source, PATHS), source)
 
 
 def shape_name(shape: tuple[tuple[int, ...], ...]) -> str:

@@ -43,6 +43,10 @@ class DynamicTree(TreeBuilder):
             raise InputError(
                 f"{nodes} nodes: beam {beam} and depth {depth} offer {self.offers}; use 1 to {self.offers}"
             )
+        if nodes < depth:
+            raise InputError(
+                f"{nodes} nodes cannot reach depth {depth}; use {depth} or more, or a smaller depth"
+            )
         self.size = nodes + 1
         self.scratch = 1 + (depth - 1) * beam
 

@@ -58,6 +58,11 @@ def check(paths: object, source: str) -> Shape:
     """Paths from outside, lists or tuples, as a shape; InputError unless they form one tree of sane size."""
     if not isinstance(paths, list | tuple) or not paths:
         raise InputError(f"{source} must hold a non-empty list of paths such as [[0], [0, 0], [1]]")
+    deepest = max((len(path) for path in paths if isinstance(path, list | tuple)), default=0)
+    if len(paths) > MAX_NODES or deepest > MAX_DEPTH:
+        raise InputError(
+            f"{source}: {len(paths)} nodes, {deepest} deep; the limits are {MAX_NODES} and {MAX_DEPTH}"
+        )
     shape = []
     for path in paths:
         ranks = path if isinstance(path, list | tuple) else ()
@@ -71,8 +76,4 @@ def check(paths: object, source: str) -> Shape:
     for path in shape:
         if len(path) > 1 and path[:-1] not in known:
             raise InputError(f"{source}: path {list(path)} has no parent; add {list(path[:-1])}")
-    if len(shape) > MAX_NODES or max(map(len, shape)) > MAX_DEPTH:
-        raise InputError(
-            f"{source}: {len(shape)} nodes, {max(map(len, shape))} deep; the limits are {MAX_NODES} and {MAX_DEPTH}"
-        )
     return tuple(shape)

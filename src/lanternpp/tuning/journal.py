@@ -11,6 +11,8 @@ from typing import Any
 
 from lanternpp.errors import InputError
 from lanternpp.evaluation.speed import RUN, begin
+from lanternpp.jsonfile import LINES as LINES_AT_MOST
+from lanternpp.jsonfile import parse_json, read_object, read_text
 from lanternpp.nn import checkpoints
 
 LINES = "measurements.jsonl"
@@ -32,13 +34,13 @@ class Journal:
         self._known: dict[str, Any] = {}
         path = folder / LINES
         if path.exists():
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path, "begin anew with --restart", LINES_AT_MOST)
             whole = text[: text.rfind("\n") + 1]  # a last line cut short by a kill is taken off
             if whole != text:
                 checkpoints.write_text(path, whole)
             for number, line in enumerate(whole.splitlines(), 1):
                 try:
-                    row = json.loads(line)
+                    row = parse_json(line, "it")
                     self._known[_name(row["key"])] = row["value"]
                 except (ValueError, TypeError, KeyError):
                     raise InputError(
@@ -73,8 +75,8 @@ def forget(folder: Path) -> None:
     if not path.exists():
         return
     try:
-        ours = "tuned" in json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, TypeError):
+        ours = "tuned" in read_object(path)
+    except InputError:
         ours = (folder / LINES).exists()
     if not ours:
         raise InputError(f"{folder} holds a run of something else; choose another folder with -o")

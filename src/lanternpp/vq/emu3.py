@@ -2,24 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.nn.checkpoints import save
+from lanternpp.nn.configs import Codes, Heads, Share, Stages, Width
 from lanternpp.nn.sources import SAME, Rename, Source, blank
 from lanternpp.nn.stores import Store
+from lanternpp.schema import Between
 
 if TYPE_CHECKING:
     from transformers.models.emu3.modeling_emu3 import Emu3VQVAE
 
 READING = r"encoder\.|quant_conv\."
 DRAWING = r"(decoder|post_quant_conv|quantize\.embedding)\."
+
+
+@dataclass(frozen=True)
+class Emu3VQConfig:
+    """The fields of transformers' Emu3VQVAEConfig, with its defaults."""
+
+    codebook_size: Codes = 32768
+    embed_dim: Width = 4
+    latent_channels: Width = 4
+    double_latent: bool = False
+    in_channels: Annotated[int, Between(1, 16)] = 3
+    out_channels: Annotated[int, Between(3, 3)] = 3
+    temporal_downsample_factor: Annotated[int, Between(1, 16)] = 4
+    base_channels: Width = 256
+    channel_multiplier: Stages = (1, 2, 2, 4)
+    num_res_blocks: Annotated[int, Between(0, 32)] = 2
+    attn_resolutions: tuple[int, ...] = (3,)
+    hidden_size: Width = 1024
+    num_attention_heads: Heads = 1
+    attention_dropout: Share = 0.0
+
+    def parts(self) -> Emu3VQVAE:
+        """transformers' network of this shape."""
+        from transformers import Emu3VQVAEConfig
+        from transformers.models.emu3.modeling_emu3 import Emu3VQVAE
+
+        return Emu3VQVAE(Emu3VQVAEConfig(**asdict(self)))
 
 
 class Emu3Decoder(nn.Module):
@@ -32,15 +62,11 @@ class Emu3Decoder(nn.Module):
     codebook: Tensor  # [V, C]
     encoder: Callable[[], nn.Module] | None = None  # reads it, where the checkpoint has one
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Emu3VQConfig):
         super().__init__()
-        from transformers import Emu3VQVAEConfig
-        from transformers.models.emu3.modeling_emu3 import Emu3VQVAE
-
-        shape = Emu3VQVAEConfig(**config)
-        parts: Emu3VQVAE = Emu3VQVAE(shape)
+        parts = config.parts()
         self.decoder, self.after = parts.decoder, parts.post_quant_conv
-        self.register_buffer("codebook", torch.empty(shape.codebook_size, shape.embed_dim))
+        self.register_buffer("codebook", torch.empty(config.codebook_size, config.embed_dim))
 
     @property
     def down(self) -> int:
@@ -66,18 +92,11 @@ class Emu3Decoder(nn.Module):
 class Emu3Encoder(nn.Module):
     """Pixels -> latents; an image is as many equal frames of a video as make one of the code's."""
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Emu3VQConfig):
         super().__init__()
-        from transformers import Emu3VQVAEConfig
-        from transformers.models.emu3.modeling_emu3 import Emu3VQVAE
-
-        shape = Emu3VQVAEConfig(**config)
-        parts: Emu3VQVAE = Emu3VQVAE(shape)
-        self.encoder, self.before, self.frames = (
-            parts.encoder,
-            parts.quant_conv,
-            shape.temporal_downsample_factor,
-        )
+        parts = config.parts()
+        self.encoder, self.before = parts.encoder, parts.quant_conv
+        self.frames = config.temporal_downsample_factor
 
     def forward(self, images: Tensor) -> Tensor:
         """Images [B, 3, H, W] in [-1, 1] -> latents [B, C, rows, columns]."""
@@ -86,10 +105,10 @@ class Emu3Encoder(nn.Module):
 
 
 def read_encoder(
-    source: Source, prefix: str, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device | str
+    source: Source, prefix: str, config: Emu3VQConfig, dtype: torch.dtype, device: torch.device | str
 ) -> Emu3Encoder:
     """The encoder below `prefix` (a regular expression) in a checkpoint."""
-    with blank():
+    with blank(source.path):
         encoder = Emu3Encoder(config)
     rules = [
         Rename(prefix + r"quant_conv\.(.*)", r"before.\1"),
@@ -103,7 +122,7 @@ def read_encoder(
 def read_emu3(
     source: Source,
     prefix: str | None,
-    config: Mapping[str, Any],
+    config: Emu3VQConfig,
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Emu3Decoder:
@@ -111,7 +130,7 @@ def read_emu3(
 
     prefix None: a tokenizer folder that `save_emu3` wrote.
     """
-    with blank():
+    with blank(source.path):
         vq = Emu3Decoder(config)
     if prefix is None:
         source.fill(vq, [SAME], dtype, device=device)

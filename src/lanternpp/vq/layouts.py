@@ -109,7 +109,7 @@ def read_vqgan(
     device: torch.device | str,
 ) -> VQGAN:
     """The decoder below `prefix` (a regular expression) in a checkpoint, its codebook in float32."""
-    with blank():
+    with blank(source.path):
         vq = VQGAN(config)
     others = [f"(?!{prefix}).*"] if prefix else []
     skip = [*others, f"{prefix}(?!{DRAWING}).*"]
@@ -131,7 +131,7 @@ def read_encoder(
         raise InputError(
             f"{source.path} has no encoder, so it reads no pictures: use --self instead of --data, or its original."
         )
-    with blank():
+    with blank(source.path):
         encoder = VQGANEncoder(config)
     source.fill(encoder, encoder_rules(config, names, prefix), dtype, [f"(?!{prefix}({READING})).*"], device)
     encoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

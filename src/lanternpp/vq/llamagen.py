@@ -21,24 +21,26 @@ from lanternpp.vq.vqgan import VQGAN, VQGANConfig
 MARKS = {"quantize.embedding.weight", "post_quant_conv.weight", "decoder.mid.1.proj_out.weight"}
 SKIP = (r"encoder\..*", r"quant_conv\..*", r"quantize\.codebook_used")
 KIND = "vqgan"
+MOST_STAGES = 8
 
 
 def shape_of(source: Source, grid: int) -> VQGANConfig:
     """The shape of a published tokenizer, from its tensors; the grid is the target's to say."""
-    shapes = source.shapes()
-    stages = 1 + max(int(n.split(".")[2]) for n in shapes if n.startswith("decoder.conv_blocks."))
-    widths = [shapes[f"decoder.conv_blocks.{i}.res.0.conv1.weight"][0] for i in range(stages)][::-1]
-    codes, dim = shapes["quantize.embedding.weight"]
-    return VQGANConfig(
-        grid=grid,
-        codes=codes,
-        dim=dim,
-        channels=widths[0],
-        multiples=tuple(width // widths[0] for width in widths),
-        blocks=sum(f"decoder.conv_blocks.0.res.{i}.conv1.weight" in shapes for i in range(9)),
-        latent=shapes["post_quant_conv.weight"][0],
-        attention="decoder.conv_blocks.0.attn.0.q.weight" in shapes,
-    )
+    shapes, stages = source.shapes(), min(source.layers(r"decoder\.conv_blocks\."), MOST_STAGES + 1)
+    names = (f"decoder.conv_blocks.{i}.res.0.conv1.weight" for i in reversed(range(max(stages, 1))))
+    widths = [source.shape(name, 4)[0] for name in names]
+    codes, dim = source.shape("quantize.embedding.weight", 2)
+    config = {
+        "grid": grid,
+        "codes": codes,
+        "dim": dim,
+        "channels": widths[0],
+        "multiples": tuple(width // widths[0] for width in widths),
+        "blocks": sum(f"decoder.conv_blocks.0.res.{i}.conv1.weight" in shapes for i in range(9)),
+        "latent": source.shape("post_quant_conv.weight", 4)[0],
+        "attention": "decoder.conv_blocks.0.attn.0.q.weight" in shapes,
+    }
+    return config_as(VQGANConfig, config, source.path)
 
 
 def is_tokenizer(source: Source) -> bool:
@@ -89,7 +91,7 @@ def read_tokenizer(source: Source, grid: int, dtype: torch.dtype, device: torch.
         config = config_as(VQGANConfig, source.config | {"grid": grid}, source.path)
     else:
         config = shape_of(source, grid)
-    with blank():
+    with blank(source.path):
         vq = VQGAN(config)
     source.fill(vq, [SAME] if ours else rules(config, LLAMAGEN), dtype, () if ours else SKIP, device)
     vq.settle()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,28 +11,29 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import checksum
+from lanternpp.nn.configs import Codes, StageBlocks, Stages, Width
+from lanternpp.schema import Between
 from lanternpp.vq.quantiser import Quantiser
 from lanternpp.vq.reading import Reader
 
 M = TypeVar("M", bound=nn.Module)
+MOVING = ("quantiser.sums", "quantiser.counts")  # statistics of training, which a model folder does not hold
 
 
 @dataclass(frozen=True)
 class VQConfig:
     """Shape of the tokenizer. Stages run from fine to coarse, each half as wide and high as the last."""
 
-    size: int = 128  # pixels of an image's side
-    codes: int = 4096  # V
-    dim: int = 8  # C, of a latent
-    channels: tuple[int, ...] = (32, 128, 256)  # at 1/2, 1/4, 1/8 of the size
-    encoder_blocks: tuple[int, ...] = (1, 1, 2)
-    decoder_blocks: tuple[int, ...] = (1, 2, 3)
-    thin: int = 16  # channels of the decoder's last stage, at full size
-    commitment: float = 0.25
+    size: Annotated[int, Between(1, 1 << 12)] = 128  # pixels of an image's side
+    codes: Codes = 4096  # V
+    dim: Width = 8  # C, of a latent
+    channels: Stages = (32, 128, 256)  # at 1/2, 1/4, 1/8 of the size
+    encoder_blocks: StageBlocks = (1, 1, 2)
+    decoder_blocks: StageBlocks = (1, 2, 3)
+    thin: Width = 16  # channels of the decoder's last stage, at full size
+    commitment: Annotated[float, Between(0, 1000)] = 0.25
 
     def __post_init__(self) -> None:
-        for name in ("channels", "encoder_blocks", "decoder_blocks"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON gives lists
         if len({len(self.channels), len(self.encoder_blocks), len(self.decoder_blocks)}) != 1:
             raise InputError("channels, encoder_blocks and decoder_blocks need one entry per stage each.")
         if self.size % self.down:
@@ -199,8 +200,7 @@ class VQ(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         """What a model folder holds: everything but the quantiser's moving statistics."""
-        moving = ("quantiser.sums", "quantiser.counts")
-        return {name: tensor for name, tensor in self.state_dict().items() if name not in moving}
+        return {name: tensor for name, tensor in self.state_dict().items() if name not in MOVING}
 
 
 def usage(codes: Tensor, vocab: int) -> tuple[float, float]:

@@ -54,7 +54,8 @@ def _kept(path: Path, shape: tuple[int, int]) -> Tensor | None:
         table = load_file(path)["neighbours"]
     except (SafetensorError, OSError, KeyError):
         return None
-    return table if table.shape == shape and table.dtype == torch.int32 else None
+    fits = table.shape == shape and table.dtype == torch.int32
+    return table if fits and 0 <= int(table.min()) and int(table.max()) < shape[0] else None
 
 
 def cache_folder(beside: Path) -> Path:

@@ -26,6 +26,10 @@ class Quantiser(nn.Module):
         self.register_buffer("sums", codebook.clone(), persistent=True)
         self.register_buffer("counts", torch.zeros(codes), persistent=True)
 
+    def restart(self) -> None:
+        """The moving statistics as at birth, over the codebook at hand."""
+        self.sums, self.counts = self.codebook.clone(), torch.zeros_like(self.codebook[:, 0])
+
     def nearest(self, latents: Tensor) -> Tensor:
         """latents [..., C] -> codes [...], the rows of least distance."""
         flat = F.normalize(latents.float(), dim=-1).flatten(0, -2)

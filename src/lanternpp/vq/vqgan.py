@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
+from lanternpp.nn.configs import Blocks, Codes, Stages, Width
+from lanternpp.schema import Between
 
 GROUPS = 32  # of every normalisation
 
@@ -18,23 +21,48 @@ GROUPS = 32  # of every normalisation
 class VQGANConfig:
     """The shape of a decoder; LlamaGen's VQ-16 (arXiv 2406.06525) is the default."""
 
-    grid: int = 0  # codes of an image's side; 0: any width and height, for `draw`
-    codes: int = 16384  # V
-    dim: int = 8  # C, of a code's latent
-    channels: int = 128
-    multiples: tuple[int, ...] = (1, 1, 2, 2, 4)  # of channels, from the full size to the coarsest
-    blocks: int = 3  # residual blocks of a stage
-    latent: int = 256  # channels between the latent's 1x1 convolution and the decoder
+    grid: Annotated[int, Between(0, 128)] = 0  # codes of an image's side; 0: any width and height, for `draw`
+    codes: Codes = 16384  # V
+    dim: Width = 8  # C, of a code's latent
+    channels: Width = 128
+    multiples: Stages = (1, 1, 2, 2, 4)  # of channels, from the full size to the coarsest
+    blocks: Blocks = 3  # residual blocks of a stage
+    latent: Width = 256  # channels between the latent's 1x1 convolution and the decoder
     attention: bool = True  # after every block of the coarsest stage; in the middle there always is
     unit: bool = True  # codebook rows are normalised when they are looked up
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "multiples", tuple(self.multiples))  # JSON gives lists
 
     @property
     def down(self) -> int:
         """Pixels of an image's side per code."""
         return 1 << (len(self.multiples) - 1)
+
+
+@dataclass(frozen=True)
+class PublishedVQ:
+    """The `vq_config` of a config.json in the layout of transformers' Chameleon or Janus."""
+
+    num_embeddings: Codes = 8192
+    embed_dim: Width = 256
+    latent_channels: Width = 256
+    base_channels: Width = 128
+    channel_multiplier: Stages = (1, 1, 2, 2, 4)
+    num_res_blocks: Annotated[int, Between(0, 32)] = 2
+    attn_resolutions: tuple[int, ...] | None = None
+    resolution: Annotated[int, Between(1, 1 << 14)] = 512
+
+    def shape(self, **more: Any) -> VQGANConfig:
+        """The decoder's shape; `more` are fields that its family knows better."""
+        coarsest = self.resolution >> len(self.channel_multiplier) - 1
+        said = VQGANConfig(
+            codes=self.num_embeddings,
+            dim=self.embed_dim,
+            latent=self.latent_channels,
+            channels=self.base_channels,
+            multiples=self.channel_multiplier,
+            blocks=self.num_res_blocks + 1,
+            attention=coarsest in (self.attn_resolutions or ()),
+        )
+        return replace(said, **more)
 
 
 def norm(channels: int) -> nn.GroupNorm:

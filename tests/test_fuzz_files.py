@@ -1,0 +1,343 @@
+"""Files that anyone may have written: one sentence or a model, never a traceback, never a long wait.
+
+FUZZ=50 in the environment tries fifty times as many, other ones each time.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import struct
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import write_chameleon, write_emu3, write_janus
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from judges import write_judge
+from models import write_model
+
+from lanternpp import InputError, Pipeline
+from lanternpp.evaluation.judge import read_judge
+from lanternpp.models import read_target
+from lanternpp.nn import checkpoints
+from lanternpp.nn.shards import DTYPES
+from lanternpp.nn.sources import SAME, Source, blank
+from lanternpp.registry import Importable
+from lanternpp.trees import build_tree
+from lanternpp.tuned import Tuned
+
+PROMPT = "a red tulip"
+TIMES = int(os.environ.get("FUZZ", "1"))
+
+
+def examples(count: int) -> settings:
+    """So many; a minute for one is a hang."""
+    return settings(
+        max_examples=count * TIMES,
+        derandomize=TIMES == 1,
+        database=None,
+        deadline=60_000,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+NUMBERS = st.one_of(
+    st.integers(-3, 70),
+    st.sampled_from([2**16, 10**5, 2**31, 2**63, 10**30, 10**4000]),
+    st.floats(allow_nan=True, allow_infinity=True),
+)
+LEAVES = st.one_of(
+    st.none(), st.booleans(), NUMBERS, st.text(max_size=8), st.just("x" * 5000), st.just("os:abort")
+)
+VALUES = st.one_of(
+    st.recursive(
+        LEAVES,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        max_leaves=6,
+    ),
+    st.integers(1, 3000).map(lambda depth: ["deep", depth]),  # written as so many brackets
+)
+
+
+def as_json(value: Any) -> str:
+    """JSON text, in which ["deep", n] stands for n lists in each other."""
+    if isinstance(value, list) and len(value) == 2 and value[0] == "deep":
+        return "[" * value[1] + "]" * value[1]
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{json.dumps(str(k))}:{as_json(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(as_json, value)) + "]"
+    return json.dumps(value)
+
+
+def one_sentence(read: Callable[[], object]) -> None:
+    """`read` returns, or says in one line what is wrong."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            read()
+        except InputError as error:
+            said = str(error)
+            assert said and said.isprintable() and len(said) < 2100, said
+            assert "weights_only" not in said and "Traceback" not in said
+
+
+def spoil(document: Any, data: st.DataObject) -> Any:
+    """A JSON document with one or two of its values, at any depth, taken out, replaced or added to."""
+    document = copy.deepcopy(document)
+    for _ in range(data.draw(st.integers(1, 2))):
+        at = document
+        while isinstance(at, dict) and at:
+            name = data.draw(st.sampled_from(sorted(at)))
+            if isinstance(at[name], dict) and at[name] and data.draw(st.integers(0, 3)):
+                at = at[name]
+                continue
+            if data.draw(st.integers(0, 4)) == 0:
+                del at[name]
+            else:
+                at[name] = data.draw(VALUES)
+            break
+    return document
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of ours with every part that has a config."""
+    folder = write_model(tmp_path_factory.mktemp("ours") / "model")
+    write_judge(folder)
+    pipe = Pipeline.from_pretrained(str(folder), dtype="float32")
+    where = pipe.conditions(pipe.settings("lantern++", batch_size=1))
+    Tuned.read(folder).add("lantern++", where, {"tree": "[[0],[1]]", "lam": 3.0})
+    return folder
+
+
+CONFIGS = ("target", "tokenizer", "drafter", "parallel", "independent/target", "judge")
+SMALL = ("defaults.json", "tuned.json")
+
+
+def read_all(folder: Path) -> None:
+    """Everything that a verb may read of a folder, and a picture."""
+    pipe = Pipeline.from_pretrained(str(folder), dtype="float32", device="cpu")
+    for method in ("lantern++", "parallel", "independent"):
+        settings = pipe.settings(method)
+        pipe.new_engine(settings)
+    assert pipe(PROMPT, method="ar").images
+    read_judge(folder)
+
+
+@examples(60)
+@given(st.sampled_from([*(f"{part}/config.json" for part in CONFIGS), *SMALL]), st.data())
+def test_a_config_of_ours(ours: Path, name: str, data: st.DataObject) -> None:
+    path = ours / name
+    kept = path.read_text()
+    try:
+        document = data.draw(VALUES) if data.draw(st.integers(0, 9)) == 0 else spoil(json.loads(kept), data)
+        path.write_text(as_json(document))
+        one_sentence(lambda: read_all(ours))
+    finally:
+        path.write_text(kept)
+
+
+PUBLISHED = {"anole": write_chameleon, "janus": write_janus, "emu3": write_emu3}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint of each family that has a config.json."""
+    place = tmp_path_factory.mktemp("published")
+    for name, write in PUBLISHED.items():
+        write(place / name)
+    return place
+
+
+READ = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    *("rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_parameters", "rope_theta", "hidden_act"),
+    *(
+        "vq_config",
+        "vision_config",
+        "text_config",
+        "head_dim",
+        "size",
+        "swin_norm",
+        "architectures",
+        "model_type",
+    ),
+    *(
+        "embed_dim",
+        "codebook_size",
+        "num_embeddings",
+        "base_channels",
+        "channel_multiplier",
+        "num_res_blocks",
+    ),
+    *(
+        "latent_channels",
+        "image_size",
+        "patch_size",
+        "resolution",
+        "attn_resolutions",
+        "temporal_downsample_factor",
+    ),
+)
+
+
+def only_read(document: Any) -> Any:
+    """A published config without the many fields that nobody here reads."""
+    if not isinstance(document, dict):
+        return document
+    return {name: only_read(value) for name, value in document.items() if name in READ}
+
+
+@examples(12)
+@given(st.sampled_from(sorted(PUBLISHED)), st.data())
+def test_a_config_of_others(published: Path, name: str, data: st.DataObject) -> None:
+    path = published / name / "config.json"
+    kept = path.read_text()
+    try:
+        path.write_text(as_json(spoil(only_read(json.loads(kept)), data)))
+        one_sentence(lambda: read_target(path.parent, torch.float32).prompt(["a photo"], 2))
+    finally:
+        path.write_text(kept)
+
+
+NAMES = st.one_of(
+    st.sampled_from(["weight", "bias", "weight.scale", "__metadata__", "\x1b[2J\nx", "n" * 2000]),
+    st.text(max_size=5),
+)
+SHAPES = st.lists(st.one_of(st.integers(0, 4), st.sampled_from([-1, 2**31, 2**62, 2**70])), max_size=4)
+ENTRIES = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from([*DTYPES, "C64", "F4", "", 3]),
+        "shape": st.one_of(SHAPES, VALUES),
+        "data_offsets": st.lists(st.integers(0, 70), min_size=2, max_size=2),
+    }
+)
+
+
+def linear() -> torch.nn.Module:
+    with blank():
+        return torch.nn.Linear(2, 4)
+
+
+@examples(150)
+@given(
+    st.dictionaries(NAMES, st.one_of(ENTRIES, VALUES), max_size=4), st.binary(max_size=70), st.integers(-8, 8)
+)
+def test_a_safetensors_header(
+    tmp_path_factory: pytest.TempPathFactory, header: dict, data: bytes, off: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "header.safetensors"
+    text = as_json(header).encode("utf-8", "surrogatepass")
+    path.write_bytes(struct.pack("<Q", max(0, len(text) + (off if abs(off) > 6 else 0))) + text + data)
+    one_sentence(lambda: Source.open(path).fill(linear(), [SAME], torch.float32))
+    one_sentence(lambda: checkpoints.read_safetensors(path))
+
+
+@examples(60)
+@given(
+    st.dictionaries(
+        st.sampled_from(["weight", "bias", "weight.scale"]),
+        st.tuples(st.sampled_from(list(DTYPES.values())), st.lists(st.integers(0, 5), max_size=3)),
+        max_size=3,
+    ),
+    st.sampled_from([0, 1, 127, 255]),
+)
+def test_whole_tensors_of_any_kind(tmp_path_factory: pytest.TempPathFactory, kinds: dict, byte: int) -> None:
+    path = tmp_path_factory.getbasetemp() / "kinds.safetensors"
+    tensors = {}
+    for name, (dtype, shape) in kinds.items():
+        size = torch.empty(shape, dtype=dtype).nbytes
+        fill = min(byte, 1) if dtype == torch.bool else byte
+        tensors[name] = torch.full((size,), fill, dtype=torch.uint8).view(dtype).view(shape)
+    checkpoints.save_file(tensors, path)
+    one_sentence(lambda: Source.open(path).fill(linear(), [SAME], torch.float32))
+    one_sentence(lambda: checkpoints.read_safetensors(path))
+
+
+@examples(60)
+@given(
+    st.one_of(
+        VALUES,
+        st.dictionaries(
+            st.sampled_from(["weight_map", "metadata"]),
+            st.one_of(
+                VALUES,
+                st.dictionaries(
+                    st.text(max_size=3),
+                    st.one_of(
+                        VALUES, st.sampled_from(["../x.safetensors", "/etc/passwd", "a.safetensors", "."])
+                    ),
+                ),
+            ),
+        ),
+    )
+)
+def test_an_index_of_shards(tmp_path_factory: pytest.TempPathFactory, document: Any) -> None:
+    folder = tmp_path_factory.getbasetemp() / "index"
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors.index.json").write_text(as_json(document))
+    checkpoints.save_file({"weight": torch.zeros(4, 2)}, folder / "a.safetensors")
+    one_sentence(lambda: Source.open(folder).shapes())
+
+
+TENSORS = st.sampled_from(
+    [
+        torch.ones(2),
+        torch.ones(1).expand(3),
+        torch.ones(2, dtype=torch.complex64),
+        torch.eye(2).to_sparse(),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.ones(2, device="meta"),
+    ]
+)
+CONTENTS = st.recursive(
+    st.one_of(TENSORS, st.none(), st.integers(), st.text(max_size=3), st.floats()),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.one_of(st.sampled_from(["model", "module", "weight", "ema"]), st.integers()), inner, max_size=4
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@examples(60)
+@given(
+    CONTENTS,
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 255)), max_size=3),
+    st.integers(0, 400),
+)
+def test_a_pt_file(
+    tmp_path_factory: pytest.TempPathFactory, content: Any, zipped: bool, flips: list, cut: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "content.pt"
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    whole = bytearray(path.read_bytes())
+    for place, byte in flips:
+        whole[place % len(whole)] = byte
+    path.write_bytes(whole[: len(whole) - (cut - 300 if cut > 300 else 0)])
+    one_sentence(lambda: Source.open(path).fill(linear(), [SAME], torch.float32))
+
+
+@examples(100)
+@given(
+    st.one_of(
+        VALUES.map(as_json).map(str.encode),
+        st.binary(max_size=20),
+        st.lists(st.lists(st.integers(-1, 3), max_size=4), max_size=5).map(json.dumps).map(str.encode),
+    )
+)
+def test_a_tree(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "tree.json"
+    path.write_bytes(content)
+    one_sentence(lambda: build_tree(Importable(str(path))))
+    one_sentence(lambda: build_tree("[" + content.decode("utf-8", "replace")))
