@@ -14,8 +14,10 @@ import pytest
 
 import lanternpp
 from lanternpp import Pipeline
+from lanternpp.cli import options
 from lanternpp.cli.terminal import progress_bar
 from lanternpp.methods import METHODS
+from lanternpp.proposers import PROPOSERS
 from lanternpp.training.report import Report
 
 COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()"]
@@ -34,6 +36,17 @@ except SystemExit as end:
 """
     done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
     assert done.stderr.strip() == "" and done.stdout
+
+
+def test_help_names_every_proposer() -> None:
+    (option,) = options.Proposer.__metadata__
+    assert set(re.findall(r"[a-z]+", option.help.partition(": ")[2])) - {"or"} == PROPOSERS.keys()
+
+
+def test_a_model_that_ships_is_not_said_to_be_in_a_cache(run) -> None:
+    outcome = run("train", "drafter", "--model", "nature-128", "--self", "--minutes", 1)
+    assert outcome.code == 2 and outcome.err.count("\n") == 1
+    assert "nature-128 ships with this package: name a folder for the drafter with --out DIR" in outcome.err
 
 
 def test_a_refusal_from_the_shell() -> None:

@@ -118,7 +118,7 @@ Proposer = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Who guesses ahead, if not the method's: nothing, tree, independent or jacobi.",
+        help="Who guesses ahead, if not the method's: nothing, tree, parallel, independent or jacobi.",
         rich_help_panel=PANEL_METHOD,
     ),
 ]

@@ -93,7 +93,8 @@ def drafter_folder(model: str | Path, out: Path | None, kind: str = "drafter") -
         raise InputError(f"{model} is no folder to write to: name one for the drafter with --out DIR.")
     if out is None and not Path(model).exists():
         model_folder(str(model))  # the clearer error, where there is no such model
-        raise InputError(f"{model} is kept in a cache: name a folder for the drafter with --out DIR.")
+        where = "ships with this package" if str(model) in MODELS else "is kept in the hub's cache"
+        raise InputError(f"{model} {where}: name a folder for the drafter with --out DIR.")
     return out or Path(model) / kind
 
 
