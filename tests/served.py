@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +15,10 @@ import torch
 from PIL import Image
 
 from lanternpp import Pipeline
+from lanternpp.default_method import Chosen
 from lanternpp.engine.decode import Harvest
 from lanternpp.errors import InputError
+from lanternpp.methods import AUTO
 from lanternpp.serve.batcher import Batcher, Order
 from lanternpp.settings import Settings, resolve
 
@@ -80,8 +85,11 @@ class SlowPipe:
     def parameters(self) -> Iterator[torch.Tensor]:
         return iter([torch.zeros(1)])
 
+    def chosen(self, method: str) -> Chosen:
+        return Chosen("ar" if method == AUTO else method)
+
     def settings(self, method: str, **overrides: object) -> Settings:
-        return settings(method, **overrides)
+        return settings(self.chosen(method).method, **overrides)
 
     def prompt(self, conditions: list[str], branches: int) -> None:
         if "spaceship" in conditions[0]:
@@ -165,3 +173,25 @@ def listening(app: object) -> Iterator[str]:
         server.should_exit = True
         thread.join(60)
         bound.close()
+
+
+COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve", "--no-calibrate"]
+
+
+@contextmanager
+def serving(model: Path, *options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`lanternpp serve` as a process of its own, once it answers, and its address."""
+    process = subprocess.Popen(
+        [*COMMAND, "--port", "0", "--model", str(model), "--device", "cpu", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("http://"), process.stderr.read()
+        yield process, line.split(": ")[0]
+    finally:
+        process.kill()
+        process.communicate()

@@ -13,7 +13,7 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.verify import verify
 from lanternpp.models import model_folder
-from lanternpp.targets.words import PromptWarning
+from lanternpp.targets.base import PromptWarning
 from lanternpp.types import Draft
 
 PROMPTS = [

@@ -2,54 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
-from served import SlowPipe, batcher_of, order, until
+from served import SlowPipe, batcher_of, order, serving, until
 
 from lanternpp.cli import main
 from lanternpp.serve.app import create_app
 from lanternpp.serve.entrance import bind
 from lanternpp.serve.server import run
 
-COMMAND = [
-    sys.executable,
-    "-c",
-    "from lanternpp.cli import main; main()",
-    "serve",
-    "--no-page",
-    "--no-calibrate",
-]
 IMAGES = "/v1/images/generations"
-
-
-@contextmanager
-def serving(model: Path, *options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process, once it answers, and its address."""
-    process = subprocess.Popen(
-        [*COMMAND, "--port", "0", "--model", str(model), "--device", "cpu", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-    )
-    try:
-        line = process.stdout.readline()
-        assert line.startswith("http://"), process.stderr.read()
-        yield process, line.split(": ")[0]
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_sigterm_under_load_finishes_what_was_accepted_and_refuses_what_comes(long_model):

@@ -34,7 +34,7 @@ def test_two_replicas_answer_as_one_server(model: Path, pipe: Pipeline) -> None:
     )
     try:
         line = process.stdout.readline()
-        assert "2 replicas of 2 slots, without the page" in line, process.communicate()
+        assert "2 replicas of 2 slots" in line, process.communicate()
         address = line.split(": ")[0]
         with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=300) as client:
             for seed in range(4):  # some by either replica
@@ -50,6 +50,9 @@ def test_two_replicas_answer_as_one_server(model: Path, pipe: Pipeline) -> None:
         authorized = {"Authorization": f"Bearer {KEY}"}
         with httpx.Client(base_url=address, headers=authorized, timeout=300) as http:
             assert http.get("/healthz").json() == {"status": "ok", "running": 0, "queued": 0}
+            assert (
+                http.get("/").text.startswith("<!doctype html>") and http.get("/page/setup").json()["methods"]
+            )
             assert http.post(IMAGES, json={"prompt": "a pine"}).status_code == 400
             assert httpx.post(address + IMAGES, json={"prompt": "a tulip"}, timeout=300).status_code == 401
             body = {"prompt": "red tulip", "n": 10, "seed": 1, "stream": True}

@@ -159,7 +159,7 @@ def serve(
     """Draw over HTTP, with OpenAI's Images API at /v1 and a page at /; many pictures share every pass.
 
     The method and its options are the defaults of requests. SIGTERM lets accepted pictures finish. With --ray, several
-    servers share the work, without the page.
+    servers share the work.
     """
     refuse(slots, overrides)
     if ray is None and replicas is not None:
@@ -194,7 +194,7 @@ def serve(
             from lanternpp.serve.ray_serve import Plan
 
             where = many.placed(model), many.placed(drafter)
-            plan = Plan(*where, device, dtype, size, terms, slots, queue, lanes)
+            plan = Plan(*where, device, dtype, size, terms, slots, queue, lanes, page=page)
             deploy(ray, replicas, plan, calibrate and "tree" not in overrides, host, bound, drain)
             return
         pipe = aside(

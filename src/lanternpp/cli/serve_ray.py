@@ -37,7 +37,7 @@ def deploy(
         tell_effect(opened.effect)
         typer.echo(
             f"{url}: {opened.model} with {plan.terms.method} in {opened.dtype}, {opened.replicas} replicas of {plan.slots} "
-            "slots, without the page",
+            "slots",
             file=out,
         )
 

@@ -18,6 +18,7 @@ from lanternpp.serve.refusals import explain, refusal
 from lanternpp.serve.schemas import ImagesRequest, Refusal
 from lanternpp.serve.streaming import PictureStream
 from lanternpp.serve.terms import Terms
+from lanternpp.targets.base import prompt_warnings
 
 REASONS = {
     400: "Something in the request will not do",
@@ -92,9 +93,10 @@ def router(batcher: Batcher, terms: Terms, metrics: Metrics) -> APIRouter:
             return refusal(404, f"model {asked.model!r} {no_model}", "model_not_found", "model")
         try:
             orders = desk.orders(asked, client_of(request))
-            tickets = await run_in_threadpool(batcher.submit_all, orders)
+            with prompt_warnings() as warned:
+                tickets = await run_in_threadpool(batcher.submit_all, orders)
             if asked.stream:
-                return PictureStream(desk, asked, tickets)
+                return PictureStream(desk, asked, tickets, warned)
             drawn = await together(request, tickets)
             return JSONResponse(await run_in_threadpool(desk.answer, asked, tickets, drawn))
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The app: routes, limits and, where gradio is installed, the page."""
+"""The app: routes, limits and the page."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ def create_app(batcher: Batcher, terms: Terms | None = None, page: bool = True) 
         from lanternpp.serve.api import router
         from lanternpp.serve.guard import BodyLimit, Hosts, Keys, Origins, SafeHeaders
         from lanternpp.serve.metrics import Counted, Metrics
+        from lanternpp.serve.page import FILES
+        from lanternpp.serve.page import router as page_router
         from lanternpp.serve.refusals import install
     except ImportError as error:
         raise InputError(EXTRA.format(name=error.name)) from None
@@ -41,9 +43,9 @@ def create_app(batcher: Batcher, terms: Terms | None = None, page: bool = True) 
     app.include_router(router(batcher, terms, metrics))
     install(app)
     if page:
-        add_page(app, batcher, terms)
+        app.include_router(page_router(batcher.pipe, terms))
     app.add_middleware(BodyLimit, most=terms.body)
-    app.add_middleware(Keys, keys=terms.keys)
+    app.add_middleware(Keys, keys=terms.keys, open=("/healthz", *(FILES if page else ())))
     app.add_middleware(Origins)
     if terms.hosts:
         app.add_middleware(Hosts, names=terms.hosts)
@@ -51,15 +53,6 @@ def create_app(batcher: Batcher, terms: Terms | None = None, page: bool = True) 
     app.add_middleware(Counted, metrics=metrics)  # added last, runs first
     describe(app, bool(terms.keys))
     return app
-
-
-def add_page(app: FastAPI, batcher: Batcher, terms: Terms) -> None:
-    """Mount the page; it comes after all routes, so that it shadows none."""
-    try:
-        from lanternpp.serve.page import mount_page
-    except ImportError:
-        return
-    mount_page(app, batcher, terms)
 
 
 def describe(app: FastAPI, keys: bool) -> None:

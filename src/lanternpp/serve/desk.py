@@ -8,12 +8,14 @@ from dataclasses import asdict
 from typing import Any
 
 from lanternpp.errors import InputError
+from lanternpp.registry import unknown
 from lanternpp.serve import schemas
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.orders import Drawn, Order, Ticket
-from lanternpp.serve.pictures import encode, picture_size, png_notes
+from lanternpp.serve.pictures import Previews, encode, picture_size, png_notes
 from lanternpp.serve.schemas import ImagesRequest
 from lanternpp.serve.terms import Terms
+from lanternpp.trees import TREES
 
 SEEDS = 1 << 31  # of pictures for which none is asked
 
@@ -23,6 +25,7 @@ class Desk:
 
     def __init__(self, batcher: Batcher, terms: Terms):
         self.batcher, self.terms, self.pipe = batcher, terms, batcher.pipe
+        self.previews = Previews(self.pipe)
         self.size = "{}x{}".format(*picture_size(self.pipe))
 
     def orders(self, asked: ImagesRequest, client: str) -> list[Order]:
@@ -35,8 +38,11 @@ class Desk:
             raise InputError(
                 f"size {asked.size!r} is not what {self.pipe.name} draws; use {self.size!r} or 'auto'"
             )
-        if asked.partial_images and not asked.stream:
-            raise InputError("partial_images come with stream only; set stream to true")
+        for name in ("partial_images", "progress"):
+            if getattr(asked, name) and not asked.stream:
+                raise InputError(f"{name} comes with stream only; set stream to true")
+        if asked.tree is not None and asked.tree not in TREES:
+            raise InputError(unknown("tree", asked.tree, TREES))
         settings = self.terms.settings(self.pipe, asked.method, asked.overrides())
         limits = [limit for limit in (asked.deadline, self.terms.deadline) if limit is not None]
         seed = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed

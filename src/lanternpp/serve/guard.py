@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hmac
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -14,26 +12,29 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lanternpp.serve.refusals import refusal
 
-OPEN = ("/healthz",)  # asked by load balancers, which have no key
-API = ("/v1/", "/metrics", "/openapi.json", "/healthz")
-STRICT = "default-src 'none'; frame-ancestors 'none'"
-PAGE = (  # nothing from other hosts; the page's own scripts are inline
-    "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; frame-ancestors 'none'"
-)
+HEADERS = {  # of every answer that does not say otherwise
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+}
 
 
 class Keys:
-    """Lets in who names one of the keys: as a bearer token, or as the password of HTTP Basic, for browsers.
+    """Lets in who names one of the keys as a bearer token, which no browser sends by itself.
 
     `scope["state"]["client"]` then says which of the keys it was. Without keys everybody is let in.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]):
-        self.app, self.keys = app, [key.encode() for key in keys]
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open: Sequence[str]):
+        """open: paths that want no key."""
+        self.app, self.keys, self.open = app, [key.encode() for key in keys], open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or answer 401."""
-        if scope["type"] not in ("http", "websocket") or not self.keys or scope["path"] in OPEN:
+        if scope["type"] not in ("http", "websocket") or not self.keys or scope["path"] in self.open:
             await self.app(scope, receive, send)
             return
         which = self._which(told(Headers(scope=scope).get("authorization", "")))
@@ -41,13 +42,8 @@ class Keys:
             scope.setdefault("state", {})["client"] = f"key {which}"
             await self.app(scope, receive, send)
         else:
-            api = scope["path"].startswith(API)
-            answer = refusal(
-                401,
-                "this server wants one of its API keys: as Authorization: Bearer KEY, or as the password of HTTP Basic",
-                "invalid_api_key",
-                WWW_Authenticate="Bearer" if api else 'Basic realm="lanternpp", charset="UTF-8"',
-            )
+            message = "this server wants one of its API keys, as Authorization: Bearer KEY"
+            answer = refusal(401, message, "invalid_api_key", WWW_Authenticate="Bearer")
             await turn_away(answer, scope, receive, send)
 
     def _which(self, key: bytes) -> int | None:
@@ -59,14 +55,7 @@ class Keys:
 def told(authorization: str) -> bytes:
     """The key in an Authorization header, or nothing."""
     scheme, _, value = authorization.partition(" ")
-    if scheme.lower() == "bearer":
-        return value.strip().encode()
-    if scheme.lower() == "basic":
-        try:
-            return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
-        except (binascii.Error, ValueError):
-            return b""
-    return b""
+    return value.strip().encode() if scheme.lower() == "bearer" else b""
 
 
 async def turn_away(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -185,18 +174,12 @@ class SafeHeaders:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        api = scope["path"].startswith(API)
 
         async def sent(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                headers.setdefault("X-Content-Type-Options", "nosniff")
-                headers.setdefault("X-Frame-Options", "DENY")
-                headers.setdefault("Referrer-Policy", "no-referrer")
-                headers.setdefault("Cross-Origin-Resource-Policy", "same-origin")
-                headers.setdefault("Content-Security-Policy", STRICT if api else PAGE)
-                if api:
-                    headers.setdefault("Cache-Control", "no-store")
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         await self.app(scope, receive, sent)

@@ -103,6 +103,11 @@ class Ticket:
         return self._future.exception()
 
     @property
+    def news(self) -> Progress | None:
+        """The latest that is known of it."""
+        return self._news
+
+    @property
     def age(self) -> float:
         """Seconds since it was submitted."""
         return time.monotonic() - self.submitted

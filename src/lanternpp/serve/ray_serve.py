@@ -1,6 +1,6 @@
 """Replicas of the server over Ray Serve: each its own model and batcher, the same app before all of them.
 
-A request is one replica's from beginning to end. The page is not here: its session would have to stay with one of them.
+A request is one replica's from beginning to end; the two sides of a race on the page may be of two.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Plan:
     queue: int = 64
     lanes: int = 4
     choose: Choose | None = None
+    page: bool = True
 
     def read(self) -> Pipeline:
         """The model; what is missing of the method is missed here. Raises InputError."""
@@ -75,7 +76,7 @@ class Replica:
         self.plan, self.batcher = plan, Batcher(pipe, plan.slots, plan.queue, plan.lanes, plan.choose)
 
     def __serve_build_asgi_app__(self) -> Any:
-        return create_app(self.batcher, self.plan.terms, page=False)
+        return create_app(self.batcher, self.plan.terms, self.plan.page)
 
     def check_health(self) -> None:
         """Ray Serve starts another replica in place of one that raises."""

@@ -32,6 +32,9 @@ class ImagesRequest(BaseModel):
     partial_images: Annotated[int, Field(ge=0, le=3)] | None = Field(
         None, description="With stream: pictures of what is decided, spread evenly."
     )
+    progress: bool | None = Field(
+        None, description="With stream: figures of what is decided, and a JPEG of it, while it is drawn."
+    )
     background: Literal["auto", "opaque"] | None = None
     moderation: Name | None = None
     quality: Name | None = None
@@ -44,6 +47,7 @@ class ImagesRequest(BaseModel):
     )
     deadline: Positive | None = Field(None, description="Seconds after which the pictures are of no use.")
     method: Name | None = Field(None, description="A method by name; default: the server's.")
+    tree: Name | None = Field(None, description="One of our trees by name; default: the method's.")
     neighbours: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     delta: NotNegative | None = None
     lam: AtLeastOne | None = None
@@ -64,7 +68,7 @@ class ImagesRequest(BaseModel):
 
 
 OWN = (
-    *("neighbours", "delta", "lam", "nu", "residual", "window", "coupling", "fresh", "measure"),
+    *("tree", "neighbours", "delta", "lam", "nu", "residual", "window", "coupling", "fresh", "measure"),
     *("cfg", "temperature", "top_k", "top_p"),
 )
 

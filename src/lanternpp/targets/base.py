@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -26,6 +29,29 @@ def quoted(prompt: str, most: int = 80) -> str:
 
 class PromptWarning(UserWarning):
     """A part of the prompt that the model cannot follow."""
+
+
+_collected: ContextVar[list[str] | None] = ContextVar("prompt_warnings", default=None)
+
+
+@contextmanager
+def prompt_warnings() -> Iterator[list[str]]:
+    """Collects the warnings of prompts that are read in this block, in place of Python's; other threads keep theirs."""
+    found: list[str] = []
+    token = _collected.set(found)
+    try:
+        yield found
+    finally:
+        _collected.reset(token)
+
+
+def warn_of_prompt(sentence: str) -> None:
+    """For targets: a PromptWarning, or one more sentence for the block that collects them."""
+    found = _collected.get()
+    if found is None:
+        warnings.warn(sentence, PromptWarning, stacklevel=3)
+    else:
+        found.append(sentence)
 
 
 def check_codes(target: Path, speaks: int, tokenizer: Path, has: int) -> None:

@@ -7,7 +7,6 @@ import pickle
 import re
 import shutil
 import sys
-import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from torch import Tensor
 from lanternpp.errors import InputError
 from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import CONFIG, read_safetensors, replacing
-from lanternpp.targets.base import PromptWarning
+from lanternpp.targets.base import warn_of_prompt
 
 ENCODER = "google/flan-t5-xl"
 FEATURES = "embeddings.safetensors"
@@ -122,11 +121,7 @@ class T5Text(Text):
         plain = clean(text)
         count = len(self._tokenizer(plain, verbose=False).input_ids)
         if count > self.tokens:
-            warnings.warn(
-                f"the prompt has {count} tokens; this model reads the first {self.tokens}",
-                PromptWarning,
-                stacklevel=2,
-            )
+            warn_of_prompt(f"the prompt has {count} tokens; this model reads the first {self.tokens}")
         ids = self._tokenizer(plain, max_length=self.tokens, truncation=True, return_tensors="pt").input_ids
         with torch.inference_mode():
             states = self._encoder(input_ids=ids.to(like.device)).last_hidden_state[0]

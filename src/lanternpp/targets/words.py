@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.packed import PackedLinear, packable
 from lanternpp.nn.rope import grid_table
 from lanternpp.nn.sources import SAME, Source, blank
-from lanternpp.targets.base import PromptWarning, Target, quoted
+from lanternpp.targets.base import Target, quoted, warn_of_prompt
 from lanternpp.types import Prompt
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ
@@ -195,13 +194,11 @@ class WordsTarget(Target):
                 f"prompt {quoted(sentence)} names no subject this model knows; use one of: {', '.join(self.config.subjects)}"
             )
         if replaced:
-            warnings.warn(f"this model reads {listed(replaced)}", PromptWarning, stacklevel=2)
+            warn_of_prompt(f"this model reads {listed(replaced)}")
         if unknown:
-            warnings.warn(
+            warn_of_prompt(
                 f"words this model does not know are ignored: {listed(unknown)}; "
-                f"it knows: {', '.join(self.config.words)}",
-                PromptWarning,
-                stacklevel=2,
+                f"it knows: {', '.join(self.config.words)}"
             )
         if len(ids) > self.slots:
             raise InputError(

@@ -1,5 +1,9 @@
-"""The page at /: plain decoding and a method race from the same seed, in a browser."""
+"""The page at /: plain decoding and a method race from the same seed, in a browser.
 
-from lanternpp.serve.page.mount import mount_page
+It is three files that any browser shows as they are, and a client of the server's own API like any other: a race is two
+streamed requests of /v1/images/generations. The server keeps nothing of it.
+"""
 
-__all__ = ["mount_page"]
+from lanternpp.serve.page.routes import FILES, router
+
+__all__ = ["FILES", "router"]

@@ -1,0 +1,115 @@
+"""Pictures as events: their progress, and what becomes of a client that does not read."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+from served import PacedPipe, batcher_of, listening, until
+
+from lanternpp.pipeline import Pipeline
+from lanternpp.serve import streaming
+from lanternpp.serve.app import create_app
+from lanternpp.serve.desk import Desk
+from lanternpp.serve.orders import Cancelled
+from lanternpp.serve.schemas import ImagesRequest
+from lanternpp.serve.streaming import PictureStream
+from lanternpp.serve.terms import Terms
+
+IMAGES = "/v1/images/generations"
+PROMPT = "a red tulip"
+
+
+def events(address: str, **asked: object) -> Iterator[dict[str, Any]]:
+    """Of a streamed request, as they come."""
+    with httpx.stream(
+        "POST", address + IMAGES, json={"prompt": PROMPT, "stream": True, **asked}, timeout=300
+    ) as answer:
+        assert answer.status_code == 200, answer.read()
+        yield from (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
+
+
+def test_progress_tells_figures_and_shows_the_picture_grow(pipe: Pipeline, monkeypatch) -> None:
+    monkeypatch.setattr(streaming, "EVERY", 0.0)
+    paced = PacedPipe(pipe)
+    with batcher_of(paced) as batcher, listening(create_app(batcher, Terms("ar"), page=False)) as address:
+        heard = []
+        for event in events(address, progress=True, n=2, seed=5):
+            heard.append(event)
+            paced.allow(8 if event["type"].endswith("preview") else 1)
+    kinds = [event["type"].removeprefix("image_generation.") for event in heard]
+    assert kinds[0] == "accepted" and heard[0]["warnings"] == [] and kinds.count("completed") == 2
+    for index in (0, 1):
+        mine = [(kind, event) for kind, event in zip(kinds, heard, strict=True) if event["index"] == index]
+        assert mine[-1][0] == "completed", "nothing outdated comes after the picture"
+        counts = [sum(event["accepted_per_pass"]) for kind, event in mine if kind == "progress"]
+        assert counts == sorted(counts) and counts[0] >= 1
+        drawn = mine[-1][1]["lanternpp"]
+        assert drawn["seed"] == 5 + index and drawn["codes"] == pipe.target.length
+    for kind, event in zip(kinds, heard, strict=True):
+        if kind == "preview":
+            with Image.open(io.BytesIO(base64.b64decode(event["b64_json"]))) as seen:
+                assert seen.format == "JPEG" and seen.size == (16, 16)
+    assert "preview" in kinds
+
+
+def test_a_request_hears_what_is_said_of_its_own_prompt(pipe: Pipeline) -> None:
+    with batcher_of(pipe) as batcher, listening(create_app(batcher, Terms("ar"), page=False)) as address:
+        first = next(events(address, progress=True, prompt="a shiny red tulip"))
+        assert "shiny" in " ".join(first["warnings"])
+        assert next(events(address, progress=True))["warnings"] == []
+
+
+@pytest.mark.parametrize("given", [{"progress": True}, {"tree": "os:system"}, {"tree": "trees/own.json"}])
+def test_what_cannot_be_asked_for(pipe: Pipeline, given: dict) -> None:
+    with batcher_of(pipe) as batcher, listening(create_app(batcher, page=False)) as address:
+        answer = httpx.post(address + IMAGES, json={"prompt": PROMPT, **given})
+        assert answer.status_code == 400
+        assert ("set stream to true" if "progress" in given else "is unknown; known: eagle-25") in answer.text
+
+
+def test_a_tree_of_ours_is_taken_by_name(pipe: Pipeline) -> None:
+    with batcher_of(pipe) as batcher, listening(create_app(batcher, page=False)) as address:
+        asked = {"prompt": PROMPT, "tree": "chain-3", "method": "lantern++"}
+        answer = httpx.post(address + IMAGES, json=asked, timeout=300)
+        assert answer.json()["data"][0]["lanternpp"]["settings"]["tree"] == "chain-3"
+
+
+def test_a_client_that_stops_reading_is_given_up_and_nothing_piles_up(pipe: Pipeline, monkeypatch) -> None:
+    monkeypatch.setattr(streaming, "EVERY", 0.0)
+    monkeypatch.setattr(streaming, "STALLED", 1.0)
+    paced, piled = PacedPipe(pipe), []
+
+    async def stalled() -> None:
+        asked = ImagesRequest(prompt=PROMPT, n=2, stream=True, progress=True, seed=1)
+        desk = Desk(batcher, Terms("ar"))
+        tickets = batcher.submit_all(desk.orders(asked, ""))
+        stream, read = PictureStream(desk, asked, tickets), 0
+
+        async def send(message: object) -> None:
+            nonlocal read
+            read += 1
+            if read > 2:  # the head and an event; then the window of the connection is full
+                await asyncio.Event().wait()
+
+        running = asyncio.create_task(stream({"type": "http"}, asyncio.Event().wait, send))
+        for _ in range(8):
+            paced.allow(1)
+            await asyncio.sleep(0.05)
+            piled.append(len(stream._news))
+        await asyncio.to_thread(until, lambda: all(ticket.done for ticket in tickets))
+        assert all(isinstance(ticket.error, Cancelled) for ticket in tickets)
+        running.cancel()
+
+    with batcher_of(paced) as batcher:
+        asyncio.run(stalled())
+    assert max(piled) <= 2 * 3, (
+        "of a picture no more than its latest figures, its latest preview, and its end"
+    )
