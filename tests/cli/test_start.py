@@ -18,7 +18,9 @@ from lanternpp.cli import options
 from lanternpp.cli.terminal import progress_bar
 from lanternpp.methods import METHODS
 from lanternpp.proposers import PROPOSERS
+from lanternpp.published import PUBLISHED
 from lanternpp.training.report import Report
+from lanternpp.trees import TREES
 
 COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()"]
 
@@ -121,17 +123,33 @@ def test_a_bar_says_which_time_is_gone_and_which_is_left(work, tmp_path: Path, m
     assert re.search(r"25 ?% 0:00:\d\d elapsed, [-:0-9]+ left", shown)
 
 
-def test_models_lists_what_can_be_named(run) -> None:
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_models_names_everything_whole_however_narrow_the_terminal(columns: int, run, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     outcome = run("models")
-    assert outcome.code == 0 and "nature-128" in outcome.out and outcome.err == ""
-    assert all(f" {name} " in outcome.out for name in METHODS)
+    assert outcome.code == 0 and outcome.err == "" and "…" not in outcome.out
+    words = set(outcome.out.split())
+    assert {"nature-128", *METHODS, *TREES} <= words
+    for each in PUBLISHED:
+        assert each.model in words and each.download in outcome.out and (each.drafter or "--drafter") in words
 
 
-def test_models_says_which_methods_are_lossless(run) -> None:
-    rows = {row["name"]: row for row in json.loads(run("models", "--json").out)["methods"]}
+def test_models_says_what_each_method_draws_with_on_a_model(run, broken: Path) -> None:
+    told = json.loads(run("models", "--json").out)
+    rows = {row["name"]: row for row in told["methods"]}
     lossless = {name for name, row in rows.items() if row["lossless"]}
     assert lossless == {"ar", "eagle", "eagle2", "ddd", "independent", "parallel", "jacobi", "jacobi-coupled"}
-    assert rows["lantern++"]["proposer"] == "tree" and rows["lantern++"]["tree"] == "lantern-57"
+    mine = rows["lantern++"]
+    assert (mine["proposer"], mine["tree"], mine["dials"]["lam"]) == ("parallel", "chain-7", 2.0)
+    assert told["auto"]["method"] == "lantern++" and rows["independent"]["missing"] == "independent"
+    assert {row["name"]: row["nodes"] for row in told["trees"]}["lantern-57"] == 57
+    shutil.rmtree(broken / "parallel")
+    other = json.loads(run("models", "--json", "--model", broken).out)
+    rows = {row["name"]: row for row in other["methods"]}
+    assert (rows["lantern++"]["tree"], rows["lantern++"]["dials"]["neighbours"]) == ("lantern-57", 8)
+    assert rows["parallel"]["missing"] == "parallel" and rows["eagle"]["missing"] is None
+    absent = run("models", "--model", "somebody/something")
+    assert absent.code == 2 and "is not on this machine" in absent.err
 
 
 def test_an_engine_of_any_method_is_made_without_torchs_compiler() -> None:
@@ -140,6 +158,8 @@ def test_an_engine_of_any_method_is_made_without_torchs_compiler() -> None:
 import sys
 from lanternpp import Pipeline
 from lanternpp.methods import METHODS
+from lanternpp.published import PUBLISHED
+from lanternpp.trees import TREES
 pipe = Pipeline.from_pretrained("nature-128", device="cpu", tuned=False)
 for method in METHODS.keys() - {"independent"}:
     pipe.new_engine(pipe.settings(method))

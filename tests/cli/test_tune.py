@@ -56,6 +56,16 @@ def test_the_figures_are_shown_without_matplotlib_too(run, own, monkeypatch):
     assert not (folder / "tune.png").exists()
 
 
+def test_no_figure_is_cut_on_a_narrow_terminal(run, own, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "25")
+    outcome = run("tune", "--model", own, *SMALL, "--no-verify", "--no-save", "--no-plots")
+    assert outcome.code == 0 and "…" not in outcome.out
+    told = json.loads(Path("out/tune/own-lantern++/tune.json").read_text())
+    costs = told["costs"]["look"]
+    for seconds in costs["cost"]:
+        assert f"{1000 * seconds:.3g}" in outcome.out
+
+
 def test_a_stop_loses_at_most_one_measurement(run, own, monkeypatch):
     asked = ("tune", "--model", own, *SMALL, "-o", "t", "--json", "--no-verify", "--no-plots")
     first = json.loads(run(*asked).out)

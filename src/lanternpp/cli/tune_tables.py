@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from lanternpp.cli.tables import show_table
+
 if TYPE_CHECKING:
     from lanternpp.tuning.run import Tuning
 
@@ -17,48 +19,42 @@ SURE = 20  # children judged, below which an acceptance is mostly a guess
 
 def show(told: Mapping[str, Any], found: Tuning) -> None:
     """The figures as tables on stdout."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    table = Table(
-        title="how often a child is kept, % (by depth and rank; guesses in brackets)", title_justify="left"
-    )
-    table.add_column("depth")
     tried, chances = told["acceptance"]["tried"], told["acceptance"]["table"]
-    for rank in range(min(RANKS, len(chances[0]))):
-        table.add_column(str(rank), justify="right")
-    for depth, (counts, row) in enumerate(zip(tried, chances, strict=True)):
-        cells = [
-            f"{100 * p:.0f}" if c >= SURE else f"({100 * p:.0f})" for c, p in zip(counts, row, strict=True)
-        ]
-        table.add_row(str(depth), *cells[:RANKS])
-    console.print(table)
-
+    ranks = min(RANKS, len(chances[0]))
+    rows = [
+        [str(depth), *(_share(p, c) for c, p in zip(counts, row, strict=True))][: ranks + 1]
+        for depth, (counts, row) in enumerate(zip(tried, chances, strict=True))
+    ]
+    show_table(
+        ("depth", *(f"rank {rank}" for rank in range(ranks))),
+        rows,
+        "how often a child is kept, % (by depth and rank; guesses in brackets)",
+    )
     at, cost = told["costs"]["look"]["at"], told["costs"]["look"]["cost"]
-    table = Table(title="a target pass, ms, by nodes with the root", title_justify="left")
-    for count in at:
-        table.add_column(str(count), justify="right")
-    table.add_row(*(f"{1000 * seconds:.3g}" for seconds in cost))
-    console.print(table)
+    rows = [[str(count), f"{1000 * seconds:.3g}"] for count, seconds in zip(at, cost, strict=True)]
+    show_table(("nodes", "ms"), rows, "a target pass, by nodes with the root", left=())
     every, level, inner, node = (1000 * share for share in told["costs"]["draft"])
-    console.print(
+    typer.echo(
         f"drafting, ms: {every:.2f} + {level:.2f} per level + {inner:.2f} per node with children + {node:.3f} per node"
     )
-
-    table = Table(title="the best tree of each size, predicted", title_justify="left")
-    for heading in ("nodes", "depth", "codes / pass", "codes / s", "speed-up"):
-        table.add_column(heading, justify="right")
-    for size in told["sizes"]:
-        if size["nodes"] in SHOWN:
-            table.add_row(*_cells(size), f"{size['speedup']:.2f}x")
-    console.print(table)
+    sizes = [size for size in told["sizes"] if size["nodes"] in SHOWN]
+    show_table(
+        ("nodes", "depth", "codes / pass", "codes / s", "speed-up"),
+        [[*_cells(size), f"{size['speedup']:.2f}x"] for size in sizes],
+        "the best tree of each size, predicted",
+        left=(),
+    )
     show_tree(found)
     show_race(told)
     show_budget(told)
     typer.echo(
         f"{told['folder']}/tune.json" + (f"; now the default: {told['file']}" if "file" in told else "")
     )
+
+
+def _share(chance: float, tried: int) -> str:
+    """A share in per cent, in brackets where few children were judged."""
+    return f"{100 * chance:.0f}" if tried >= SURE else f"({100 * chance:.0f})"
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -88,30 +84,22 @@ def show_tree(found: Tuning) -> None:
 
 def show_race(told: Mapping[str, Any]) -> None:
     """Predicted beside measured, for the tree found and the hand-made ones."""
-    from rich.console import Console
-    from rich.table import Table
-
     plain = told["plain"]
-    table = Table(
-        title="predicted and measured", title_justify="left",
-        caption=f"measured: {plain['images']} pictures each, taking turns with plain AR" if plain else None,
-    )  # fmt: skip
-    table.add_column("tree")
-    for heading in ("nodes", "depth", "codes / pass", "measured", "speed-up", "measured"):
-        table.add_column(heading, justify="right")
+    rows = []
     for tree in told["trees"]:
         nodes, depth, codes, _ = _cells(tree)
         seen = tree["measured"]
-        row = [
-            nodes,
-            depth,
-            codes,
-            f"{seen['codes_per_pass']:.2f}" if seen else "-",
-            f"{tree['speedup']:.2f}x",
-        ]
-        row.append(f"{seen['speedup']:.2f}x" if seen else "-")
-        table.add_row(tree["name"], *row, style="bold" if tree["name"] == "tuned" else None)
-    Console().print(table)
+        codes_seen, speed_seen = (
+            (f"{seen['codes_per_pass']:.2f}", f"{seen['speedup']:.2f}x") if seen else ("-", "-")
+        )
+        rows.append([tree["name"], nodes, depth, codes, codes_seen, f"{tree['speedup']:.2f}x", speed_seen])
+    show_table(
+        ("tree", "nodes", "depth", "codes / pass", "measured", "speed-up", "measured"),
+        rows,
+        "predicted and measured",
+        bold=[place for place, tree in enumerate(told["trees"]) if tree["name"] == "tuned"],
+        caption=f"measured: {plain['images']} pictures each, taking turns with plain AR" if plain else None,
+    )
 
 
 def show_budget(told: Mapping[str, Any]) -> None:
