@@ -7,11 +7,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import uvicorn
 from PIL import Image
 
 from lanternpp import Pipeline
@@ -20,6 +21,9 @@ from lanternpp.engine.decode import Harvest
 from lanternpp.errors import InputError
 from lanternpp.methods import AUTO
 from lanternpp.serve.batcher import Batcher, Order
+from lanternpp.serve.connections import Limits
+from lanternpp.serve.entrance import bind, url
+from lanternpp.serve.server import configured
 from lanternpp.settings import Settings, resolve
 
 LENGTH = 4
@@ -45,7 +49,7 @@ class SlowEngine:
         self.codes = torch.zeros(rows, LENGTH, dtype=torch.int64)
         self.passes, self.accepted = torch.zeros_like(self.count), torch.ones_like(self.codes)
 
-    def admit(self, slot: int, condition: str, seed: int) -> None:
+    def admit(self, slot: int, condition: str, seed: int, prompt: object = None) -> None:
         if seed == 666:
             raise RuntimeError("out of memory")
         self.codes[slot] = seed
@@ -156,14 +160,10 @@ def tiny(folder: Path) -> Pipeline:
 
 
 @contextmanager
-def listening(app: object) -> Iterator[str]:
+def listening(app: object, limits: Limits | None = None, proxies: Sequence[str] = ()) -> Iterator[str]:
     """A real server of an app on a free port of this machine; its address."""
-    import uvicorn
-
-    from lanternpp.serve.entrance import bind, url
-
     bound = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
+    server = uvicorn.Server(configured(app, proxies, limits))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     try:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from served import SlowPipe, batcher_of, order, until
+from served import SlowPipe, batcher_of, order, settings, until
 
 from lanternpp.errors import InputError
 from lanternpp.serve.batcher import Batcher, Cancelled, Closed, Expired, Full, Order
@@ -188,3 +188,60 @@ def test_a_coroutine_may_follow_and_wait_and_give_up(slow):
 def test_wrong_numbers_are_refused(slow, wrong):
     with pytest.raises(InputError):
         Batcher(slow, **wrong)
+
+
+def test_who_has_no_place_costs_no_encoding_and_encoding_stops_no_drawing(slow):
+    """Prompts are encoded once there is a place for their pictures, while the thread that draws goes on."""
+    encoding, go = [], threading.Semaphore(0)
+
+    def prompt(conditions, branches):
+        encoding.extend(conditions)
+        if conditions != ["a red tulip"]:
+            go.acquire()
+
+    slow.prompt = prompt
+    with batcher_of(slow, slots=2, queue=2) as batcher:
+        running = batcher.submit(order(1))
+        until(lambda: slow.admitted == [1])
+        waiting = []
+        submit = threading.Thread(
+            target=lambda: waiting.extend(batcher.submit_all([order(i, prompt="late") for i in (2, 3)]))
+        )
+        submit.start()
+        until(lambda: encoding == ["a red tulip", "late"])
+        with pytest.raises(Full, match="2 pictures are waiting"):
+            batcher.submit(order(4, prompt="never"))
+        slow.allow()
+        assert running.result(120), "its last steps came while a prompt was encoded"
+        slow.prompt = None  # the thread that draws encodes nothing
+        go.release()
+        submit.join(120)
+        assert [int(ticket.result(120).codes[0]) for ticket in waiting] == [2, 3]
+        batcher.close()
+        with pytest.raises(Closed):
+            batcher.submit(order(5, prompt="never"))
+    assert encoding == ["a red tulip", "late"]
+
+
+def test_a_prompt_that_is_refused_gives_its_place_back(slow):
+    with batcher_of(slow, slots=1, queue=1) as batcher:
+        slow.allow()
+        for _ in range(3):
+            with pytest.raises(InputError):
+                batcher.submit(order(prompt="a spaceship"))
+        assert batcher.submit(order(1)).result(120)
+
+
+def test_a_client_that_changes_a_dial_in_every_request_leaves_a_lane_to_others(slow):
+    def dialled(seed, client):
+        return Order("a red tulip", seed, settings("ar", temperature=0.1 + seed / 100), client=client)
+
+    with batcher_of(slow, slots=1, queue=40, lanes=3) as batcher:
+        batcher.submit_all([dialled(seed, "many") for seed in range(10)])
+        until(lambda: len(slow.admitted) == 2)
+        batcher.submit(dialled(20, "one"))
+        slow.allow(1)  # nobody is done by then
+        until(lambda: 20 in slow.admitted)
+        assert slow.admitted == [0, 1, 20]
+        slow.allow()
+        until(lambda: len(slow.admitted) == 11)

@@ -41,3 +41,25 @@ def test_leaving_gives_no_one_a_better_turn():
     assert seeds(waiting) == [2, 1, 3]
     waiting.join(Ticket(order(9, "a")))  # behind its own first, as b's second is
     assert seeds(waiting) == [2, 1, 3, 9]
+
+
+class Interrupted(list):
+    """Entries of a queue; once a walk has seen the first one, something happens before it goes on."""
+
+    def __iter__(self):
+        for place in range(len(self)):
+            yield self[place]
+            if place == 0 and self.happens:
+                happens, self.happens = self.happens, None
+                happens()
+
+
+def test_a_walk_sees_nobody_twice_while_others_join_and_leave():
+    waiting = line("a", "a", "b")
+    first = next(iter(waiting))
+    waiting.leave(first)
+    waiting.join(first)  # its client's last
+    waiting._waiting = Interrupted(waiting._waiting)
+    waiting._waiting.happens = lambda: waiting.join(Ticket(order(9, "c")))
+    assert seeds(waiting) == [2, 1, 0]
+    assert seeds(waiting) == [2, 9, 1, 0]

@@ -19,7 +19,7 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import verify
 from lanternpp.proposers.base import Proposer
 from lanternpp.targets.base import Target
-from lanternpp.types import Admission, Draft, Look, Tree, Verdict
+from lanternpp.types import Admission, Draft, Look, Prompt, Tree, Verdict
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,14 @@ class Engine:
         proposer.open(target, sampling, guidance, batch)
 
     @torch.inference_mode()
-    def admit(self, slot: int, condition: str | None, seed: int) -> None:
+    def admit(self, slot: int, condition: str | None, seed: int, prompt: Prompt | None = None) -> None:
         """A sample enters at `slot`: prefill its prompt, decide its first code.
 
-        One sample at a time, so that its rounding does not depend on who enters beside it.
+        prompt: the condition as `target.prompt` gives it for this guidance, where it was encoded before. One sample at
+        a time, so that its rounding does not depend on who enters beside it.
         """
-        prompt = self.target.prompt([condition], self.guidance.branches)
+        if prompt is None:
+            prompt = self.target.prompt([condition], self.guidance.branches)
         count, device = prompt.embeds.shape[1], self.codes.device
         rows = torch.arange(self.guidance.branches, device=device) * self.batch + slot
         memory = self.cache.rows(rows, prompt.start, count)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
@@ -71,6 +73,7 @@ def client_of(request: Request) -> str:
 def router(batcher: Batcher, terms: Terms, metrics: Metrics) -> APIRouter:
     """All routes of the API."""
     desk, routes = Desk(batcher, terms), APIRouter()
+    encoders = CapacityLimiter(1)  # prompts wait here, not in the threads that finished pictures need
     card = schemas.ModelCard(id=batcher.pipe.name)
     no_model = f"is not served here; use {card.id!r}"
 
@@ -93,8 +96,9 @@ def router(batcher: Batcher, terms: Terms, metrics: Metrics) -> APIRouter:
             return refusal(404, f"model {asked.model!r} {no_model}", "model_not_found", "model")
         try:
             orders = desk.orders(asked, client_of(request))
-            with prompt_warnings() as warned:
-                tickets = await run_in_threadpool(batcher.submit_all, orders)
+            # who has no place is told so before anything is encoded
+            with batcher.places(len(orders)) as enter, prompt_warnings() as warned:
+                tickets = await run_sync(enter, orders, limiter=encoders)
             if asked.stream:
                 return PictureStream(desk, asked, tickets, warned)
             drawn = await together(request, tickets)

@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from lanternpp.errors import InputError
 from lanternpp.pipeline import Pipeline
-from lanternpp.serve.aside import aside
-from lanternpp.serve.fleet import Blocked, Fleet
+from lanternpp.serve.fleet import Blocked, Fleet, Held
+from lanternpp.serve.intake import Intake
 from lanternpp.serve.lanes import Lane
 from lanternpp.serve.line import Line
 from lanternpp.serve.orders import Cancelled, Closed, Drawn, Expired, Full, Order, Progress, Ticket
@@ -36,7 +34,6 @@ __all__ = [
 ]
 
 Choose = Callable[[Settings, int], Settings]
-RECENT = 0.2  # weight of the latest picture in the average time between two
 
 
 @dataclass(frozen=True)
@@ -51,17 +48,7 @@ class Stats:
     seconds_between: float | None = None  # two finished pictures, lately; None: too early to say
 
 
-class Observer(Protocol):
-    """Who wants to know what a batcher does; told in the thread in which it happens."""
-
-    def stepped(self, pictures: int) -> None:
-        """A step advanced so many pictures."""
-
-    def ended(self, ticket: Ticket) -> None:
-        """A ticket is settled, one way or another."""
-
-
-class Batcher:
+class Batcher(Intake):
     """Takes orders from any thread and draws them in one."""
 
     def __init__(
@@ -75,31 +62,21 @@ class Batcher:
         """slots: most rows of a lane, a power of two; queue: most orders that wait; lanes: most engines kept.
 
         pipe: best read by way of `aside`. choose: the settings that a lane of so many rows draws with, in place of
-        those asked for.
+        those asked for, with the same guidance.
         Raises InputError where a number is wrong.
         """
         if slots < 1 or slots & (slots - 1):
             raise InputError(f"{slots} slots are no power of two; use 1, 2, 4, 8 ...")
-        for name, value in (("a queue", queue), ("lanes", lanes)):
-            if value < 1:
-                raise InputError(f"{name} of {value} is below 1; use 1 or more")
-        self.pipe, self.slots, self.queue = pipe, slots, queue
+        if lanes < 1:
+            raise InputError(f"lanes of {lanes} are below 1; use 1 or more")
+        super().__init__(pipe, queue)
+        self.slots = slots
         self._choose = choose or (lambda settings, rows: settings)
-        self.observers: list[Observer] = []
-        self._line, self._fleet = Line(), Fleet(self._build, slots, lanes)
-        self._changed = threading.Condition()  # guards the line and the flags; wakes the thread
-        self._asking = threading.Lock()  # a target reads one prompt at a time
-        self._closed = self._stop = False
+        self._fleet = Fleet(self._build, slots, lanes)
+        self._stop = False
         self._broken: Exception | None = None
-        self._between: float | None = None
-        self._last: float | None = None  # when a picture was finished with others behind it
         self._thread = threading.Thread(target=self._run, name="lanternpp-batcher", daemon=True)
         self._thread.start()
-
-    @property
-    def closed(self) -> bool:
-        """Whether it takes nothing new."""
-        return self._closed
 
     @property
     def broken(self) -> Exception | None:
@@ -114,36 +91,6 @@ class Batcher:
             rows = Counter(lane.rows for lane in lanes)
             running = sum(len(lane.seats) for lane in lanes)
             return Stats(running, len(self._line), dict(rows), self._between)
-
-    def check(self, prompt: str) -> None:
-        """InputError where the target cannot follow a prompt."""
-        if not prompt.strip():
-            raise InputError('the prompt is empty; say what to draw, such as "a photo of a red tulip"')
-        with self._asking:
-            aside(self.pipe.target.prompt, [prompt], 1)
-
-    def submit(self, order: Order) -> Ticket:
-        """Put an order into the queue. Raises Full where that has no room, Closed, or InputError."""
-        return self.submit_all([order])[0]
-
-    def submit_all(self, orders: Sequence[Order]) -> list[Ticket]:
-        """Put all of these into the queue, or none; raises as `submit`."""
-        if len(orders) > self.queue:
-            raise InputError(f"{len(orders)} pictures do not fit the queue of {self.queue}; ask for fewer")
-        for prompt in dict.fromkeys(order.prompt for order in orders):
-            self.check(prompt)
-        tickets = [Ticket(order, self._wake) for order in orders]
-        with self._changed:
-            if self._closed:
-                raise Closed("the server is shutting down")
-            if len(self._line) + len(tickets) > self.queue:
-                raise Full(len(self._line), self._patience(len(tickets)))
-            for ticket in tickets:
-                self._line.join(ticket)
-                for observer in self.observers:
-                    ticket.when_done(observer.ended)
-            self._changed.notify_all()
-        return tickets
 
     def close(self, drain: bool = True, timeout: float = 30.0) -> bool:
         """Take nothing new; with `drain`, wait up to `timeout` seconds for what was accepted. Then stop.
@@ -163,14 +110,6 @@ class Batcher:
 
     def _busy(self) -> bool:
         return bool(len(self._line)) or bool(self._fleet.running)
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def _patience(self, count: int) -> int:
-        """Whole seconds until `count` orders more probably find room in the queue."""
-        return max(1, min(60, math.ceil(count * (self._between or 1.0))))
 
     # What follows runs in the thread that draws.
 
@@ -197,8 +136,8 @@ class Batcher:
                 return False
             self._expire()
         self._enter()
-        if running := self._fleet.running:
-            self._step(running[0])
+        if turn := self._fleet.turn():
+            self._step(*turn)
         with self._changed:
             self._changed.notify_all()  # whoever drains looks again
         return True
@@ -216,16 +155,18 @@ class Batcher:
         for lane in self._fleet.running:
             lane.sweep()
 
-    def _step(self, lane: Lane) -> None:
-        """One step of a lane; what breaks takes the lane and its pictures with it."""
+    def _step(self, lane: Lane, client: str) -> None:
+        """One step of a lane in a client's turn; what breaks takes the lane and its pictures with it."""
+        before = lane.spent
         try:
             finished = lane.step()
             for observer in self.observers:
                 observer.stepped(len(lane.seats) + len(finished))
             for _ in finished:
-                self._account()
+                self._account(self._busy())
         except Exception as error:
             self._break(lane, error)
+        self._fleet.pay(client, lane.spent - before)
         lane.used = time.monotonic()
 
     def _break(self, lane: Lane, error: Exception) -> None:
@@ -233,25 +174,21 @@ class Batcher:
         lane.fail(error)
         self._fleet.close(lane)
 
-    def _account(self) -> None:
-        """A picture was finished: how long since the last one, if there was work all along."""
-        now = time.monotonic()
-        if self._last is not None:
-            took = now - self._last
-            old = self._between
-            self._between = took if old is None else old + RECENT * (took - old)
-        self._last = now if self._busy() else None
-
     def _enter(self) -> None:
         """Let in what finds a slot, in the order of the queue."""
         full: set[Settings] = set()
+        held: set[str] = set()
         for ticket in self._line:
-            key = replace(ticket.order.settings, batch_size=1)
-            if key in full or ticket.done:
+            key, client = replace(ticket.order.settings, batch_size=1), ticket.order.client
+            if key in full or client in held or ticket.done:
                 continue
             waiting = sum(replace(other.order.settings, batch_size=1) == key for other in self._line)
+            began = time.perf_counter()
             try:
-                lane = self._fleet.lane(key, waiting)
+                lane = self._fleet.lane(key, waiting, client)
+            except Held:
+                held.add(client)
+                continue
             except Blocked:
                 return
             except Exception as error:  # no such engine can be built
@@ -261,6 +198,7 @@ class Batcher:
                     full.add(key)
                     continue
                 self._admit(lane, ticket)
+            self._fleet.pay(client, time.perf_counter() - began)
             with self._changed:  # not before it has a seat: whoever drains must see it in one or the other
                 self._line.leave(ticket)
 
@@ -268,12 +206,12 @@ class Batcher:
         """Prefill. A refused prompt fails its own picture alone."""
         ticket.started = time.monotonic()
         try:
-            with self._asking:
-                lane.admit(ticket)
+            lane.admit(ticket)
         except InputError as error:
             ticket.fail(error)
         except Exception as error:
             self._break(lane, error)
+        ticket.encoded = None
 
     def _build(self, key: Settings, rows: int) -> Lane:
         settings = replace(self._choose(replace(key, batch_size=rows), rows), batch_size=rows)

@@ -34,13 +34,18 @@ class Lane:
         """Slots without a picture."""
         return self.rows - len(self.seats)
 
+    @property
+    def clients(self) -> list[str]:
+        """Whose pictures sit in it."""
+        return list(dict.fromkeys(ticket.order.client for ticket, _ in self.seats.values()))
+
     def admit(self, ticket: Ticket) -> None:
         """A picture enters: its prompt's prefill."""
         slot = next(i for i in range(self.rows) if i not in self.seats)
         self.seats[slot] = (ticket, self.spent)
         try:
             with self._timed():
-                self.engine.admit(slot, ticket.order.prompt, ticket.order.seed)
+                self.engine.admit(slot, ticket.order.prompt, ticket.order.seed, ticket.encoded)
         except InputError:
             self.engine.drop(slot)
             del self.seats[slot]

@@ -16,7 +16,8 @@ class Line:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, int, Ticket]] = []  # round, arrival
+        # round, arrival; a list is never changed, only replaced, so that a thread may walk one while another joins
+        self._waiting: list[tuple[int, int, Ticket]] = []
         self._round = self._arrivals = 0
 
     def __len__(self) -> int:
@@ -32,10 +33,12 @@ class Line:
         rounds = [turn for turn, _, other in self._waiting if other.order.client == client]
         turn = max(self._round, max(rounds, default=-1) + 1)
         self._arrivals += 1
-        bisect.insort(self._waiting, (turn, self._arrivals, ticket))
+        waiting = list(self._waiting)
+        bisect.insort(waiting, (turn, self._arrivals, ticket))
+        self._waiting = waiting
 
     def leave(self, ticket: Ticket) -> None:
         """A ticket leaves, because its picture starts or because it is wanted no more."""
-        at = next(i for i, (*_, waiting) in enumerate(self._waiting) if waiting is ticket)
-        turn = self._waiting.pop(at)[0]
+        turn = next(turn for turn, _, waiting in self._waiting if waiting is ticket)
+        self._waiting = [entry for entry in self._waiting if entry[-1] is not ticket]
         self._round = max(self._round, min((t for t, *_ in self._waiting), default=turn))

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from lanternpp.settings import Settings
+from lanternpp.types import Prompt
 
 
 class Full(Exception):  # noqa: N818 - what the server is, not what went wrong
@@ -83,6 +84,9 @@ class Ticket:
         self.order = order
         self.submitted = time.monotonic()
         self.started: float | None = None  # when it left the queue
+        self.encoded: Prompt | None = (
+            None  # what the target makes of the prompt; let go of once that is in a slot
+        )
         self.wanted: float | None = None  # least seconds between two snapshots; None: nobody watches
         self._left = left
         self._future: Future[Drawn] = Future()

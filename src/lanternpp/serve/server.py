@@ -4,21 +4,43 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+
+import uvicorn
+from starlette.types import ASGIApp
 
 from lanternpp.serve.batcher import Batcher
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
+from lanternpp.serve.connections import Limits, connection, raise_soft_limit
 
 LAST_WORDS = 5  # seconds in which answers may still be written once nothing is drawn any more
-IDLE = 30  # seconds that a connection may rest between two requests
+
+
+def configured(app: ASGIApp, proxies: Sequence[str] = (), limits: Limits | None = None) -> uvicorn.Config:
+    """How uvicorn serves an app. proxies: whose X-Forwarded-For is believed; nobody's unless they are named."""
+    limits = limits or Limits()
+    limits.connections = raise_soft_limit(limits.connections)
+    return uvicorn.Config(
+        app,
+        http=connection(limits),
+        ws="none",
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=bool(proxies),
+        forwarded_allow_ips=list(proxies),
+        timeout_keep_alive=int(limits.idle),
+        timeout_graceful_shutdown=LAST_WORDS,
+    )
 
 
 def run(
-    app: FastAPI, batcher: Batcher, bound: socket.socket, drain: float, ready: Callable[[], None]
+    app: ASGIApp,
+    batcher: Batcher,
+    bound: socket.socket,
+    drain: float,
+    ready: Callable[[], None],
+    proxies: Sequence[str] = (),
 ) -> bool:
     """Serve until SIGTERM or SIGINT; `ready` is called once requests are answered.
 
@@ -26,8 +48,6 @@ def run(
     at once. Returns whether all that was accepted was finished. Where the batcher ends by itself so does the server,
     and its error is raised: whatever supervises the process starts a fresh one.
     """
-    import uvicorn
-
     finished = True
 
     class Server(uvicorn.Server):
@@ -56,16 +76,8 @@ def run(
             finished = batcher.close(True, drain)
             self.should_exit = True
 
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=IDLE,
-        timeout_graceful_shutdown=LAST_WORDS,
-    )
     try:
-        Server(config).run(sockets=[bound])
+        Server(configured(app, proxies)).run(sockets=[bound])
     finally:
         batcher.close(False, 0)
     if batcher.broken is not None:
