@@ -10,11 +10,13 @@ import secrets
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -30,8 +32,11 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_agent_register_timeout_ms": "120000",
+    "RAY_raylet_start_wait_time_s": "180",
 }
+OTHERS = ("RAY_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_NAMESPACE")  # of a cluster that runs already
 TRIES = 3
+LONG = 180.0  # seconds in which the parts of a new cluster must have found each other
 STORE = 256 * 2**20  # bytes in shared memory; pictures pass through it
 
 
@@ -75,6 +80,8 @@ def cluster(address: str, workers: int | None = None) -> Iterator[Any]:
     os.environ.update({k: v for k, v in QUIET.items() if k not in os.environ})
     if address == LOCAL:
         os.environ.update(LOOPBACK, RAY_AUTH_TOKEN=token())
+        for name in OTHERS:
+            os.environ.pop(name, None)
     import ray
 
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
@@ -82,9 +89,10 @@ def cluster(address: str, workers: int | None = None) -> Iterator[Any]:
         ends.enter_context(ending_on_sigterm())
         ends.enter_context(redirect_stdout(io.StringIO()))
         if address == LOCAL:
-            made = tempfile.TemporaryDirectory(prefix="lanternpp-ray-", ignore_cleanup_errors=True)
+            made = tempfile.TemporaryDirectory(prefix="lanternpp-", ignore_cleanup_errors=True)
             own: dict[str, Any] = {"num_cpus": max(cores(), workers or 1), "object_store_memory": STORE}
-            own["_temp_dir"] = ends.enter_context(made)
+            # Ray opens the folder that it is given to everybody; the one around it stays this user's.
+            own["_temp_dir"] = str(Path(ends.enter_context(made), "ray"))
             ends.callback(ray.shutdown)
             start(ray, own | quiet)
         else:
@@ -115,7 +123,11 @@ def start(ray: Any, options: dict[str, Any]) -> None:
     """A cluster of this machine's own; on a busy machine its parts may miss each other, so they get other tries."""
     for attempt in range(1, TRIES + 1):
         try:
-            ray.init(address=LOCAL, include_dashboard=False, **options)
+            with patience(ray):
+                ray.init(address=LOCAL, include_dashboard=False, **options)
+            own = options["_temp_dir"]
+            if not all(node["ObjectStoreSocketName"].startswith(own) for node in ray.nodes()):
+                raise RuntimeError("it found another cluster's parts")
             return
         except Exception as error:
             ray.shutdown()
@@ -124,6 +136,31 @@ def start(ray: Any, options: dict[str, Any]) -> None:
                     f"--ray {LOCAL}: Ray does not start on this machine ({brief(error)}); leave --ray out to do "
                     "without it"
                 ) from None
+
+
+@contextmanager
+def patience(ray: Any) -> Iterator[None]:
+    """Ray gives its own parts 30 s to find each other, too few on a busy machine; inside the block they have `LONG`."""
+    services = ray._private.services
+    look = getattr(services, "get_node", None)
+    until = time.monotonic() + LONG
+
+    def get_node(*args: Any, **options: Any) -> Any:
+        while True:
+            try:
+                return look(*args, **options)  # type: ignore[misc]
+            except RuntimeError:
+                if time.monotonic() > until:
+                    raise
+            time.sleep(0.2)
+
+    if look is not None:
+        services.get_node = get_node
+    try:
+        yield
+    finally:
+        if look is not None:
+            services.get_node = look
 
 
 def connect(ray: Any, address: str, options: dict[str, Any]) -> None:

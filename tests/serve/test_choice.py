@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+
 import pytest
+from fastapi.testclient import TestClient
 from models import write_model
-from served import batcher_of
+from served import PacedPipe, batcher_of, until
 
 from lanternpp import Pipeline
-from lanternpp.cli.serve import fastest
+from lanternpp.cli.serve import measuring
+from lanternpp.serve.app import create_app
 from lanternpp.serve.batcher import Order
+from lanternpp.serve.calibration import Calibration
 from lanternpp.serve.terms import Terms
 from lanternpp.tuning import batches
 from lanternpp.tuning.batches import Cell, Choice
@@ -22,12 +28,60 @@ def pipe(tmp_path, monkeypatch) -> Pipeline:
     return Pipeline.from_pretrained(str(write_model(tmp_path / "tiny")), dtype="float32", device="cpu")
 
 
-def test_it_is_measured_at_the_first_start_and_read_at_the_second(pipe, capsys) -> None:
-    terms = Terms("lantern++", {"proposer": "parallel"})
-    first = fastest(pipe, terms, 2)
-    assert "measuring which tree" in capsys.readouterr().err
-    assert {cell.rows for cell in first.cells} == {1, 2}
-    assert fastest(pipe, terms, 2) == first and capsys.readouterr().err == ""
+def test_it_serves_at_once_measures_while_nobody_waits_and_knows_at_the_second_start(pipe) -> None:
+    """Measuring goes on a step at a time, only when there is nothing to draw, and says how far it is."""
+    terms, told = Terms("lantern++", {"proposer": "parallel"}), []
+    paced = PacedPipe(pipe)  # steps of pictures and of measuring alike
+    first = Calibration(measuring(paced, terms, 2), told.append)
+    assert not first.over and not told, "nothing is measured before the server is there"
+    with batcher_of(paced, slots=2, calibration=first) as batcher, TestClient(app_of(batcher)) as http:
+
+        def health() -> dict:
+            return http.get("/healthz").json()["calibration"]
+
+        until(lambda: told)
+        assert "while no request waits" in told[0] and health() == {
+            "state": "measuring",
+            "done": 0,
+            "total": 14,
+        }
+        plain, tickets = Order("a red tulip", 1, pipe.settings("ar")), []
+        asking = threading.Thread(target=lambda: tickets.append(batcher.submit(plain)))
+        asking.start()
+        until(lambda: batcher._kept == 1)
+        paced.allow(1)  # the step that was under way
+        asking.join(120)
+        until(lambda: batcher.stats.running == 1)
+        assert health() == {"state": "paused", "done": 0, "total": 14}
+        paced.allow(pipe.target.length - 1)  # its prefill decided a code
+        assert tickets[0].result(120).settings.method == "ar"
+        until(lambda: health()["state"] == "measuring")
+        paced.allow(1 << 20)
+        until(lambda: health() == {"state": "done", "done": 14, "total": 14})
+        assert len(told) == 2
+        settings = terms.settings(pipe, None, {})
+        drawn = batcher.submit(Order("a red tulip", 1, settings)).result(300)
+        assert drawn.settings == replace(first.choose(settings, 1), batch_size=1)
+    assert {cell.rows for cell in first.choose.cells} == {1, 2}
+    second = Calibration(measuring(pipe, terms, 2), told.append)
+    assert second.choose == first.choose and len(told) == 2
+
+
+def test_measuring_that_breaks_breaks_nothing_else(pipe, caplog) -> None:
+    def steps():
+        yield 0, 2
+        raise RuntimeError("out of memory")
+
+    broken = Calibration(steps())
+    with batcher_of(pipe, calibration=broken) as batcher, TestClient(app_of(batcher)) as http:
+        until(lambda: broken.over)
+        assert http.get("/healthz").json()["calibration"] == {"state": "failed", "done": 0, "total": 2}
+        assert "out of memory" in caplog.text and batcher.broken is None
+        assert batcher.submit(Order("a red tulip", 1, pipe.settings("ar"))).result(300)
+
+
+def app_of(batcher):
+    return create_app(batcher, page=False)
 
 
 def test_pictures_are_those_of_the_settings_they_say(pipe) -> None:

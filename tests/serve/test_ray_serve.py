@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -22,7 +24,20 @@ IMAGES = "/v1/images/generations"
 KEY = "correct-horse-battery"
 
 
-def test_two_replicas_answer_as_one_server(model: Path, pipe: Pipeline) -> None:
+def open_to_others(folder: Path) -> list[Path]:
+    """What others of this machine can enter, of what was made for this user alone."""
+    assert list(folder.glob("*/ray/session_*"))
+    return [path for path in folder.iterdir() if path.is_dir() and path.stat().st_mode & 0o077]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder whose name is short: sockets lie in it."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:
+        yield Path(made)
+
+
+def test_two_replicas_answer_as_one_server(model: Path, pipe: Pipeline, folder: Path) -> None:
     options = ["--ray", "--replicas", "2", "--port", "0", "--slots", "2", "--queue", "40", "--no-calibrate"]
     command = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve", *options]
     process = subprocess.Popen(
@@ -30,7 +45,8 @@ def test_two_replicas_answer_as_one_server(model: Path, pipe: Pipeline) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "LANTERNPP_API_KEYS": KEY},
+        # whatever cluster there is already, --ray alone starts its own
+        env={**os.environ, "LANTERNPP_API_KEYS": KEY, "TMPDIR": str(folder), "RAY_ADDRESS": "127.0.0.1:1"},
     )
     try:
         line = process.stdout.readline()
@@ -49,11 +65,21 @@ def test_two_replicas_answer_as_one_server(model: Path, pipe: Pipeline) -> None:
             assert kinds[-1] == "completed" and kinds.count("completed") == 1, kinds
         authorized = {"Authorization": f"Bearer {KEY}"}
         with httpx.Client(base_url=address, headers=authorized, timeout=300) as http:
-            assert http.get("/healthz").json() == {"status": "ok", "running": 0, "queued": 0}
-            assert (
-                http.get("/").text.startswith("<!doctype html>") and http.get("/page/setup").json()["methods"]
-            )
+            assert http.get("/healthz").json() == {
+                "status": "ok",
+                "running": 0,
+                "queued": 0,
+                "calibration": None,
+            }
+            assert http.get("/").text.startswith("<!doctype html>")
+            assert http.get("/page/setup").json()["methods"]
             assert http.post(IMAGES, json={"prompt": "a pine"}).status_code == 400
+            for path in ("/-/routes", "/-/healthz", "/v1/models"):  # the first two would be Ray's
+                assert httpx.get(address + path, timeout=300).status_code == 401
+            assert http.get("/-/routes").status_code == 404
+            large = http.post(IMAGES, content=b"x" * (1 << 21))
+            assert large.status_code == 413 and large.json()["error"]["code"] == "body_too_large"
+            assert open_to_others(folder) == []
             assert httpx.post(address + IMAGES, json={"prompt": "a tulip"}, timeout=300).status_code == 401
             body = {"prompt": "red tulip", "n": 10, "seed": 1, "stream": True}
             with http.stream("POST", IMAGES, json=body) as late:

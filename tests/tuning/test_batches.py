@@ -124,7 +124,7 @@ def test_measuring_is_done_once_goes_on_where_it_stopped_and_is_done_again_when_
 def test_what_a_passing_slowness_of_the_machine_does_to_a_figure(pipe) -> None:
     """A tree's step is told by the plain step beside it."""
     mine = settings(pipe)
-    measure = batches._Calibration(pipe, mine, PROMPTS, None, lambda done, total: None)
+    measure = batches._Calibration(pipe, mine, PROMPTS, None)
     quiet = {"begin": 2.0, "plain_begin": 1.0, "steps": [3.0] * 6, "plain": [1.0] * 6}
     busy = {**quiet, "steps": [3.0] * 4 + [90.0, 33.0], "plain": [1.0] * 4 + [30.0, 11.0]}
     cell = measure._cell(2, "chain-8", 5.0, quiet)
@@ -148,7 +148,7 @@ def test_a_tree_tuned_for_a_size_is_among_those_measured_there(tmp_path) -> None
     mine = settings(pipe, tree=None)
     pipe.tuned.add("lantern++", pipe.conditions(replace(mine, batch_size=4)), {"tree": "[[0],[1]]"})
     pipe = Pipeline.from_pretrained(str(folder), dtype="float32", device="cpu")
-    measure = batches._Calibration(pipe, mine, PROMPTS, None, lambda done, total: None)
+    measure = batches._Calibration(pipe, mine, PROMPTS, None)
     assert "[[0],[1]]" in measure.trees(4) and "[[0],[1]]" not in measure.trees(2)
 
 

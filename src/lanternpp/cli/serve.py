@@ -10,13 +10,13 @@ import typer
 from lanternpp.cli import many
 from lanternpp.cli import options as opt
 from lanternpp.cli.overrides import check, takes_overrides
-from lanternpp.cli.terminal import progress_bar, say, tell_effect
+from lanternpp.cli.terminal import say, tell_effect
 from lanternpp.errors import InputError
 
 if TYPE_CHECKING:
     from lanternpp.pipeline import Pipeline
     from lanternpp.serve.terms import Terms
-    from lanternpp.tuning.batches import Choice
+    from lanternpp.tuning.batches import Steps
 
 PANEL = "Server"
 
@@ -93,6 +93,14 @@ AllowHost = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+Proxies = Annotated[
+    str | None,
+    typer.Option(
+        metavar="IPS",
+        help="Proxies whose X-Forwarded-For is believed: addresses or networks, with commas; * for any. Else nobody's is.",
+        rich_help_panel=PANEL,
+    ),
+]
 PromptLimit = Annotated[
     int,
     typer.Option(
@@ -111,8 +119,8 @@ Calibrate = Annotated[
     bool,
     typer.Option(
         "--calibrate/--no-calibrate",
-        help="Measure at the first start which tree is fastest for how many pictures at once, down to plain "
-        "decoding; a --tree of your own is kept.",
+        help="After the first start measure which tree is fastest for how many pictures at once, down to plain "
+        "decoding, while no request waits; a --tree of your own is kept.",
         rich_help_panel=PANEL,
     ),
 ]
@@ -141,6 +149,7 @@ def serve(
     api_key_file: KeyFile = None,
     no_key: NoKey = False,
     allow_host: AllowHost = None,
+    forwarded_allow_ips: Proxies = None,
     prompt_limit: PromptLimit = 1000,
     body_limit: BodyLimit = 1 << 20,
     calibrate: Calibrate = True,
@@ -162,12 +171,15 @@ def serve(
     servers share the work.
     """
     refuse(slots, overrides)
+    calibrate = calibrate and "tree" not in overrides
     if ray is None and replicas is not None:
         raise InputError(f"--replicas {replicas} are of Ray; add --ray")
     many.check_ray(ray)
 
-    from lanternpp.serve.entrance import LOOPBACK, bind, gather_keys, url
+    from lanternpp.serve.entrance import LOOPBACK, bind, check_proxies, gather_keys, require, url
 
+    require()
+    proxies = check_proxies(forwarded_allow_ips)
     keys = gather_keys(api_key or (), api_key_file)
     if host not in LOOPBACK and not keys and not no_key:
         raise InputError(
@@ -178,12 +190,14 @@ def serve(
         check(model, drafter, method, overrides)
 
         import warnings
+        from functools import partial
 
         from lanternpp import Pipeline
         from lanternpp.results import drawn_with
         from lanternpp.serve.app import create_app
         from lanternpp.serve.aside import aside
         from lanternpp.serve.batcher import Batcher
+        from lanternpp.serve.calibration import Calibration
         from lanternpp.serve.server import run
         from lanternpp.serve.terms import Terms
         from lanternpp.targets.base import PromptWarning
@@ -194,17 +208,18 @@ def serve(
             from lanternpp.serve.ray_serve import Plan
 
             where = many.placed(model), many.placed(drafter)
-            plan = Plan(*where, device, dtype, size, terms, slots, queue, lanes, page=page)
-            deploy(ray, replicas, plan, calibrate and "tree" not in overrides, host, bound, drain)
+            measure = measuring if calibrate else None
+            plan = Plan(*where, device, dtype, size, terms, slots, queue, lanes, measure, page)
+            deploy(ray, replicas, plan, bound, drain, proxies)
             return
         pipe = aside(
             Pipeline.from_pretrained, model=model, drafter=drafter, device=device, dtype=dtype, size=size
         )
         tell_effect(pipe.effect)
         aside(pipe.new_engine, terms.settings(pipe, None, {}))  # what is missing is missed now
-        choose = fastest(pipe, terms, slots) if calibrate and "tree" not in overrides else None
         warnings.simplefilter("ignore", PromptWarning)  # of strangers' prompts
-        batcher = Batcher(pipe, slots, queue, lanes, choose)
+        trees = Calibration(measuring(pipe, terms, slots), partial(say, "serve")) if calibrate else None
+        batcher = Batcher(pipe, slots, queue, lanes, calibration=trees)
         try:
             app = create_app(batcher, terms, page)
         except BaseException:
@@ -217,7 +232,7 @@ def serve(
         def ready() -> None:
             typer.echo(f"{url(bound)}: {pipe.name} with {named} in {pipe.dtype}, {slots} slots")
 
-        if not run(app, batcher, bound, drain, ready):
+        if not run(app, batcher, bound, drain, ready, proxies):
             say("serve", f"not all pictures were finished within {drain:g} s")
 
 
@@ -231,21 +246,9 @@ def refuse(slots: int, overrides: dict[str, Any]) -> None:
         )
 
 
-def fastest(pipe: Pipeline, terms: Terms, slots: int) -> Choice:
-    """Which tree to draw with at which size, measured now or before."""
-    from lanternpp.serve.aside import aside
-    from lanternpp.tuning.batches import calibrate, sizes
+def measuring(pipe: Pipeline, terms: Terms, slots: int) -> Steps:
+    """Measures which tree to draw with at which size, a step at a time."""
+    from lanternpp.tuning.batches import calibration, sizes
     from lanternpp.tuning.lane import usual_conditions
 
-    told: list[str] = []
-    with progress_bar("measuring trees") as bar:
-
-        def tell(done: int, total: int) -> None:
-            if not told:
-                told.append("measuring which tree is fastest here, once; --no-calibrate leaves that out")
-                say("serve", told[0])
-            if bar:
-                bar(done, total)
-
-        settings, conditions = terms.settings(pipe, None, {}), usual_conditions(pipe)
-        return aside(calibrate, pipe, settings, sizes(slots), conditions, tell)
+    return calibration(pipe, terms.settings(pipe, None, {}), sizes(slots), usual_conditions(pipe))

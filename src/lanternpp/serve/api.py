@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from lanternpp.serve import schemas
 from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.calibration import Calibration
 from lanternpp.serve.desk import Desk
 from lanternpp.serve.metrics import CONTENT, Metrics
 from lanternpp.serve.orders import Cancelled, Drawn, Ticket, unlogged
@@ -68,6 +69,16 @@ def client_of(request: Request) -> str:
     """Who takes turns with whom: the holders of keys, else the addresses."""
     named = getattr(request.state, "client", None)
     return named or (request.client.host if request.client else "")
+
+
+def measured(calibration: Calibration | None, busy: bool) -> schemas.CalibrationState | None:
+    """What is told of the measuring of trees."""
+    if calibration is None:
+        return None
+    over: Literal["failed", "done"] = "failed" if calibration.failed else "done"
+    going: Literal["paused", "measuring"] = "paused" if busy else "measuring"
+    state = over if calibration.over else going
+    return schemas.CalibrationState(state=state, done=calibration.done, total=calibration.total)
 
 
 def router(batcher: Batcher, terms: Terms, metrics: Metrics) -> APIRouter:
@@ -137,7 +148,10 @@ def router(batcher: Batcher, terms: Terms, metrics: Metrics) -> APIRouter:
         """200, or 503 from the moment on that it shuts down."""
         stats, closed = batcher.stats, batcher.closed
         state = schemas.Health(
-            status="draining" if closed else "ok", running=stats.running, queued=stats.queued
+            status="draining" if closed else "ok",
+            running=stats.running,
+            queued=stats.queued,
+            calibration=measured(batcher.calibration, bool(stats.running or stats.queued)),
         )
         return JSONResponse(state.model_dump(), 503 if closed else 200)
 

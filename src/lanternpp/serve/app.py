@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 from lanternpp.errors import InputError
 from lanternpp.pipeline import versions
 from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.entrance import EXTRA
 from lanternpp.serve.terms import Terms
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-
-EXTRA = "serving needs {name}, which is not installed; run pip install 'lanternpp[serve]'"
 
 
 def create_app(batcher: Batcher, terms: Terms | None = None, page: bool = True) -> FastAPI:
@@ -24,7 +23,7 @@ def create_app(batcher: Batcher, terms: Terms | None = None, page: bool = True) 
         from fastapi import FastAPI
 
         from lanternpp.serve.api import router
-        from lanternpp.serve.guard import BodyLimit, Hosts, Keys, Origins, SafeHeaders
+        from lanternpp.serve.guard import guards
         from lanternpp.serve.metrics import Counted, Metrics
         from lanternpp.serve.page import FILES
         from lanternpp.serve.page import router as page_router
@@ -44,12 +43,8 @@ def create_app(batcher: Batcher, terms: Terms | None = None, page: bool = True) 
     install(app)
     if page:
         app.include_router(page_router(batcher.pipe, terms))
-    app.add_middleware(BodyLimit, most=terms.body)
-    app.add_middleware(Keys, keys=terms.keys, open=("/healthz", *(FILES if page else ())))
-    app.add_middleware(Origins)
-    if terms.hosts:
-        app.add_middleware(Hosts, names=terms.hosts)
-    app.add_middleware(SafeHeaders)
+    for kind, options in guards(terms, FILES if page else ()):
+        app.add_middleware(kind, **options)
     app.add_middleware(Counted, metrics=metrics)  # added last, runs first
     describe(app, bool(terms.keys))
     return app

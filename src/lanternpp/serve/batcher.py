@@ -8,11 +8,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from lanternpp.errors import InputError
 from lanternpp.pipeline import Pipeline
+from lanternpp.serve.calibration import Calibration, Choose
 from lanternpp.serve.fleet import Blocked, Fleet, Held
 from lanternpp.serve.intake import Intake
 from lanternpp.serve.lanes import Lane
@@ -32,8 +32,6 @@ __all__ = [
     "Stats",
     "Ticket",
 ]
-
-Choose = Callable[[Settings, int], Settings]
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,12 @@ class Batcher(Intake):
         queue: int = 64,
         lanes: int = 4,
         choose: Choose | None = None,
+        calibration: Calibration | None = None,
     ):
         """slots: most rows of a lane, a power of two; queue: most orders that wait; lanes: most engines kept.
 
         pipe: best read by way of `aside`. choose: the settings that a lane of so many rows draws with, in place of
-        those asked for, with the same guidance.
+        those asked for, with the same guidance. calibration: finds such settings while no order waits.
         Raises InputError where a number is wrong.
         """
         if slots < 1 or slots & (slots - 1):
@@ -71,7 +70,9 @@ class Batcher(Intake):
             raise InputError(f"lanes of {lanes} are below 1; use 1 or more")
         super().__init__(pipe, queue)
         self.slots = slots
-        self._choose = choose or (lambda settings, rows: settings)
+        self.calibration = calibration
+        chosen = calibration.choose if calibration else choose
+        self._choose = chosen or (lambda settings, rows: settings)
         self._fleet = Fleet(self._build, slots, lanes)
         self._stop = False
         self._broken: Exception | None = None
@@ -131,16 +132,36 @@ class Batcher(Intake):
     def _turn(self) -> bool:
         """Let in what finds a slot, and step once; waits for work. False: it is time to stop."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stop or self._busy())
+            self._changed.wait_for(lambda: self._stop or self._busy() or self._at_leisure())
             if self._stop:
                 return False
             self._expire()
         self._enter()
         if turn := self._fleet.turn():
             self._step(*turn)
+        elif calibration := self._at_leisure():
+            self._calibrate(calibration)
         with self._changed:
             self._changed.notify_all()  # whoever drains looks again
         return True
+
+    def _at_leisure(self) -> Calibration | None:
+        """What can be measured while there is nothing to draw, and nothing on its way."""
+        unfinished = self.calibration is not None and not self.calibration.over
+        return self.calibration if unfinished and not self._kept and not self._closed else None
+
+    def _calibrate(self, calibration: Calibration) -> None:
+        """A step of measuring; once it is over, lanes are built with what was found."""
+        if not self._encoding.acquire(timeout=0.1):  # it encodes prompts too
+            return
+        try:
+            calibration.step()
+        finally:
+            self._encoding.release()
+        if calibration.choose is not None:
+            self._choose = calibration.choose
+            for lane in self._fleet.lanes:
+                self._fleet.close(lane)
 
     def _expire(self) -> None:
         """Settle what is past its deadline, and forget what waits and is settled."""

@@ -5,13 +5,38 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from importlib.util import find_spec
+from ipaddress import ip_network
 from pathlib import Path
 
 from lanternpp.errors import InputError
 
 KEYS = "LANTERNPP_API_KEYS"  # keys separated by commas or blanks
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+EXTRA = "serving needs {name}, which is not installed; run pip install 'lanternpp[serve]'"
 SHORTEST = 16  # characters of a key
+
+
+def require() -> None:
+    """InputError unless what serving needs is installed; nothing is imported, which takes seconds."""
+    for name in PACKAGES:
+        if find_spec(name) is None:
+            raise InputError(EXTRA.format(name=name))
+
+
+def check_proxies(given: str | None) -> tuple[str, ...]:
+    """The addresses of --forwarded-allow-ips. Raises InputError."""
+    found = tuple(part.strip() for part in (given or "").split(",") if part.strip())
+    for part in found:
+        try:
+            if part != "*":
+                ip_network(part)
+        except ValueError:
+            raise InputError(
+                f"--forwarded-allow-ips {part!r} is neither an address nor a network; use such as 127.0.0.1 or 10.0.0.0/8"
+            ) from None
+    return found
 
 
 def check_keys(keys: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -11,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lanternpp.serve.refusals import refusal
+from lanternpp.serve.terms import Terms
 
 HEADERS = {  # of every answer that does not say otherwise
     "X-Content-Type-Options": "nosniff",
@@ -183,3 +185,18 @@ class SafeHeaders:
             await send(message)
 
         await self.app(scope, receive, sent)
+
+
+def guards(terms: Terms, page: Sequence[str] = ()) -> list[tuple[Any, dict[str, Any]]]:
+    """What stands before an app under these terms, with its options; the last one is asked first.
+
+    page: paths that nobody needs a key for.
+    """
+    found: list[tuple[Any, dict[str, Any]]] = [
+        (BodyLimit, {"most": terms.body}),
+        (Keys, {"keys": terms.keys, "open": ("/healthz", *page)}),
+        (Origins, {}),
+    ]
+    if terms.hosts:
+        found.append((Hosts, {"names": terms.hosts}))
+    return [*found, (SafeHeaders, {})]

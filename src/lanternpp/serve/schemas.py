@@ -140,12 +140,21 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
+class CalibrationState(BaseModel):
+    """How far measuring is, which tree is fastest here; it goes on while no picture is drawn."""
+
+    state: Literal["measuring", "paused", "done", "failed"]
+    done: int = Field(description="Measurements.")
+    total: int
+
+
 class Health(BaseModel):
     """Whether the server takes requests."""
 
     status: Literal["ok", "draining"]
     running: int
     queued: int
+    calibration: CalibrationState | None = Field(None, description="null: nothing is measured.")
 
 
 class Fault(BaseModel):

@@ -6,11 +6,11 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.connections import Limits, connection, raise_soft_limit
 
 LAST_WORDS = 5  # seconds in which answers may still be written once nothing is drawn any more
@@ -34,9 +34,24 @@ def configured(app: ASGIApp, proxies: Sequence[str] = (), limits: Limits | None 
     )
 
 
+class Drawing(Protocol):
+    """What draws behind an app: a batcher, or several elsewhere."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes nothing new."""
+
+    @property
+    def broken(self) -> Exception | None:
+        """Why it ended by itself; None: it did not."""
+
+    def close(self, drain: bool, timeout: float) -> bool:
+        """End it, at once or within so many seconds; whether all that was accepted was finished."""
+
+
 def run(
     app: ASGIApp,
-    batcher: Batcher,
+    batcher: Drawing,
     bound: socket.socket,
     drain: float,
     ready: Callable[[], None],
@@ -68,6 +83,8 @@ def run(
             if batcher.closed:
                 self.should_exit = self.force_exit = True
             else:
+                nonlocal finished
+                finished = False  # until they are
                 threading.Thread(target=self.drain, name="lanternpp-drain", daemon=True).start()
 
         def drain(self) -> None:

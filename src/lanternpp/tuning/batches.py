@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lanternpp.engine.decode import Engine, generate
+from lanternpp.engine.decode import Engine
 from lanternpp.errors import InputError
 from lanternpp.evaluation.speed import BASELINE
 from lanternpp.methods import method as named_method
@@ -116,27 +116,48 @@ def calibrate(
 ) -> Choice:
     """Measure a method at these batch sizes, or read what was measured here before; `prompts` are drawn.
 
-    tell: called with (done, total) before every measurement. restart: measure again. What was measured lies beside the model's tunings, one line for each
-    measurement, so that one stopped goes on; with the same weights, settings, device, dtype, processor, threads and
-    versions it holds. Where it cannot be written it is measured all the same, with a warning. Raises InputError
+    tell: called with (done, total) before every measurement. restart: measure again. What was measured lies beside the
+    model's tunings, one line for each measurement, so that one stopped goes on; with the same weights, settings,
+    device, dtype, processor, threads and versions it holds. Where it cannot be written it is measured all the same, with a warning. Raises InputError
     where a part of the method is missing.
+    """
+    steps, told = calibration(pipe, settings, rows, prompts, restart), -1
+    while True:
+        try:
+            done, total = next(steps)
+        except StopIteration as end:
+            found: Choice = end.value
+            return found
+        if tell and done != told:
+            tell(done, total)
+        told = done
+
+
+def calibration(
+    pipe: Pipeline, settings: Settings, rows: Sequence[int], prompts: Conditions, restart: bool = False
+) -> Steps:
+    """`calibrate` in steps no longer than one of an engine, for who has something else to do in between.
+
+    Yields (done, total) before each step of a measurement; what was measured before takes none.
     """
     settings = replace(settings, batch_size=1, measure=False)
     if settings.proposer == "nothing":
         return Choice(settings, ())
     with ExitStack() as stack:
         journal = _journal(pipe, settings, prompts, restart, stack)
-        return _Calibration(pipe, settings, prompts, journal, tell or (lambda done, total: None)).run(rows)
+        return (yield from _Calibration(pipe, settings, prompts, journal).run(rows))
+
+
+Steps = Generator[tuple[int, int], None, Choice]
 
 
 class _Calibration:
     """The measurements of one method."""
 
-    def __init__(self, pipe: Pipeline, settings: Settings, prompts: Conditions, journal: Journal, tell: Tell):
-        self.pipe, self.settings, self.journal, self.tell = pipe, settings, journal, tell
-        self.prompts = prompts
+    def __init__(self, pipe: Pipeline, settings: Settings, prompts: Conditions, journal: Journal):
+        self.pipe, self.settings, self.prompts, self.journal = pipe, settings, prompts, journal
 
-    def run(self, rows: Sequence[int]) -> Choice:
+    def run(self, rows: Sequence[int]) -> Steps:
         """Every tree at every size."""
         field = [(size, tree) for size in rows for tree in self.trees(size)]
         chains = {tree: depth for _, tree in field if (depth := _chain(tree))}
@@ -144,13 +165,13 @@ class _Calibration:
         others = dict.fromkeys(tree for _, tree in field if tree not in chains)
         counted = [tree for tree in (deepest, *others) if tree is not None or not chains]
         self.total = len(counted) + len(field)
-        kept = {
-            tree: self._once({"codes": tree}, partial(self._count, tree), i) for i, tree in enumerate(counted)
-        }
+        kept = {}
+        for i, tree in enumerate(counted):
+            kept[tree] = yield from self._once({"codes": tree}, partial(self._count, tree), i)
         cells: list[Cell] = []
         for size, tree in field:
             measure = partial(self._time, size, tree)
-            took = self._once({"rows": size, "tree": tree}, measure, len(counted) + len(cells))
+            took = yield from self._once({"rows": size, "tree": tree}, measure, len(counted) + len(cells))
             depth = chains.get(tree)
             seen = kept[deepest if depth else tree]
             codes = sum(min(n, depth + 1) if depth else n for n in seen) / len(seen)
@@ -158,11 +179,17 @@ class _Calibration:
         self.pipe.release()
         return Choice(self.settings, tuple(cells))
 
-    def _once(self, key: Mapping[str, Any], measure: Callable[[], Any], place: int) -> Any:
-        """What was measured, or is now."""
+    def _once(
+        self, key: Mapping[str, Any], measure: Callable[[], Iterator[Any]], place: int
+    ) -> Generator[tuple[int, int], None, Any]:
+        """What was measured, or is now: the last value that measuring yields."""
+        value = None
         if not self.journal.knows(key):
-            self.tell(place, self.total)
-        return self.journal.once(key, measure)
+            yield place, self.total
+            for value in measure():
+                if value is None:
+                    yield place, self.total
+        return self.journal.once(key, lambda: value)
 
     def trees(self, rows: int) -> list[str | None]:
         """The method's own tree, the one that was tuned for this size, and chains."""
@@ -179,30 +206,40 @@ class _Calibration:
     def _engine(self, settings: Settings, rows: int) -> Engine:
         return self.pipe.new_engine(replace(settings, batch_size=rows))
 
-    def _count(self, tree: str | None) -> list[int]:
+    def _count(self, tree: str | None) -> Iterator[list[int] | None]:
         """Codes decided by every pass that had room for its whole draft."""
         engine = self._engine(replace(self.settings, tree=tree), COUNTED)
         count, length = len(self.prompts), engine.target.length
-        wanted = [self.prompts[i * max(count, COUNTED) // COUNTED % count] for i in range(COUNTED)]
+        for slot in range(COUNTED):
+            engine.admit(slot, self.prompts[slot * max(count, COUNTED) // COUNTED % count], SEED + slot)
+            yield None
+        while len(engine.done()) < COUNTED:
+            engine.step()
+            yield None
         found: list[int] = []
-        for drawn in generate(engine, wanted, list(range(SEED, SEED + COUNTED))):
+        for drawn in map(engine.harvest, range(COUNTED)):
             decided = drawn.accepted[0]
             for kept in drawn.accepted[1:]:
                 if decided + engine.proposer.depth + 1 <= length or not found:
                     found.append(kept)
                 decided += kept
-        return found or [1]
+        yield found or [1]
 
-    def _time(self, rows: int, tree: str | None) -> dict[str, Any]:
+    def _time(self, rows: int, tree: str | None) -> Iterator[dict[str, Any] | None]:
         """A tree's steps beside plain ones, each in the same moment as the other."""
         plain = Lane(self._engine(plainly(self.settings), rows), self.prompts, SEED)
         tried = Lane(self._engine(replace(self.settings, tree=tree), rows), self.prompts, SEED)
         pairs: list[tuple[float, float]] = []
         while len(pairs) < WARM + STEPS and not (len(pairs) >= WARM + LEAST and sum(map(sum, pairs)) > LONG):
-            pairs.append((tried.step(), plain.step()))
+            for lane in (tried, plain):
+                yield from lane.entering()
+            one = tried.step()
+            yield None
+            pairs.append((one, plain.step()))
+            yield None
         del pairs[:WARM]
         begun = {"begin": median(tried.begun), "plain_begin": median(plain.begun)}
-        return begun | {"steps": [one for one, _ in pairs], "plain": [other for _, other in pairs]}
+        yield begun | {"steps": [one for one, _ in pairs], "plain": [other for _, other in pairs]}
 
     def _cell(self, rows: int, tree: str | None, codes: float, took: Mapping[str, Any]) -> Cell:
         """Steps as a multiple of the plain ones beside them, so that a busy moment counts for both.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -31,17 +31,20 @@ class Lane:
         self.begun: list[float] = []  # seconds of every prefill
         self._running: set[int] = set()
 
-    def refill(self) -> int:
-        """Let finished pictures out and new ones in; how many came in."""
-        done = self.engine.done()
-        for slot in done:
+    def entering(self) -> Iterator[None]:
+        """Let finished pictures out and new ones in, one at a time."""
+        for slot in self.engine.done():
             if slot in self._running and self.finish:
                 self.finish(self.engine.harvest(slot).codes[None])
             began, place = now(self.engine), len(self.begun)
             self.engine.admit(slot, self.conditions[place % len(self.conditions)], self.seed + place)
             self.begun.append(now(self.engine) - began)
-        self._running.update(done)
-        return len(done)
+            self._running.add(slot)
+            yield
+
+    def refill(self) -> int:
+        """`entering` at once; how many came in."""
+        return sum(1 for _ in self.entering())
 
     def step(self) -> float:
         """Seconds of one step; what comes in before it is off the clock."""

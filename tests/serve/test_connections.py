@@ -1,0 +1,253 @@
+"""Connections that are slow, many or endless: a real server lets those in that ask as others do."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import psutil
+import pytest
+from served import SlowPipe, batcher_of, listening, until
+
+from lanternpp.serve.app import create_app
+from lanternpp.serve.connections import Limits
+from lanternpp.serve.terms import Terms
+
+IMAGES = "/v1/images/generations"
+SHORT = {"request": 0.5, "idle": 1.0, "stalled": 0.5}
+KEY = "correct-horse-battery"
+
+
+@contextmanager
+def serving(
+    limits: Limits, proxies: tuple[str, ...] = (), **terms: object
+) -> Iterator[tuple[SlowPipe, object, str]]:
+    """A pipeline of slow engines, its batcher and the address."""
+    pipe = SlowPipe()
+    with batcher_of(pipe, slots=1, queue=8) as batcher:
+        app = create_app(batcher, Terms("ar", **terms), page=False)
+        with listening(app, limits, proxies) as address:
+            yield pipe, batcher, address
+            pipe.allow()
+
+
+def dial(address: str) -> socket.socket:
+    host, _, port = address.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=120)
+
+
+def request(**asked: object) -> bytes:
+    body = json.dumps({"prompt": "tulip", **asked}).encode()
+    head = f"POST {IMAGES} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def heard(line: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    said = bytearray()
+    try:
+        while part := line.recv(1 << 16):
+            said += part
+    except ConnectionResetError:
+        pass
+    return bytes(said)
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"", b""),
+        (b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: ", b"HTTP/1.1 408 "),
+        (request()[:-3], b"HTTP/1.1 408 "),
+        (b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n", b"HTTP/1.1 200 "),  # and no more
+        (b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /hea", b"HTTP/1.1 200 "),
+    ],
+)
+def test_who_sends_no_whole_request_is_not_waited_for(sent: bytes, answer: bytes) -> None:
+    with serving(Limits(**SHORT)) as (_, _, address), dial(address) as line:
+        line.sendall(sent)
+        said = heard(line)
+        assert said.startswith(answer) and (said == b"") == (answer == b"")
+        assert httpx.get(f"{address}/healthz").status_code == 200
+
+
+def test_a_byte_now_and_then_buys_no_time(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(Limits(**SHORT)) as (_, _, address), dial(address) as line:
+        line.settimeout(0.05)
+        end = time.monotonic() + 60
+        line.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+        while time.monotonic() < end:
+            try:
+                line.sendall(b"x")
+                said = line.recv(100)
+                break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                said = b"HTTP/1.1 408 "
+                break
+        assert said.startswith(b"HTTP/1.1 408 ")
+        assert "did not send its request within 0.5 s" in caplog.text
+
+
+def test_a_request_that_is_drawn_is_waited_for() -> None:
+    with serving(Limits(**SHORT)) as (pipe, batcher, address), dial(address) as line:
+        line.sendall(request())
+        until(lambda: batcher.stats.running == 1)
+        time.sleep(1.5)  # longer than it may take to ask
+        pipe.allow()
+        assert line.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+def test_who_sends_requests_is_let_in_however_many_hold_connections_open(caplog) -> None:
+    with serving(Limits(connections=10)) as (pipe, batcher, address), ExitStack() as ends:
+        drawn = ends.enter_context(dial(address))
+        drawn.sendall(request())
+        until(lambda: batcher.stats.running == 1)
+        for _ in range(30):
+            ends.enter_context(dial(address)).sendall(b"GET / HTTP/1.1\r\nX: ")
+            assert httpx.get(f"{address}/healthz").status_code == 200
+        pipe.allow()
+        assert drawn.recv(100).startswith(b"HTTP/1.1 200 "), "its request was whole"
+        assert caplog.text.count("all 10 connections are in use") == 1
+
+
+def test_who_takes_nothing_of_an_answer_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(Limits(**SHORT)) as (_, _, address), dial(address) as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        line.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 700)  # more than a system keeps
+        until(lambda: "took nothing of its answer" in caplog.text)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_requests_sent_ahead_end_with_their_client(together: bool) -> None:
+    """Neither the one that is drawn nor those behind it are drawn for who has gone."""
+    with serving(Limits()) as (pipe, batcher, address):
+        with dial(address) as line:
+            requests = [request(seed=seed) for seed in (1, 2, 3)]
+            line.sendall(b"".join(requests) if together else requests[0])
+            until(lambda: pipe.admitted == [1])
+            if not together:
+                line.sendall(requests[1])
+                time.sleep(0.1)
+                line.sendall(requests[2])
+        ticket = batcher._fleet.tickets[0]
+        until(lambda: ticket.done)
+        pipe.allow(1)
+        until(lambda: batcher.stats.running == 0)
+        assert httpx.post(address + IMAGES, json={"prompt": "tulip", "deadline": 1e-9}).status_code == 504
+        assert pipe.admitted == [1]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_requests_sent_ahead_are_answered_in_their_order(together: bool) -> None:
+    with serving(Limits()) as (pipe, _, address), dial(address) as line:
+        closing = request(seed=2).replace(b"Host: x\r\n", b"Host: x\r\nConnection: close\r\n") + b"\r\n"
+        line.sendall(request(seed=1) + closing if together else request(seed=1))
+        until(lambda: pipe.admitted == [1])
+        if not together:
+            line.sendall(closing)
+        pipe.allow()
+        said = heard(line)
+        assert said.count(b"HTTP/1.1 200 ") == 2
+        assert said.index(b'"seed":1') < said.index(b'"seed":2')
+
+
+def test_nobody_sends_ahead_without_end() -> None:
+    with serving(Limits()) as (pipe, _, address), dial(address) as line:
+        line.sendall(request())
+        until(lambda: pipe.admitted)
+        with pytest.raises(ConnectionError):
+            for _ in range(1000):
+                line.sendall(b"x" * 65536)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\0" * 100 + b"\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        b"POST /v1/models HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\nZ\r\n",
+        b"GET / HTTP/1.1\r\n" + b"X: " + b"x" * 300_000,
+    ],
+)
+def test_what_is_no_request_is_refused_quietly(sent: bytes, caplog) -> None:
+    with serving(Limits(**SHORT), keys=[KEY]) as (_, _, address), dial(address) as line:
+        line.sendall(sent)
+        said = heard(line)
+        assert said.startswith(b"HTTP/1.1 4") or said == b""
+        assert httpx.get(f"{address}/healthz").status_code == 200
+        assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize(("proxies", "clients"), [((), 1), (("127.0.0.1",), 3), (("10.0.0.0/8",), 1)])
+def test_only_a_named_proxy_says_who_its_clients_are(proxies: tuple[str, ...], clients: int) -> None:
+    """Else one client is as many as it likes, and the turns of the others are late."""
+    with serving(Limits(), proxies) as (pipe, batcher, address), ExitStack() as ends:
+        for seed in range(3):
+            line = ends.enter_context(dial(address))
+            line.sendall(request(seed=seed).replace(b"Host:", b"X-Forwarded-For: 9.9.9.%d\r\nHost:" % seed))
+            until(lambda seed=seed: batcher.stats.running + batcher.stats.queued == seed + 1)
+        tickets = [*batcher._fleet.tickets, *batcher._line]
+        assert len({ticket.order.client for ticket in tickets}) == clients
+        pipe.allow()
+
+
+FEW = 256  # files that the process may open
+
+
+def few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW // 2, FEW))
+
+
+def test_a_real_process_outlives_floods_of_headers_and_of_connections(model) -> None:
+    """No key is needed to try; memory stays where it was, and who asks is answered meanwhile."""
+    command = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve", "--no-page"]
+    command += ["--no-calibrate", "--port", "0", "--model", str(model), "--device", "cpu", "--api-key", KEY]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=few_files
+    )
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("http://"), process.stderr.read()
+        address = line.split(": ")[0]
+        authorized = {"Authorization": f"Bearer {KEY}"}
+
+        def draw() -> None:
+            answer = httpx.post(
+                address + IMAGES, json={"prompt": "red tulip"}, headers=authorized, timeout=300
+            )
+            assert answer.status_code == 200
+
+        draw()
+        before = psutil.Process(process.pid).memory_info().rss
+        with ExitStack() as ends:
+            flooding = []
+            for _ in range(2 * FEW):
+                half = ends.enter_context(dial(address))
+                half.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+                flooding.append(half)
+            draw()
+            for endless in flooding[-8:]:
+                try:
+                    for i in range(1000):
+                        endless.sendall(b"X-%d: %s\r\n" % (i, b"x" * 65536))
+                except ConnectionError:
+                    continue
+                raise AssertionError("64 MiB of headers were taken")
+            draw()
+        assert psutil.Process(process.pid).memory_info().rss - before < 60 * 2**20
+        process.terminate()
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0
+        assert "connections are in use" in said and "Traceback" not in said and len(said.splitlines()) < 5
+    finally:
+        process.kill()
+        process.communicate()
