@@ -8,6 +8,8 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 
+MOST = 1e6  # beyond it guided logits may leave float32
+
 
 @dataclass(frozen=True)
 class Guidance:
@@ -16,8 +18,8 @@ class Guidance:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.scale < float("inf"):
-            raise InputError(f"cfg {self.scale} is out of range; use 1 (no guidance) or more")
+        if not 1 <= self.scale <= MOST:
+            raise InputError(f"cfg {self.scale} is out of range; use 1 (no guidance) to {MOST:g}")
 
     @property
     def branches(self) -> int:

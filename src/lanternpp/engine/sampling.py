@@ -14,6 +14,8 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.engine.noise import Noise
 from lanternpp.errors import InputError
 
+LEAST, MOST = 1e-6, 1e6  # temperatures: beyond them logits may leave float32
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -24,8 +26,10 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise InputError(f"temperature {self.temperature} is out of range; use 0 (greedy) or more")
+        if self.temperature and not LEAST <= self.temperature <= MOST:
+            raise InputError(
+                f"temperature {self.temperature} is out of range; use 0 (greedy), or {LEAST:g} to {MOST:g}"
+            )
         if self.top_k < 0:
             raise InputError(f"top-k {self.top_k} is negative; use 0 (all codes) or more")
         if not 0 < self.top_p <= 1:

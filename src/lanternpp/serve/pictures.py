@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import json
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 from starlette.concurrency import run_in_threadpool
 from torch import Tensor
 
+from lanternpp.picture import notes as notes_of
+from lanternpp.picture import png_bytes
 from lanternpp.pipeline import Pipeline, versions
 from lanternpp.serve.aside import aside
 from lanternpp.serve.orders import Drawn, Order
@@ -23,6 +24,16 @@ from lanternpp.serve.orders import Drawn, Order
 GREY = (128, 128, 128)
 QUALITY = 90  # of jpeg, where nothing is said
 SHARE = 4  # a preview took a second: the next one begins this many seconds later, or more
+
+
+@dataclass(frozen=True)
+class Told:
+    """What `picture.notes` wants to know of pictures."""
+
+    images: int
+    model: str
+    settings: Mapping[str, Any]
+    versions: Mapping[str, str]
 
 
 def picture_size(pipe: Pipeline) -> tuple[int, int]:
@@ -69,27 +80,18 @@ class Previews:
 
 
 def png_notes(pipe: Pipeline, order: Order, drawn: Drawn) -> dict[str, str]:
-    """What a PNG says of how it was made: enough to make it again, and nothing that varies between runs."""
-    return {
-        "prompt": order.prompt,
-        "seed": str(order.seed),
-        "images": "1",
-        "model": pipe.name,
-        "settings": json.dumps(asdict(drawn.settings), sort_keys=True),
-        "versions": json.dumps(versions(), sort_keys=True),
-    }
+    """What a PNG says of how it was made, as those of the command line do."""
+    told = Told(1, pipe.name, pipe.told(drawn.settings), versions())
+    return notes_of(order.prompt, order.seed, told)
 
 
 def encode(
-    image: Image.Image, kind: str = "png", quality: int | None = None, notes: dict[str, str] | None = None
+    image: Image.Image, kind: str = "png", quality: int | None = None, notes: Mapping[str, str] | None = None
 ) -> str:
     """A picture as base64 of a file: png, jpeg or webp (without loss, unless a quality is given)."""
     file = io.BytesIO()
     if kind == "png":
-        info = PngInfo()
-        for key, value in (notes or {}).items():
-            info.add_text(key, value)
-        image.save(file, format="PNG", pnginfo=info)
+        file.write(png_bytes(image, notes or {}))
     elif kind == "jpeg":
         image.save(file, format="JPEG", quality=QUALITY if quality is None else quality)
     else:
