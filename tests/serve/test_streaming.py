@@ -37,13 +37,15 @@ def events(address: str, **asked: object) -> Iterator[dict[str, Any]]:
 
 
 def test_progress_tells_figures_and_shows_the_picture_grow(pipe: Pipeline, monkeypatch) -> None:
-    monkeypatch.setattr(streaming, "EVERY", 0.0)
+    monkeypatch.setattr(streaming, "EVERY", 0.02)
     paced = PacedPipe(pipe)
     with batcher_of(paced) as batcher, listening(create_app(batcher, Terms("ar"), page=False)) as address:
         heard = []
+        paced.allow(pipe.target.length // 2)  # then not before something is seen of it
         for event in events(address, progress=True, n=2, seed=5):
             heard.append(event)
-            paced.allow(8 if event["type"].endswith("preview") else 1)
+            if event["type"].endswith("preview"):
+                paced.allow()
     kinds = [event["type"].removeprefix("image_generation.") for event in heard]
     assert kinds[0] == "accepted" and heard[0]["warnings"] == [] and kinds.count("completed") == 2
     for index in (0, 1):
@@ -83,7 +85,7 @@ def test_a_tree_of_ours_is_taken_by_name(pipe: Pipeline) -> None:
 
 
 def test_a_client_that_stops_reading_is_given_up_and_nothing_piles_up(pipe: Pipeline, monkeypatch) -> None:
-    monkeypatch.setattr(streaming, "EVERY", 0.0)
+    monkeypatch.setattr(streaming, "EVERY", 0.01)
     monkeypatch.setattr(streaming, "STALLED", 1.0)
     paced, piled = PacedPipe(pipe), []
 
