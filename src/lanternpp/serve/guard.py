@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -187,7 +187,7 @@ class SafeHeaders:
         await self.app(scope, receive, sent)
 
 
-def guards(terms: Terms, page: Sequence[str] = ()) -> list[tuple[Any, dict[str, Any]]]:
+def guards(terms: Terms, page: Iterable[str] = ()) -> list[tuple[Any, dict[str, Any]]]:
     """What stands before an app under these terms, with its options; the last one is asked first.
 
     page: paths that nobody needs a key for.
