@@ -102,3 +102,92 @@ def drawn(q: Tensor, count: int, seed: int = 0) -> Tensor:
     """q [..., V] -> codes [..., count] drawn without replacement, in order; those of probability 0 come last."""
     noise = torch.rand(q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return (q / -noise.log()).topk(count, -1).indices
+
+
+# Drafts of every context, enumerated. The context of level i is the i codes before it, as a number to the base V.
+
+Contexts = list[Tensor]  # level by level, [V ** i, V]
+Stops = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def contexts(vocab: int, depth: int, kind: str, seed: int = 0) -> tuple[Contexts, Contexts]:
+    """What a target says at `depth` + 1 levels and a drafter at `depth`, in every context.
+
+    kind: "random"; "near", a drafter close to the target; "with zeros" in both; "a point", a drafter sure of a code;
+    "equal"; "forced", a target that is sure of a code at every other context, and a drafter with it at half of those;
+    or "all of them", one context of each in turn.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def rows(level: int, power: float) -> Tensor:
+        made = torch.rand(vocab**level, vocab, dtype=torch.float64, generator=generator).pow(power) + 1e-3
+        return made / made.sum(-1, keepdim=True)
+
+    p, q = [], []
+    for level in range(depth + 1):
+        one, other = rows(level, 2.0), rows(level, 2.0)
+        place = torch.arange(len(one)) + level
+        sure = torch.nn.functional.one_hot(place % vocab, vocab).double()
+
+        def chosen(name: str, place: Tensor = place) -> Tensor:
+            known = ("random", "near", "with zeros", "a point", "equal", "forced")
+            here = place % len(known) == known.index(name)
+            return (here if kind == "all of them" else here | True if kind == name else here & False)[:, None]
+
+        other = (0.8 * one + 0.2 * other).where(chosen("near"), other)
+        for each in (one, other):
+            holes = chosen("with zeros") & (torch.rand(each.shape, generator=generator) < 0.4) & (sure == 0)
+            each[holes] = 0
+            each /= each.sum(-1, keepdim=True)
+        other = sure.where(chosen("a point"), other)
+        one = sure.where(chosen("forced") & (place % 2 == 0)[:, None], one)
+        other = sure.where(chosen("forced") & (place % 4 == 0)[:, None], other)
+        p.append(one)
+        q.append(one.where(chosen("equal"), other))
+    return p, q[:depth]
+
+
+def sequences(p: Contexts) -> Tensor:
+    """The probability of every sequence of len(p) codes."""
+    law = torch.ones(1, dtype=torch.float64)
+    for level in p:
+        law = (law[:, None] * level).flatten()
+    return law
+
+
+def chain_law(
+    stops: Stops, p: Contexts, q: Contexts, drawn_from: Contexts | None = None
+) -> tuple[Tensor, Tensor]:
+    """Over all drafts of a chain: the law of all sequences, the target going on where a draft ended, and how often
+    guess 1, 2 .. is kept. drawn_from: what guesses are drawn from, if not q.
+    """
+    depth, vocab = len(q), p[0].shape[-1]
+    drafts = torch.cartesian_prod(*[torch.arange(vocab)] * depth).view(-1, depth)
+    before = torch.cat((torch.zeros_like(drafts[:, :1]), drafts), 1)
+    at = torch.zeros(len(drafts), depth + 1, dtype=torch.int64)
+    for level in range(depth):
+        at[:, level + 1] = at[:, level] * vocab + drafts[:, level]
+    ps = torch.stack([p[level][at[:, level]] for level in range(depth + 1)], 1)
+    qs = torch.stack([q[level][at[:, level]] for level in range(depth)] + [torch.zeros_like(ps[:, 0])], 1)
+    chance = torch.ones(len(drafts), dtype=torch.float64)
+    for level, table in enumerate(drawn_from or q):
+        chance = chance * table[at[:, level]].gather(1, drafts[:, level, None])[:, 0]
+    ps, qs, before, at, chance = (x[chance > 0] for x in (ps, qs, before, at, chance))
+    behind, left = stops(ps, qs, before)
+    fewer = torch.cat((torch.zeros_like(chance[:, None]), behind, torch.ones_like(chance[:, None])), 1)
+    ends = fewer.diff(dim=1) * chance[:, None]  # [D, g + 1]
+    law = torch.zeros(1, dtype=torch.float64)
+    for level in range(depth + 1):
+        mass = left[:, level].sum(-1, keepdim=True)
+        bonus = (left[:, level] / mass).where(mass > 0, 0) * ends[:, level, None]
+        law = (law[:, None] * p[level]).index_add(0, at[:, level], bonus).flatten()
+    return law, (chance[:, None] * (1 - behind)).sum(0)
+
+
+def kept_of(p: Contexts, q: Contexts) -> Tensor:
+    """How often a walk from the root keeps guess 1, 2 ..: every ratio on its own."""
+    reach, kept = torch.ones(1, dtype=torch.float64), []
+    for one, other in zip(p, q, strict=False):
+        reach = (reach[:, None] * torch.minimum(one, other)).flatten()
+        kept.append(reach.sum())
+    return torch.stack(kept)

@@ -15,9 +15,11 @@ from lanternpp.accept.cool import Cool
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.accept.mixture import Mixture
 from lanternpp.engine.decode import Engine, Harvest, generate
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verifiers import VERIFIERS
 from lanternpp.proposers.independent import Independent
 from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.nothing import Nothing
@@ -49,7 +51,17 @@ PROPOSERS = {
     "jacobi maximal mixed": lambda target: Jacobi(5, "maximal", "mixed"),
 }
 BUSHY = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
-ORACLES = ["oracle chain", "oracle tree", "independent oracle"]  # the drafter is the target: all must be kept
+OTHERWISE = {  # the same drafts, not verified by a walk: name and verifier, parted by a comma
+    f"{name}, {verify}": PROPOSERS[name]
+    for verify, names in {"block": ("oracle chain", "parallel chain", "jacobi")}.items()
+    for name in names
+}
+ORACLES = [
+    "oracle chain",
+    "oracle tree",
+    "independent oracle",
+    "oracle chain, block",
+]  # the drafter is the target: all must be kept
 RULES = {
     "exact": lambda target: Exact(),
     "lantern": lambda target: Lantern(neighbours(target.codebook, 5), 0.3),
@@ -58,6 +70,7 @@ RULES = {
     "lantern++ optimal": lambda target: LanternPlusPlus(neighbours(target.codebook, 8), 10.0, "optimal"),
     "cool": lambda target: Cool(2.6, 0.2),  # above 1 at every level here: below it, even an oracle is refused
     "cool paper": lambda target: Cool(2.6, 0.2, "paper"),
+    "mixture": lambda target: Mixture(0.3, 0.2),
 }
 WAYS_TO_DRAW = [
     "eagle tree",
@@ -94,8 +107,12 @@ def combinations():
         fits = thorough or (cfg == 3 and sampling in ("greedy", "T=1") and proposer != "nothing")
         if rule in OTHER_RESIDUALS:
             fits = fits and sampling == "T=1" and proposer in WAYS_TO_DRAW
+        if rule == "mixture":
+            fits = fits and sampling == "T=1" and "chain" in proposer
         if fits:
             yield proposer, rule, sampling, cfg
+    for proposer, rule in product(OTHERWISE, RULES):
+        yield proposer, rule, "T=0.8, k=6, p=0.9" if rule == "exact" else "T=1", 3.0
 
 
 @cache
@@ -103,8 +120,9 @@ def draw(proposer: str, rule: str, sampling: str, cfg: float, batch: int) -> lis
     """The conditions, through the whole loop."""
     model = ToyTarget(grid=3)
     acceptance: Acceptance = {**RULES, **EXACT}[rule](model)
-    engine = Engine(model, PROPOSERS[proposer](model), acceptance, SAMPLINGS[sampling], Guidance(cfg), batch)
-    return generate(engine, CONDITIONS, SEEDS)
+    parts = (PROPOSERS | OTHERWISE)[proposer](model), acceptance, SAMPLINGS[sampling], Guidance(cfg), batch
+    verifier = VERIFIERS[proposer.partition(", ")[2] or "token"]
+    return generate(Engine(model, *parts, verifier=verifier), CONDITIONS, SEEDS)
 
 
 def codes(harvests: list[Harvest]) -> list[list[int]]:
@@ -118,7 +136,7 @@ def test_neither_the_batch_nor_when_a_sample_enters_matters_and_passes_add_up(pr
     assert codes(together) == codes(alone)
     assert [h.accepted for h in together] == [h.accepted for h in alone]
     model = ToyTarget(grid=3)
-    most = PROPOSERS[proposer](model).depth + 1
+    most = (PROPOSERS | OTHERWISE)[proposer](model).depth + 1
     for harvest in together:
         assert harvest.codes.shape == (model.length,)
         assert 0 <= harvest.codes.min() and harvest.codes.max() < model.vocab
@@ -143,6 +161,13 @@ def test_greedy_exact_is_plain_ar_code_by_code(proposer, cfg):
 def test_a_budget_of_nothing_is_the_exact_rule(proposer, rule, sampling, cfg):
     exact = draw(proposer, "exact", sampling, cfg, 3)
     assert codes(draw(proposer, rule, sampling, cfg, 3)) == codes(exact)
+
+
+@pytest.mark.parametrize("proposer", OTHERWISE)
+@pytest.mark.parametrize("rule", list(EXACT)[1:])
+def test_so_it_is_however_a_draft_is_verified(proposer, rule):
+    exact = draw(proposer, "exact", "T=1", 3.0, 3)
+    assert codes(draw(proposer, rule, "T=1", 3.0, 3)) == codes(exact)
 
 
 @every_cfg

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from lanternpp.errors import InputError
@@ -14,7 +16,7 @@ def test_every_method_has_the_dials_its_parts_read_and_no_other(name: str) -> No
     row = METHODS[name]
     read = dials_read(row.proposer, row.accept)
     settings = resolve(name, {}, {})
-    for dial in DIALS:
+    for dial in set(DIALS) - {"verify"}:
         said = getattr(row, dial)
         assert getattr(settings, dial) == said and (dial in read or said is None), dial
 
@@ -29,10 +31,57 @@ def test_a_dial_of_the_row_goes_with_the_part_that_read_it() -> None:
 
 
 def test_a_dial_that_is_asked_for_and_read_by_no_part_is_refused() -> None:
-    with pytest.raises(InputError, match=r"lambda 2.0 would change nothing.*they take tree$"):
+    with pytest.raises(InputError, match=r"lambda 2.0 would change nothing.*they take tree, verify$"):
         resolve("eagle", {}, {"lam": 2.0})
     with pytest.raises(InputError, match="tree chain-2 would change nothing"):
         resolve("jacobi", {}, {"tree": "chain-2"})
     assert resolve("eagle", {}, {"lam": None}).lam is None
     with pytest.raises(InputError, match="option 'lamda' is unknown; did you mean 'lam'"):
         resolve("lantern++", {}, {"lamda": 2.0})
+
+
+def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
+    best = {name: resolve(name, {}, {}).verify for name in METHODS}
+    chains = ["parallel", "independent", "jacobi"]
+    assert {name for name, verify in best.items() if verify == "block"} == {*chains}
+    assert resolve("eagle", {}, {"tree": "chain-4"}).verify == "block"
+    for changed in ({"temperature": 0.0}, {"tree": "eagle2"}):
+        assert resolve("parallel", {}, changed).verify == "token"
+    relaxed = {"proposer": "parallel", "tree": "chain-4"}
+    assert resolve("lantern++", {}, relaxed).verify == "block"
+    assert resolve("lantern++", {}, relaxed | {"residual": "paper"}).verify == "token"
+    assert resolve("jacobi", {}, {"coupling": "maximal"}).verify == "token"
+    assert resolve("parallel", {}, {"verify": "token"}).verify == "token"
+    told = {"methods": {"parallel": {"verify": "block"}}}
+    assert resolve("parallel", told, {"tree": "eagle-25"}).verify != "block", "a default that no longer fits"
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "why"),
+    [
+        ("parallel", {"temperature": 0.0}, "at temperature 0 every verifier keeps the same"),
+        ("jacobi-coupled", {}, "the proposer keeps guesses from pass to pass .coupling maximal."),
+        ("eagle", {}, "the tree branches; use verify token"),
+        ("eagle2", {}, "offers the likeliest codes instead of drawing them"),
+        ("lantern++", {"tree": "chain-4", "residual": "paper"}, "use verify token, or residual optimal"),
+        ("ar", {}, "would change nothing"),
+    ],
+)
+def test_block_verification_is_refused_where_the_law_would_change_or_nothing_be_gained(
+    method, given, why
+) -> None:
+    with pytest.raises(InputError, match=why):
+        resolve(method, {}, given | {"verify": "block"})
+    assert resolve(method, {}, given).verify == (None if method == "ar" else "token")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_settings_given_back_are_the_same_settings(name: str) -> None:
+    settings = resolve(name, {}, {})
+    given = {field: value for field, value in asdict(settings).items() if field != "method"}
+    assert resolve(name, {}, given) == settings
+
+
+def test_a_verifier_nobody_knows_is_refused() -> None:
+    with pytest.raises(InputError, match="verifier 'blok' is unknown; did you mean 'block'"):
+        resolve("parallel", {}, {"verify": "blok"})

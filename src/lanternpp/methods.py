@@ -23,6 +23,7 @@ class Method:
     window: int | None = None  # guesses of a chain
     coupling: str | None = None  # none, maximal or gumbel
     fresh: str | None = None  # uniform, last, above or mixed
+    verify: str | None = None  # token or block; None: the best that the drafts allow
     about: str = ""
 
 

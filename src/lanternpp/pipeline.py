@@ -28,7 +28,15 @@ from lanternpp.methods import AUTO
 from lanternpp.models import MODELS, Model, model_folder, read_defaults
 from lanternpp.nn.int8 import Effect
 from lanternpp.results import Result, Stats, UnfinishedError, versions
-from lanternpp.settings import Settings, build_proposer, build_rule, dials_read, network_wanted, resolve
+from lanternpp.settings import (
+    Settings,
+    build_proposer,
+    build_rule,
+    build_verifier,
+    dials_read,
+    network_wanted,
+    resolve,
+)
 from lanternpp.tuned import CONDITIONS, Tuned, fingerprint
 from lanternpp.vq.neighbours import cache_folder, neighbours
 
@@ -172,7 +180,10 @@ class Pipeline:
         chosen = self.chosen(method)
         method, defaults, auto = chosen.method, chosen.defaults(self.defaults), chosen.why is not None
         settings = resolve(method, defaults, overrides, auto)
-        found = self.tuned.settings(method, self.conditions(settings)) if self.tuned else {}
+        found: dict[str, Any] = {}
+        if self.tuned:  # an override of the tree leaves the other dials that were tuned
+            usual = resolve(method, defaults, {k: v for k, v in overrides.items() if k != "tree"}, auto)
+            found = self.tuned.settings(method, self.conditions(usual))
         if found:
             rows = defaults.get("methods", {})
             own = {**rows, method: {**rows.get(method, {}), **found}}
@@ -247,6 +258,7 @@ class Pipeline:
             Guidance(settings.cfg),
             settings.batch_size,
             settings.measure,
+            build_verifier(settings),
         )
 
     def _model(self, compiled: bool) -> Model:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from lanternpp import arguments
 from lanternpp.accept import RULES
 from lanternpp.accept.base import Acceptance, Dials
 from lanternpp.drafters.base import Drafter
+from lanternpp.engine.verifiers import TOKEN, VERIFIERS, Drafts, Verifier, best, unfit
 from lanternpp.errors import InputError
 from lanternpp.methods import Method
 from lanternpp.methods import method as named_method
@@ -58,6 +59,7 @@ class Settings:
     coupling: str | None = None
     fresh: str | None = None
     measure: bool = False  # tv_spent
+    verify: str | None = None  # how a draft is verified, one of VERIFIERS
 
 
 def resolve(
@@ -85,10 +87,39 @@ def resolve(
             merged[name] = None
     if "tree" in read and merged["tree"] is None:
         merged["tree"] = TREE
+    asked = merged.pop("verify")
     settings = Settings(method=method, **merged)
     if settings.batch_size < 1:
         raise InputError(f"batch size {settings.batch_size} is below 1; use 1 or more")
-    return settings
+    if asked is not None:
+        find("verifier", asked, VERIFIERS)
+        if wrong := unfit(_drafts(settings), asked):
+            if "verify" in given:
+                raise InputError(wrong)
+            asked = None
+    return replace(settings, verify=asked or best_verifier(settings))
+
+
+def best_verifier(settings: Settings) -> str | None:
+    """What keeps the most of these drafts without changing the law of the pictures; None where there are none."""
+    if "verify" not in dials_read(settings.proposer, settings.accept):
+        return None
+    return best(_drafts(settings))
+
+
+def _drafts(settings: Settings, proposer: type[Proposer] | None = None) -> Drafts:
+    """What decides how these settings' drafts may be verified; proposer: another than they name."""
+    entry = proposer or find("proposer", settings.proposer, PROPOSERS)
+    check_class("proposer", settings.proposer, entry, Proposer)
+    rule = _rule(settings)
+    return Drafts(entry.guesses(_parts(settings)), rule, settings.temperature == 0, settings.residual)
+
+
+def retreed(settings: Settings, tree: str | None) -> Settings:
+    """The same settings on another tree, verified as asked, or in the best way where that was not asked for."""
+    made = replace(settings, tree=tree)
+    asked = settings.verify != best_verifier(settings) and not unfit(_drafts(made), settings.verify or TOKEN)
+    return made if asked else replace(made, verify=best_verifier(made))
 
 
 def typed(name: str, value: Any) -> Any:
@@ -145,20 +176,51 @@ def dials_read(proposer: str, accept: str) -> frozenset[str]:
 
 def build_rule(settings: Settings, table: Callable[[int], Tensor]) -> Acceptance:
     """The acceptance rule; `table` gives the k nearest codes of every code. InputError where a dial is wrong."""
-    dials = Dials(table, settings.neighbours, settings.delta, settings.lam, settings.nu, settings.residual)
-    entry = find("acceptance rule", settings.accept, RULES)
-    if isinstance(entry, Acceptance):
-        return entry
-    check_class("acceptance rule", settings.accept, entry, Acceptance)
-    made: Acceptance = entry.build(dials)
-    return made
+    residual = settings.residual or ("optimal" if settings.verify not in (None, TOKEN) else None)
+    dials = Dials(table, settings.neighbours, settings.delta, settings.lam, settings.nu, residual)
+    entry = _rule(settings)
+    return entry if isinstance(entry, Acceptance) else entry.build(dials)
+
+
+def _rule(settings: Settings) -> Acceptance | type[Acceptance]:
+    """The rule that settings name: a class, or an object made of one."""
+    entry: Acceptance | type[Acceptance] = find("acceptance rule", settings.accept, RULES)
+    if not isinstance(entry, Acceptance):
+        check_class("acceptance rule", settings.accept, entry, Acceptance)
+    return entry
 
 
 def build_proposer(
     settings: Settings, drafter: Callable[[str], Drafter], smaller: Callable[[], Target]
 ) -> Proposer:
     """The proposer, with the network it asks for. InputError where a dial is wrong."""
-    parts = Parts(
+    parts = _parts(settings, drafter, smaller)
+    entry = find("proposer", settings.proposer, PROPOSERS)
+    check_class("proposer", settings.proposer, entry, Proposer)
+    made: Proposer = entry.build(parts)
+    # a drafter may have asked for another proposer than the one that the settings name
+    if wrong := unfit(_drafts(settings, type(made)), settings.verify or TOKEN):
+        raise InputError(wrong)
+    return made
+
+
+def build_verifier(settings: Settings) -> Verifier:
+    """What verifies the drafts."""
+    made: Verifier = find("verifier", settings.verify or TOKEN, VERIFIERS)
+    return made
+
+
+def _no_network(*folder: str) -> NoReturn:
+    raise AssertionError("how guesses are made was asked for, not a network")
+
+
+def _parts(
+    settings: Settings,
+    drafter: Callable[[str], Drafter] = _no_network,
+    smaller: Callable[[], Target] = _no_network,
+) -> Parts:
+    """What a proposer is built from."""
+    return Parts(
         drafter,
         smaller,
         tree=lambda: build_tree(settings.tree or TREE),
@@ -166,10 +228,6 @@ def build_proposer(
         coupling=settings.coupling,
         fresh=settings.fresh,
     )
-    entry = find("proposer", settings.proposer, PROPOSERS)
-    check_class("proposer", settings.proposer, entry, Proposer)
-    made: Proposer = entry.build(parts)
-    return made
 
 
 def network_wanted(settings: Settings) -> str | None:

@@ -2,7 +2,7 @@
 
 One entry per method and condition. It is applied where all of CONDITIONS are those that it was measured under, and
 model and drafter are the files it was measured with; elsewhere it is passed over. Threads and the processor's name are
-written down and not compared.
+written down and not compared. Files of older versions hold for drafts that are verified by a walk, which was all there was.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +27,8 @@ from lanternpp.trees import build_tree
 from lanternpp.vq.neighbours import cache_folder
 
 FILE = "tuned.json"
-CONDITIONS = ("device", "dtype", "batch_size", "compile", "proposer", "accept")
+CONDITIONS = ("device", "dtype", "batch_size", "compile", "proposer", "accept", "verify")
+UNSAID = {"verify": "token"}  # of conditions that an older version did not write down
 CHOSEN = ("tree", "neighbours", "lam", "delta", "nu", "residual")  # what an entry may set
 MADE = {"judge", "codes", "rollouts"}  # folders of what does not draw
 ENDS = 1 << 16  # bytes of a file's ends that are read to tell it from others
@@ -57,13 +59,25 @@ class Tuned:
 
     def settings(self, method: str, conditions: Mapping[str, Any]) -> dict[str, Any]:
         """The defaults that an entry sets for a method under these conditions; {} where none was measured so."""
-        for entry in self.entries:
-            same = entry["method"] == method and all(
-                entry["where"].get(k) == conditions[k] for k in CONDITIONS
-            )
-            if same and entry["weights"] == self.weights:
+        mine = [e for e in self.entries if (e["method"], e["weights"]) == (method, self.weights)]
+        wanted = tuple(conditions[name] for name in CONDITIONS)
+        for entry in mine:
+            if _where(entry) == wanted:
                 return dict(entry["settings"])
+        older = [e for e in mine if e["where"].keys().isdisjoint(UNSAID)]
+        if any(_where({"where": {**conditions, **UNSAID}}) == _where(entry) for entry in older):
+            self._say_older()
         return {}
+
+    def _say_older(self) -> None:
+        """Once, that entries of an older version are not applied."""
+        if "said" not in self.__dict__:
+            self.__dict__["said"] = True
+            warnings.warn(
+                f"what {self.path} says of drafts verified by a walk is passed over, as they are verified otherwise now; "
+                "run `lanternpp tune` again, or draw with --verify token",
+                stacklevel=4,
+            )
 
     def last_method(self) -> str | None:
         """The method that was tuned last for the model and drafter at hand, under whatever conditions."""
@@ -97,7 +111,12 @@ class Tuned:
 
     @staticmethod
     def _key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-        return entry["method"], entry["weights"], *(entry["where"].get(name) for name in CONDITIONS)
+        return entry["method"], entry["weights"], *_where(entry)
+
+
+def _where(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The conditions of an entry."""
+    return tuple(entry["where"].get(name, UNSAID.get(name)) for name in CONDITIONS)
 
 
 def tuned_path(model: Path) -> Path:

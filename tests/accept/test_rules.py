@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
 from laws import additive, multiplicative
 
 from lanternpp.accept import RULES as NAMED
-from lanternpp.accept.base import RESIDUALS, Dials
+from lanternpp.accept import neighbours
+from lanternpp.accept.base import RESIDUALS, Acceptance, Dials
+from lanternpp.accept.cactus import Cactus
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.accept.mixture import Mixture
 from lanternpp.errors import InputError
 
 VOCAB, K = 40, 12
@@ -102,11 +109,70 @@ def test_a_code_the_format_forces_is_never_relaxed(name, delta):
         assert rule.spent(forced, laws(VOCAB, 0.1)).max() < 1e-12
 
 
-@pytest.mark.parametrize(
-    "rule", [Exact(), Lantern(TABLE, 0.0), LanternPlusPlus(TABLE, 1.0)], ids=lambda rule: type(rule).__name__
-)
+NOTHING = [Exact(), Lantern(TABLE, 0.0), LanternPlusPlus(TABLE, 1.0), Cactus(0.0), Mixture(0.0)]
+
+
+@pytest.mark.parametrize("rule", NOTHING, ids=lambda rule: type(rule).__name__)
 def test_a_budget_of_nothing_changes_nothing(rule):
-    assert torch.equal(rule.relax(P, CODE), P)
+    assert torch.allclose(rule.relax(P, CODE), P, atol=1e-15)
+    assert torch.allclose(rule.law(P, laws(len(P), 2.0)), P, atol=1e-15)
+
+
+@pytest.mark.parametrize("delta", [1e-4, 1e-2, 0.3])
+def test_cactus_keeps_within_its_divergence_where_a_code_stays_below_a_half(delta):
+    rule = Cactus(delta, 0.7)
+    for level in range(3):
+        bent = rule.at(level).relax(P[:120], CODE[:120])
+        at = CODE[:120, None]
+        grown = bent.gather(1, at)[:, 0]
+        divergence = (bent * (bent / P[:120]).log()).sum(-1)
+        most = delta * math.exp(-0.7 * level)
+        assert (divergence <= most + 1e-12)[grown <= 0.5].all() and (divergence > most / 4)[
+            grown <= 0.5
+        ].any()
+        assert (grown >= P[:120].gather(1, at)[:, 0]).all() and torch.allclose(
+            bent.sum(-1), torch.ones(120).double()
+        )
+
+
+def test_a_mixture_is_one_and_costs_its_share_of_the_distance():
+    q = laws(len(P), 2.0)
+    q[0, :30] = 0
+    q[0] /= q[0].sum()
+    for level, share in ((0, 0.3), (2, 0.3 * math.exp(-0.8))):
+        rule, p, q = Mixture(0.3, 0.4).at(level), P[:120], q[:120]
+        assert torch.allclose(rule.law(p, q), (1 - share) * p + share * q)
+        assert torch.allclose(rule.spent(p, q), share * (p - q).abs().sum(-1) / 2)
+        assert torch.allclose(torch.minimum(rule.law(p, q), q), torch.minimum(rule.own(p, q), q))
+
+
+@pytest.mark.parametrize("name", ["lantern", "lantern++", "cool", "cactus", "mixture"])
+def test_every_relaxation_can_fall_with_the_level(name):
+    made = Dials(lambda k: TABLE[:, :k], 12, {"cool": 2.0}.get(name, 0.6), lam=3.0, nu=0.5)
+    rule, p, q = NAMED[name].build(made), P[:120], laws(120, 2.0)
+    spent = [rule.at(level).spent(p, q).mean() for level in range(5)]
+    assert rule.at(0).relax(p, CODE[:120]).equal(rule.relax(p, CODE[:120]))
+    assert all(b <= a for a, b in pairwise(spent)) and spent[4] < 0.6 * spent[0]
+    levels = torch.arange(5).view(5, 1).expand(5, 120)
+    together = rule.laws(p.expand(5, -1, -1), q.expand(5, -1, -1), levels, 5)
+    by_level = Acceptance.laws(rule, p.expand(5, -1, -1), q.expand(5, -1, -1), levels, 5)
+    assert torch.allclose(together, by_level, atol=1e-12)
+    for level in range(5):
+        assert torch.allclose(together[level], rule.at(level).law(p, q), atol=1e-12)
+    flat = NAMED[name].build(replace(made, nu=None))
+    assert flat.at(3) is flat
+    with pytest.raises(InputError, match="nu"):
+        NAMED[name].build(replace(made, nu=-1.0))
+
+
+def test_all_neighbours_are_heard_where_there_are_many(monkeypatch):
+    """In pieces, and on a CPU for those codes alone that want more."""
+    rule, q = Lantern(TABLE, 0.6), laws(len(P), 1.0)
+    whole = torch.minimum(q, rule.own(P, q))
+    monkeypatch.setattr(neighbours, "FIRST", 2)
+    monkeypatch.setattr(neighbours, "MORE", 3)
+    assert torch.allclose(torch.minimum(q, rule.own(P, q)), whole, atol=1e-15)
+    assert torch.allclose(torch.minimum(q, Acceptance.own(rule, P, q)), whole, atol=1e-15)
 
 
 def test_only_the_exact_rule_says_it_is_lossless():

@@ -46,7 +46,7 @@ def test_what_is_found_becomes_the_default(run, own):
 
 def test_the_figures_are_shown_without_matplotlib_too(run, own, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    outcome = run("tune", "--model", own, *SMALL, "--no-verify", "--no-save", "--lambda", 3)
+    outcome = run("tune", "--model", own, *SMALL, "--no-race", "--no-save", "--lambda", 3)
     assert outcome.code == 0 and not (own / "tuned.json").exists()
     assert outcome.err.count("\n") == 1 and "need matplotlib" in outcome.err
     for said in ("how often a child is kept", "a target pass", "the tree found", "predicted", "lantern-57"):
@@ -67,7 +67,7 @@ def test_no_figure_is_cut_on_a_narrow_terminal(run, own, monkeypatch):
 
 
 def test_a_stop_loses_at_most_one_measurement(run, own, monkeypatch):
-    asked = ("tune", "--model", own, *SMALL, "-o", "t", "--json", "--no-verify", "--no-plots")
+    asked = ("tune", "--model", own, *SMALL, "-o", "t", "--json", "--no-race", "--no-plots")
     first = json.loads(run(*asked).out)
     lines = Path("t", LINES).read_text().splitlines(keepends=True)
     Path("t", LINES).write_text("".join(lines[:2]) + lines[2][:50])
@@ -86,7 +86,7 @@ def test_a_stop_loses_at_most_one_measurement(run, own, monkeypatch):
 
 
 def test_a_folder_of_something_else_is_left_alone(run, own):
-    asked = ("tune", "--model", own, *SMALL, "--no-verify", "--no-plots", "-o")
+    asked = ("tune", "--model", own, *SMALL, "--no-race", "--no-plots", "-o")
     assert run(*asked, "t").code == 0
     other = run(*asked, "t", "--lambda", 4)
     assert other.code == 2 and "other settings" in other.err and other.err.count("\n") == 1
@@ -135,7 +135,7 @@ def test_a_damaged_tuning_is_refused_by_every_verb(run, own):
 
 
 def test_a_budget_of_variation_picks_the_dials(run, own):
-    asked = ("tune", "--model", own, *SMALL, "--no-plots", "--no-verify", "--budget-pictures", 2, "--json")
+    asked = ("tune", "--model", own, *SMALL, "--no-plots", "--no-race", "--budget-pictures", 2, "--json")
     told = json.loads(run(*asked, "-o", "t", "--budget-tv", 1000).out)
     assert told["settings"]["lam"] == 10 and told["settings"]["neighbours"] in (5, 10)
     assert told["budget"]["spent"] <= told["budget"]["limit"] == 1000 and told["budget"]["spread"] >= 0
@@ -147,7 +147,7 @@ def test_a_budget_of_variation_picks_the_dials(run, own):
 
 def test_a_budget_of_distance_is_measured_against_plain_decoding(run, own):
     write_judge(own)
-    asked = ("tune", "--model", own, *SMALL, "--no-plots", "--no-verify", "--neighbours", 5, "--lambda", 2)
+    asked = ("tune", "--model", own, *SMALL, "--no-plots", "--no-race", "--neighbours", 5, "--lambda", 2)
     outcome = run(*asked, "--budget-frechet", 1e6, "--budget-pictures", 4, "-o", "t")
     assert outcome.code == 0, outcome.err
     assert "k 5, lambda 2: spends" in outcome.out and "Plain AR, on which" in outcome.out

@@ -14,6 +14,7 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verifiers import VERIFIERS
 from lanternpp.engine.verify import verify
 from lanternpp.proposers.independent import Independent
 from lanternpp.proposers.jacobi import Jacobi
@@ -44,9 +45,20 @@ LOSSLESS = {
 }
 
 
-def images(target, proposer, rule, sampling, guidance, draws=DRAWS, batch=50_000):
+OTHERWISE = {
+    "block, flatter q": ("block", LOSSLESS["chain, flatter q"]),
+    "block, q with holes": (
+        "block",
+        lambda target: TreeProposer(OtherMarkovDrafter(target, HOLES), StaticTree(chain(3))),
+    ),
+    "block, all levels at once": ("block", lambda target: Parallel(parallel(target), StaticTree(chain(3)))),
+    "block, jacobi": ("block", lambda target: Jacobi(3, "none", "mixed")),
+}
+
+
+def images(target, proposer, rule, sampling, guidance, draws=DRAWS, batch=50_000, verifier=verify):
     """`draws` images of the whole loop, [draws, length], each under its own seed."""
-    engine = Engine(target, proposer, rule, sampling, guidance, batch)
+    engine = Engine(target, proposer, rule, sampling, guidance, batch, verifier=verifier)
     made = []
     for first in range(0, draws, batch):
         admit_all(engine, torch.arange(first, first + batch))
@@ -60,6 +72,13 @@ def images(target, proposer, rule, sampling, guidance, draws=DRAWS, batch=50_000
 def test_the_whole_loop_follows_the_targets_law(proposer):
     target = MarkovTarget(CHAIN)
     made = images(target, LOSSLESS[proposer](target), Exact(), Sampling(), Guidance())
+    assert chi_square(tally(made, 3), target.law()) > UNLIKELY
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_the_whole_loop_follows_the_targets_law_however_a_draft_is_verified(case):
+    target, (name, proposer) = MarkovTarget(CHAIN), OTHERWISE[case]
+    made = images(target, proposer(target), Exact(), Sampling(), Guidance(), verifier=VERIFIERS[name])
     assert chi_square(tally(made, 3), target.law()) > UNLIKELY
 
 

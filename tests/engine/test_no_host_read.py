@@ -10,13 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from toys import ToyTarget, eagle, neighbours, smaller
 
+from lanternpp.accept.cactus import Cactus
 from lanternpp.accept.cool import Cool
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.accept.mixture import Mixture
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verifiers import VERIFIERS
 from lanternpp.proposers.independent import Independent
 from lanternpp.proposers.jacobi import COUPLINGS, FRESH, Jacobi
 from lanternpp.proposers.nothing import Nothing
@@ -75,15 +78,19 @@ RULES = {
     "lantern++ optimal": lambda table: LanternPlusPlus(table, 3.0, "optimal"),
     "cool": lambda table: Cool(1.5, 0.3),
     "cool paper": lambda table: Cool(1.5, 0.3, "paper"),
+    "cactus": lambda table: Cactus(0.01, 0.3),
+    "mixture": lambda table: Mixture(0.2, 0.3),
 }
 SAMPLINGS = {"greedy": Sampling(0), "T=1": Sampling(), "warped": Sampling(0.8, 6, 0.9)}
 
 
-def engine(device, proposer="tree", rule="exact", sampling="T=1", cfg=3.0, measure=False):
+def engine(device, proposer="tree", rule="exact", sampling="T=1", cfg=3.0, measure=False, verify="token"):
     target = ToyTarget()
     other, drafter, table = smaller(target), eagle(target), neighbours(target.codebook, 5)
     parts = PROPOSERS[proposer](drafter.to(device), other.to(device)), RULES[rule](table.to(device))
-    return Engine(target.to(device), *parts, SAMPLINGS[sampling], Guidance(cfg), 2, measure)
+    return Engine(
+        target.to(device), *parts, SAMPLINGS[sampling], Guidance(cfg), 2, measure, VERIFIERS[verify]
+    )
 
 
 EVERY = [*product(PROPOSERS, ["exact"]), *product(["tree"], list(RULES)[1:]), ("eagle2", "lantern++ optimal")]
@@ -97,6 +104,15 @@ def test_a_step_reads_nothing_back(proposer, rule, sampling, cfg):
     with Watch():
         made.step()
     assert made.codes.device.type == DEVICE
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("proposer", "verify"), [("chain", "block"), ("jacobi none uniform", "block")])
+def test_a_step_of_another_verifier_reads_nothing_back(proposer, verify, rule):
+    made = engine(DEVICE, proposer, rule, "warped", 3.0, True, verify)
+    made.step()
+    with Watch():
+        made.step()
 
 
 def test_a_host_read_would_have_been_noticed():

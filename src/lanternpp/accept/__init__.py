@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from lanternpp.accept.cactus import Cactus
 from lanternpp.accept.cool import Cool
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.accept.mixture import Mixture
 
-RULES = {"exact": Exact, "lantern": Lantern, "lantern++": LanternPlusPlus, "cool": Cool}
+RULES = {
+    "exact": Exact,
+    "lantern": Lantern,
+    "lantern++": LanternPlusPlus,
+    "cool": Cool,
+    "cactus": Cactus,
+    "mixture": Mixture,
+}

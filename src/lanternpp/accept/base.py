@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -27,7 +29,7 @@ class Dials:
     neighbours: int | None = None  # k
     delta: float | None = None
     lam: float | None = None  # lambda
-    nu: float | None = None  # how fast a weight decays with the level of the draft
+    nu: float | None = None  # how fast a relaxation falls with the level of the draft
     residual: str | None = None  # one of RESIDUALS; None: the rule's own
 
 
@@ -54,14 +56,17 @@ class Acceptance(ABC):
         """The rule for the children of nodes at `level` of a draft, the root's being 0."""
         return self
 
+    def bent(self, p: Tensor, q: Tensor, code: Tensor) -> Tensor:
+        """The distribution that a candidate drawn from q is judged by, `relax` unless a rule needs q; p, q [..., V]."""
+        return self.relax(p, code)
+
     def own(self, p: Tensor, q: Tensor) -> Tensor:
-        """relax(p, y)(y) of every code y that q may offer, [B, V]; of other codes anything. p, q [B, V]."""
+        """relax(p, y)(y) of every code y that q may offer, [..., V]; anything from q(y) on where that is no less."""
         own = p.clone()
         for codes in offered(q, p.numel()):  # [m]
-            each = codes[:, None].expand(-1, len(p))
-            own[:, codes] = (
-                self.relax(p.expand(len(codes), -1, -1), each).gather(-1, each[..., None])[..., 0].T
-            )
+            each = spread(codes, p)
+            mine = self.relax(p.expand(len(codes), *p.shape), each).gather(-1, each[..., None])
+            own[..., codes] = mine[..., 0].movedim(0, -1)
         return own
 
     def residual(self, p: Tensor, relaxed: Tensor, q: Tensor, code: Tensor) -> Tensor:
@@ -82,21 +87,36 @@ class Acceptance(ABC):
         return (left / mass).where(mass > 0, relaxed)
 
     def law(self, p: Tensor, q: Tensor) -> Tensor:
-        """The law of the code that judging one child drawn from q decides, [B, V]; p and q [B, V].
+        """The law of the code that judging one child drawn from q decides, [..., V]; p and q [..., V].
 
-        What is accepted, a, and for every code that may be refused its share of q - a in its residual.
+        What is accepted, a, and for every code that may be refused its share of q - a in its residual. With the
+        optimal residual that is what p has beyond a, in proportion. Where q is 0 it is p.
         """
-        let_out = torch.minimum(q, self.own(p, q))
-        law = let_out.clone()
+        if self.lossless:
+            return p
+        law = torch.minimum(q, self.own(p, q))
+        if self.optimal:
+            rest = (p - law).clamp_(min=0)
+            share = (1 - law.sum(-1, keepdim=True)).clamp_(min=0) / rest.sum(-1, keepdim=True)
+            return law.addcmul_(rest, share.where(share < float("inf"), 0))
+        refused = q - law
         for codes in offered(q, p.numel()):
-            each = codes[:, None].expand(-1, len(p))
-            rows = p.expand(len(codes), -1, -1)
-            left = self.residual(rows, self.relax(rows, each), q, each)  # [m, B, V]
-            law += ((q - let_out)[:, codes].T[..., None] * left).sum(0)
-        return law
+            each, rows = spread(codes, p), p.expand(len(codes), *p.shape)
+            left = self.residual(rows, self.bent(rows, q, each), q, each)  # [m, ..., V]
+            law += (refused[..., codes].movedim(-1, 0)[..., None] * left).sum(0)
+        return law + p * (1 - q.sum(-1, keepdim=True)).clamp_(min=0)
+
+    def laws(self, p: Tensor, q: Tensor, depth: Tensor, levels: int) -> Tensor:
+        """`law` at every node of a draft, p and q [B, N, V], its depth [B, N] below `levels` where it has children."""
+        if type(self).at is Acceptance.at:
+            return self.law(p, q)
+        laws = p
+        for level in range(levels):
+            laws = self.at(level).law(p, q).where((depth == level)[..., None], laws)
+        return laws
 
     def beyond(self, p: Tensor, q: Tensor) -> Tensor:
-        """The mass that acceptance lets out beyond p, sum [a - p]+, [B]; p and q [B, V].
+        """The mass that acceptance lets out beyond p, sum [a - p]+, [...]; p and q [..., V].
 
         Estimated where the rule has no `own` of its own and the codes are many: see `_sampled`.
         """
@@ -106,14 +126,14 @@ class Acceptance(ABC):
         return (torch.minimum(q, own) - p).clamp_(min=0).sum(-1)
 
     def spent(self, p: Tensor, q: Tensor) -> Tensor:
-        """The total variation between p and the law of judging one child drawn from q, [B]; p and q [B, V].
+        """The total variation between p and the law of judging one child drawn from q, [...]; p and q [..., V].
 
         With the optimal residual it is `beyond`, the least that acceptance leaves possible. Of a rule without an `own`
         and a `spent` of its own, over more than `ENUMERATED` codes, it is an estimate of that least with either
         residual: judging every code takes V passes over V codes, seconds for a child of thousands.
         """
         if self.lossless:
-            return torch.zeros_like(p[:, 0])
+            return torch.zeros_like(p[..., 0])
         if self.optimal or self._slow(p):
             return self.beyond(p, q)
         return (self.law(p, q) - p).abs_().sum(-1) / 2
@@ -169,16 +189,63 @@ def check_relax(rule: Acceptance, named: str, vocab: int, levels: int, like: Ten
             )
 
 
+class Fading(Acceptance):
+    """A rule whose relaxation falls with the level of the draft, by a factor exp(-nu level)."""
+
+    nu: float = 0.0
+    _level: int | Tensor = 0
+
+    def at(self, level: int) -> Self:
+        """The rule at a level; itself at the first one, and where nothing falls."""
+        return self._at(level) if level else self
+
+    def laws(self, p: Tensor, q: Tensor, depth: Tensor, levels: int) -> Tensor:
+        """All levels at once."""
+        return self._at(depth).law(p, q)
+
+    def fade(self, like: Tensor) -> Tensor | float:
+        """The factor at this rule's level, to be multiplied with a tensor [..., V]."""
+        if isinstance(self._level, Tensor):
+            return (-self.nu * self._level.double()).exp().to(like.dtype)[..., None]
+        return math.exp(-self.nu * self._level)
+
+    def _at(self, level: int | Tensor) -> Self:
+        if not self.nu:
+            return self
+        made = copy(self)
+        made._level = level
+        return made
+
+
+def quick(rule: Acceptance | type[Acceptance]) -> bool:
+    """Whether a rule's law at every level of a draft is little work: it then asks for no code one by one."""
+    kind = rule if isinstance(rule, type) else type(rule)
+    optimal = rule.optimal or (isinstance(rule, type) and "residual" in (rule.dials or ()))
+    return rule.lossless or (optimal and kind.own is not Acceptance.own)
+
+
+def spread(codes: Tensor, p: Tensor) -> Tensor:
+    """codes [m] for every row of p [..., V], [m, ...]."""
+    return codes.view(-1, *[1] * (p.dim() - 1)).expand(-1, *p.shape[:-1])
+
+
 def offered(q: Tensor, each: int, most: int = 1 << 22) -> tuple[Tensor, ...]:
-    """The codes that some row of q [B, V] may offer, in chunks of about `most` elements, `each` per code.
+    """The codes that some row of q [..., V] may offer, in chunks of about `most` elements, `each` per code.
 
     On a CPU those with q > 0; elsewhere all, so that nothing is read back.
     """
     if q.device.type == "cpu":
-        codes = (q > 0).any(0).nonzero()[:, 0]
+        codes = (q > 0).flatten(0, -2).any(0).nonzero()[:, 0]
     else:
         codes = torch.arange(q.shape[-1], device=q.device)
     return codes.split(max(1, most // each))
+
+
+def decay(nu: float | None) -> float:
+    """How fast a relaxation falls with the level; InputError where it would rise."""
+    if nu is not None and not 0 <= nu < math.inf:
+        raise InputError(f"nu {nu} is negative or infinite; use 0 (the same at every level) or more")
+    return nu or 0.0
 
 
 def optimal(residual: str | None, default: str) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Self
 
+import torch
 from torch import Tensor
 
-from lanternpp.accept.base import Dials
+from lanternpp.accept.base import Dials, decay
 from lanternpp.accept.neighbours import NeighbourAcceptance
 from lanternpp.errors import InputError
 
@@ -14,10 +15,10 @@ from lanternpp.errors import InputError
 class Lantern(NeighbourAcceptance):
     """Neighbours lend at most delta: the total variation between p and relax(p, x) stays within it."""
 
-    dials = frozenset({"neighbours", "delta", "residual"})
+    dials = frozenset({"neighbours", "delta", "nu", "residual"})
 
-    def __init__(self, table: Tensor, delta: float, residual: str | None = None):
-        super().__init__(table, residual)
+    def __init__(self, table: Tensor, delta: float, residual: str | None = None, nu: float = 0.0):
+        super().__init__(table, residual, nu)
         if not 0 <= delta <= 1:
             raise InputError(f"delta {delta} is outside [0, 1]; 0 is exact")
         self.delta = delta
@@ -27,8 +28,8 @@ class Lantern(NeighbourAcceptance):
         """From neighbours (k) and delta."""
         if dials.neighbours is None or dials.delta is None:
             raise InputError("this rule needs neighbours and delta; give both")
-        return cls(dials.table(dials.neighbours), dials.delta, dials.residual)
+        return cls(dials.table(dials.neighbours), dials.delta, dials.residual, decay(dials.nu))
 
-    def budget(self, p_code: Tensor) -> float:
+    def budget(self, p: Tensor) -> Tensor:
         """delta, whatever the code."""
-        return self.delta
+        return torch.zeros_like(p) + self.delta * self.fade(p)

@@ -6,7 +6,7 @@ from typing import Self
 
 from torch import Tensor
 
-from lanternpp.accept.base import Dials
+from lanternpp.accept.base import Dials, decay
 from lanternpp.accept.neighbours import NeighbourAcceptance
 from lanternpp.errors import InputError
 
@@ -14,10 +14,10 @@ from lanternpp.errors import InputError
 class LanternPlusPlus(NeighbourAcceptance):
     """Neighbours lend at most (lambda - 1) p(x): a code the target finds unlikely stays unlikely."""
 
-    dials = frozenset({"neighbours", "lam", "residual"})
+    dials = frozenset({"neighbours", "lam", "nu", "residual"})
 
-    def __init__(self, table: Tensor, lam: float, residual: str | None = None):
-        super().__init__(table, residual)
+    def __init__(self, table: Tensor, lam: float, residual: str | None = None, nu: float = 0.0):
+        super().__init__(table, residual, nu)
         if not lam >= 1:
             raise InputError(f"lambda {lam} is below 1; 1 is exact")
         self.lam = lam
@@ -27,8 +27,8 @@ class LanternPlusPlus(NeighbourAcceptance):
         """From neighbours (k) and lambda."""
         if dials.neighbours is None or dials.lam is None:
             raise InputError("this rule needs neighbours and lambda; give both")
-        return cls(dials.table(dials.neighbours), dials.lam, dials.residual)
+        return cls(dials.table(dials.neighbours), dials.lam, dials.residual, decay(dials.nu))
 
-    def budget(self, p_code: Tensor) -> Tensor:
+    def budget(self, p: Tensor) -> Tensor:
         """(lambda - 1) p(x)."""
-        return (self.lam - 1) * p_code
+        return (self.lam - 1) * self.fade(p) * p

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lanternpp.accept.base import Acceptance, offered, optimal
+from lanternpp.accept.base import Fading, decay, optimal
+
+FIRST = 16  # neighbours that are looked at for every code at once
+MORE = 64  # and then, for those codes that go on
 
 
-class NeighbourAcceptance(Acceptance):
+class NeighbourAcceptance(Fading):
     """Moves onto the code the mass of its nearest codebook neighbours, as many as a budget allows.
 
     table [V, k] holds the k nearest codes of every code, nearest first, itself excluded.
     """
 
-    def __init__(self, table: Tensor, residual: str | None = None):
-        self.table = table
+    def __init__(self, table: Tensor, residual: str | None = None, nu: float = 0.0):
+        self.table, self.nu = table, decay(nu)
         self.optimal = optimal(residual, "paper")
 
     @abstractmethod
-    def budget(self, p_code: Tensor) -> Tensor | float:
-        """The most mass that neighbours may lend, given p of the candidate [...]."""
+    def budget(self, p: Tensor) -> Tensor:
+        """The most mass that neighbours may lend to candidates of probability p [..., 1 or V], the same shape."""
 
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
         """The longest prefix A of the neighbours with p(A) <= budget lends all its mass to the code.
@@ -39,11 +44,30 @@ class NeighbourAcceptance(Acceptance):
         return relaxed.scatter(-1, at, p_code + lent.sum(-1, keepdim=True))
 
     def own(self, p: Tensor, q: Tensor) -> Tensor:
-        """p(y) and what its neighbours lend, without the relaxed distributions themselves."""
-        own = p.clone()
-        for codes in offered(q, len(p) * self.table.shape[1]):
-            own[:, codes] += self._lent(p, codes)[0].sum(-1)
-        return own
+        """p(y) and what its neighbours lend, without the relaxed distributions themselves.
+
+        Most codes have spent their budget after a few neighbours, or have q(y) and need no more. On a CPU the rest
+        of the neighbours are looked at for the others alone; elsewhere for all, so that nothing is read back.
+        """
+        rows, q = p.flatten(0, -2).T.contiguous(), q.flatten(0, -2).T  # [V, M]: of a neighbour a row is read
+        limit = self.budget(p).flatten(0, -2).T
+        total, own = torch.zeros_like(rows), rows.clone()
+        dense = FIRST if p.device.type == "cpu" else self.table.shape[1]
+        for near in self.table[:, :dense].split(MORE, 1):
+            lent, total = _lend(F.embedding(near, rows), total, limit)  # [V, M]
+            own += lent
+        if dense < self.table.shape[1]:
+            code, row = ((total <= limit) & (own < q)).nonzero(as_tuple=True)  # [m]
+            for near in self.table[:, dense:].split(MORE, 1):
+                most = limit[code, row]
+                lent, last = _lend(rows[near[code].long(), row[:, None]], total[code, row], most)
+                own[code, row] += lent
+                total[code, row] = last
+                more = (last <= most) & (own[code, row] < q[code, row])
+                code, row = code[more], row[more]
+                if not len(code):
+                    break
+        return own.T.reshape(p.shape)
 
     def spent(self, p: Tensor, q: Tensor) -> Tensor:
         """The same for both residuals, so the papers' needs no enumeration.
@@ -55,9 +79,9 @@ class NeighbourAcceptance(Acceptance):
         """
         return self.beyond(p, q)
 
-    def _lent(self, p: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """What each neighbour lends to each of `codes` [m], [B, m, k], and who they are, [m, k]."""
-        near = self.table[codes].long()
-        mass = p[:, near]
-        inside = (mass.cumsum(-1) <= self.budget(p[:, codes, None])) & (mass < 1)
-        return mass * inside, near
+
+def _lend(mass: Tensor, total: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+    """mass [V or m, k, ...] of k more neighbours behind others that hold `total` -> what they lend, and the new total."""
+    sums = mass.cumsum(1) + total[:, None]
+    inside = (sums <= limit[:, None]) & (mass < 1)
+    return (mass * inside).sum(1), sums[:, -1]

@@ -150,7 +150,8 @@ Delta = Annotated[
     typer.Option(
         metavar="D",
         help="LANTERN: the most probability neighbours may lend, 0 (exact) to 1. "
-        "COOL-SD: the weight at the first level; 1 is exact.",
+        "COOL-SD: the weight at the first level; 1 is exact. Cactus: the divergence a code may cost; 0 is exact. "
+        "Mixture: the drafter's share, 0 (exact) to 1.",
         callback=within(0, remedy="0 or more"),
         rich_help_panel=PANEL_METHOD,
     ),
@@ -169,7 +170,7 @@ Nu = Annotated[
     float | None,
     typer.Option(
         metavar="NU",
-        help="COOL-SD: how fast the weight falls with the level; 0 keeps it.",
+        help="Relaxed rules: how fast the relaxation falls with the level of the draft; 0 keeps it.",
         callback=within(0, remedy="0 (the same at every level) or more"),
         rich_help_panel=PANEL_METHOD,
     ),
@@ -204,6 +205,15 @@ Fresh = Annotated[
     typer.Option(
         metavar="NAME",
         help="Jacobi: what a first guess is drawn from: uniform, last, above or mixed.",
+        rich_help_panel=PANEL_METHOD,
+    ),
+]
+Verify = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="How a draft is verified: token (a walk that ends at the first refusal) or block (a whole chain at once); "
+        "default: the best that the draft allows.",
         rich_help_panel=PANEL_METHOD,
     ),
 ]

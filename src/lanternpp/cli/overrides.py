@@ -28,6 +28,7 @@ OVERRIDES: dict[str, Any] = {
     "window": opt.Window,
     "coupling": opt.Coupling,
     "fresh": opt.Fresh,
+    "verify": opt.Verify,
     "measure": opt.Measure,
     "cfg": opt.Cfg,
     "temperature": opt.Temperature,

@@ -76,9 +76,9 @@ Folder = Annotated[
     ),
 ]
 Restart = Annotated[bool, typer.Option("--restart", help="Forget what the folder holds.")]
-Verify = Annotated[
+RaceIt = Annotated[
     bool,
-    typer.Option("--verify/--no-verify", help="Race what was found, plain AR and the hand-made trees."),
+    typer.Option("--race/--no-race", help="Race what was found, plain AR and the hand-made trees."),
 ]
 Save = Annotated[
     bool, typer.Option("--save/--no-save", help="Make what was found the method's default for this model.")
@@ -97,7 +97,7 @@ def tune(
     budget_pictures: Measured = None,
     output: Folder = None,
     restart: Restart = False,
-    verify: Verify = True,
+    race: RaceIt = True,
     save: Save = True,
     plots: Plots = None,
     as_json: opt.Json = False,
@@ -150,7 +150,7 @@ def tune(
     output = output or Path("out/tune") / f"{pipe.name}-{method}"
     tuner = run.Tuner(pipe, plan, output, restart)
     budget = budget_of(tuner, budget_tv, budget_frechet, budget_pictures)
-    told, found = work(tuner, budget, verify, budget_tv is not None)
+    told, found = work(tuner, budget, race, budget_tv is not None)
     told |= {"folder": str(output), "auto": chosen.why}
     if save:
         more = {
@@ -187,7 +187,7 @@ def budget_of(
     )
 
 
-def work(tuner: Tuner, budget: Budget | None, verify: bool, measure: bool) -> tuple[dict[str, Any], Tuning]:
+def work(tuner: Tuner, budget: Budget | None, race: bool, measure: bool) -> tuple[dict[str, Any], Tuning]:
     """Tune, race, and tell."""
     from lanternpp.tuning import report
 
@@ -199,7 +199,7 @@ def work(tuner: Tuner, budget: Budget | None, verify: bool, measure: bool) -> tu
         else:
             found = tuner.tune()
     rows: list[dict[str, Any]] = []
-    if verify:
+    if race:
         with telling(tuner, "racing"):
             rows = tuner.race(found, measure)
     return report.whole(tuner, found, rows, choice), found

@@ -16,6 +16,7 @@ from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verifiers import Verifier
 from lanternpp.engine.verify import verify
 from lanternpp.proposers.base import Proposer
 from lanternpp.targets.base import Target
@@ -43,12 +44,13 @@ class Engine:
         guidance: Guidance,
         batch: int,
         measure: bool = False,
+        verifier: Verifier = verify,
     ):
         like = next(target.parameters())
         self.measure = measure and not rule.lossless
         self.drawing = False  # for `drawing` below
         self.target, self.proposer, self.rule = target, proposer, rule
-        self.sampling, self.guidance, self.batch = sampling, guidance, batch
+        self.sampling, self.guidance, self.batch, self.verifier = sampling, guidance, batch, verifier
         room = target.slots + target.length + proposer.size
         self.cache = Cache(target.decoder.config, guidance.branches * batch, room, like)
         self.codes = torch.zeros(
@@ -109,7 +111,7 @@ class Engine:
 
     def judge(self, draft: Draft, logits: Tensor, noise: Noise) -> Verdict:
         """What is kept of a draft: no more than the image has room for, nothing for a finished sample."""
-        verdict = verify(draft, logits, self.sampling, self.rule, noise, self.measure)
+        verdict = self.verifier(draft, logits, self.sampling, self.rule, noise, self.measure)
         return replace(verdict, kept=torch.minimum(verdict.kept, self.target.length - self.count))
 
     def decided(self) -> list[int]:

@@ -14,7 +14,6 @@ not the most probable.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -60,7 +59,7 @@ def verify(
             if hasty and not tried.any():
                 continue
             permitted = logits[batch, node, code] > float("-inf")  # what the format forbids is never relaxed
-            relaxed = here.relax(left, code).where(permitted[:, None], left)
+            relaxed = here.bent(left, drawn, code).where(permitted[:, None], left)
             good = tried & sampling.accepts(relaxed, chance, code, u[:, level, rank])
             if measure:
                 spent[level] += tried * _cost(sampling, here, left, drawn, code, good)
@@ -79,8 +78,7 @@ def verify(
         path.append(node)
     path += [node] * (len(widths) + 1 - len(path))
     bonus = sampling.draw(left, noise)
-    verdict = _verdict(draft, torch.stack(path, 1), kept, bonus)
-    return replace(verdict, spent=torch.stack(spent, 1)) if measure else verdict
+    return verdict_of(draft, torch.stack(path, 1), kept, bonus, torch.stack(spent, 1) if measure else None)
 
 
 def _verify_chain(
@@ -92,7 +90,7 @@ def _verify_chain(
     p = sampling.probs(logits)
     if not depth:
         nothing = torch.zeros_like(draft.codes)
-        return _verdict(draft, nothing, nothing[:, 0] + 1, sampling.draw(p[:, 0], noise))
+        return verdict_of(draft, nothing, nothing[:, 0] + 1, sampling.draw(p[:, 0], noise))
     here, code = p[:, :-1].flatten(0, 1), codes.flatten()
     pick = codes[..., None]
     q = torch.zeros_like(p[:, :-1]).scatter_(-1, pick, 1) if draft.probs is None else draft.probs[:, :-1]
@@ -100,7 +98,7 @@ def _verify_chain(
     tried = (draft.tree.children[:, :-1, 0] >= 0).flatten() & (chance > 0)
     rules = [rule.at(level) for level in range(depth)]
     same = all(other is rules[0] for other in rules)
-    relaxed = rules[0].relax(here, code) if same else _each(rules, p, codes)
+    relaxed = rules[0].bent(here, q.flatten(0, 1), code) if same else _each(rules, p, q, codes)
     if relaxed is not here:
         permitted = logits[:, :-1].gather(-1, pick).flatten() > float("-inf")
         relaxed = relaxed.where(permitted[:, None], here)
@@ -119,14 +117,13 @@ def _verify_chain(
     refused = tried[turn] & (last < depth)
     left = left.where(~refused[:, None], rest)
     path = torch.arange(depth + 1, device=codes.device).minimum(last[:, None])
-    return _verdict(draft, path, last + 1, sampling.draw(left, noise))
+    return verdict_of(draft, path, last + 1, sampling.draw(left, noise))
 
 
-def _each(rules: Sequence[Acceptance], p: Tensor, codes: Tensor) -> Tensor:
+def _each(rules: Sequence[Acceptance], p: Tensor, q: Tensor, codes: Tensor) -> Tensor:
     """What p [B, N, V] becomes where every level's code [B, N - 1] has a rule of its own, [B * (N - 1), V]."""
-    return torch.stack(
-        [rule.relax(p[:, level], codes[:, level]) for level, rule in enumerate(rules)], 1
-    ).flatten(0, 1)
+    bent = [rule.bent(p[:, level], q[:, level], codes[:, level]) for level, rule in enumerate(rules)]
+    return torch.stack(bent, 1).flatten(0, 1)
 
 
 def without(q: Tensor, code: Tensor) -> Tensor:
@@ -142,7 +139,10 @@ def _cost(sampling: Sampling, rule: Acceptance, p: Tensor, q: Tensor, code: Tens
     return rule.spent(p, q).to(p.dtype)
 
 
-def _verdict(draft: Draft, path: Tensor, kept: Tensor, bonus: Tensor) -> Verdict:
+def verdict_of(
+    draft: Draft, path: Tensor, kept: Tensor, bonus: Tensor, spent: Tensor | None = None
+) -> Verdict:
+    """The verdict that keeps the first `kept` [B] nodes of path [B, P] and draws `bonus` [B] behind them."""
     following = draft.codes.gather(1, path.roll(-1, 1))
     last = torch.arange(path.shape[1], device=path.device) == kept[:, None] - 1
-    return Verdict(path, kept, torch.where(last, bonus[:, None], following), bonus)
+    return Verdict(path, kept, torch.where(last, bonus[:, None], following), bonus, spent)

@@ -29,7 +29,7 @@ from lanternpp.settings import DIALS
 
 RUN, TURNS, PICTURES = "run.json", "turns.jsonl", "pictures"
 BASELINE = "ar"
-TEXT = ("proposer", "accept", "tree", "residual", "coupling", "fresh")
+TEXT = ("proposer", "accept", "tree", "residual", "coupling", "fresh", "verify")
 WHOLE = ("neighbours", "window")
 ALIASES = {"k": "neighbours", "lambda": "lam"}
 

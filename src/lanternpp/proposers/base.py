@@ -31,6 +31,16 @@ class Parts:
     fresh: str | None = None
 
 
+@dataclass(frozen=True)
+class Guesses:
+    """How a proposer comes by its guesses, which decides how a draft may be verified."""
+
+    chain: bool = False  # no node has more than one child
+    why_not_drawn: str | None = "does not say how it comes by its guesses"
+    """None where every guess is drawn for one pass alone, from the distribution it is offered with, which the guesses
+    behind it have no part in; else what the proposer does instead, as a clause without its subject."""
+
+
 class Proposer(ABC):
     """Offers drafts of `size` nodes, the root included, and `depth` levels below it."""
 
@@ -44,6 +54,11 @@ class Proposer(ABC):
     @abstractmethod
     def build(cls, parts: Parts) -> Self:
         """A proposer of these parts; InputError where one is missing."""
+
+    @classmethod
+    def guesses(cls, parts: Parts) -> Guesses:
+        """How one of these parts comes by its guesses; it reads no network. InputError as `build`."""
+        return Guesses()
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Make room for a batch; called once, before anything else."""
@@ -63,3 +78,9 @@ class Proposer(ABC):
         """Learn what was decided."""
         self.root.copy_(look.verdict.bonus)
         self.count += look.verdict.kept
+
+
+def grown(parts: Parts) -> Guesses:
+    """The guesses of a proposer that grows a tree, each drawn from what its drafter says at its parent."""
+    tree = parts.tree()
+    return Guesses(tree.chain, None if tree.drawn else "offers the likeliest codes instead of drawing them")

@@ -13,7 +13,7 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.nn.decoder import Memory
-from lanternpp.proposers.base import Proposer
+from lanternpp.proposers.base import Guesses, Parts, Proposer, grown
 from lanternpp.targets.base import Target
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.types import Draft, Frontier, Look, Nodes
@@ -26,12 +26,17 @@ class Drafted(Proposer):
     last pass over what was decided.
     """
 
-    dials = frozenset({"tree"})
+    dials = frozenset({"tree", "verify"})
 
     def __init__(self, drafter: Drafter | Target, builder: TreeBuilder):
         self.builder = builder
         self.size, self.depth = builder.size, builder.depth
         self._decoder, self._like = drafter.decoder, next(drafter.parameters())
+
+    @classmethod
+    def guesses(cls, parts: Parts) -> Guesses:
+        """Its tree's."""
+        return grown(parts)
 
     @property
     @abstractmethod

@@ -18,7 +18,7 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling, draw
 from lanternpp.errors import InputError
-from lanternpp.proposers.base import Parts, Proposer
+from lanternpp.proposers.base import Guesses, Parts, Proposer
 from lanternpp.targets.base import Target
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Admission, Draft, Look
@@ -40,7 +40,7 @@ class Jacobi(Proposer):
     even places and last at odd ones. Before the first pass all of them are uniform.
     """
 
-    dials = frozenset({"window", "coupling", "fresh"})
+    dials = frozenset({"window", "coupling", "fresh", "verify"})
 
     def __init__(self, window: int = 16, coupling: str = "none", fresh: str = "uniform"):
         if not 1 <= window <= MOST:
@@ -57,6 +57,13 @@ class Jacobi(Proposer):
         """From window, coupling and fresh; what is not given is SJD's."""
         window = 16 if parts.window is None else parts.window
         return cls(window, parts.coupling or "none", parts.fresh or "uniform")
+
+    @classmethod
+    def guesses(cls, parts: Parts) -> Guesses:
+        """Redrawn for every pass without coupling. A coupled guess is kept or not by what became of those before it,
+        and block verification stops early for the sake of those behind, so a kept one would have another law."""
+        kept = (parts.coupling or "none") != "none"
+        return Guesses(True, f"keeps guesses from pass to pass (coupling {parts.coupling})" if kept else None)
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Make room for a batch."""

@@ -12,7 +12,7 @@ from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
-from lanternpp.proposers.base import Parts, Proposer
+from lanternpp.proposers.base import Guesses, Parts, Proposer, grown
 from lanternpp.registry import imported
 from lanternpp.targets.base import Target
 from lanternpp.trees.base import TreeBuilder
@@ -26,7 +26,7 @@ class Parallel(Proposer):
     decided waits, with the target's guided features there, until the next draft.
     """
 
-    dials = frozenset({"tree"})
+    dials = frozenset({"tree", "verify"})
 
     def __init__(self, drafter: QueryDrafter, builder: TreeBuilder):
         self.drafter, self.builder = drafter, builder
@@ -38,6 +38,11 @@ class Parallel(Proposer):
         tree, drafter = parts.tree(), parts.drafter("parallel")
         made: Self = imported("proposer", drafter.proposer)(drafter, tree)
         return made
+
+    @classmethod
+    def guesses(cls, parts: Parts) -> Guesses:
+        """Its tree's: what earlier passes refused is in the distributions alone."""
+        return grown(parts)
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Make room for a batch: the drafter's cache, and what waits to be looked at."""

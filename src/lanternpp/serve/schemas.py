@@ -56,6 +56,7 @@ class ImagesRequest(BaseModel):
     window: Annotated[int, Field(ge=1, le=256)] | None = None
     coupling: Name | None = None
     fresh: Name | None = None
+    verify: Name | None = None
     measure: bool | None = Field(None, description="Measure tv_spent, which takes time.")
     cfg: AtLeastOne | None = None
     temperature: NotNegative | None = None
@@ -68,8 +69,8 @@ class ImagesRequest(BaseModel):
 
 
 OWN = (
-    *("tree", "neighbours", "delta", "lam", "nu", "residual", "window", "coupling", "fresh", "measure"),
-    *("cfg", "temperature", "top_k", "top_p"),
+    *("tree", "neighbours", "delta", "lam", "nu", "residual", "window", "coupling", "fresh", "verify"),
+    *("measure", "cfg", "temperature", "top_k", "top_p"),
 )
 
 

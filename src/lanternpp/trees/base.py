@@ -19,6 +19,10 @@ class TreeBuilder(ABC):
     size: int  # N, the root included
     depth: int  # levels below the root
     scratch: int  # cache slots the drafter needs for the nodes it looks beyond
+    drawn: bool = (
+        False  # whether children are drawn from what the drafter says, in order, without replacement
+    )
+    chain: bool = False  # whether no node has more than one child
 
     @abstractmethod
     def grow(self, root: Tensor, q: Tensor, extend: Extend, children: Children) -> Draft:

@@ -30,12 +30,15 @@ class _Level:
 class StaticTree(TreeBuilder):
     """The shape is data: a list of paths with every path's prefix in it. InputError where one is missing."""
 
+    drawn = True
+
     def __init__(self, shape: Shape):
         self.shape = check(shape, "a tree's shape")
         paths: list[tuple[int, ...]] = [(), *sorted(self.shape, key=lambda p: (len(p), p))]
         self.paths = paths
         self.size = self.scratch = len(paths)
         self.depth = len(paths[-1])
+        self.chain = self.depth == len(self.shape)
         self._ready: tuple[Tree, list[_Level], Tensor] | None = None
 
     def grow(self, root: Tensor, q: Tensor, extend: Extend, children: Children) -> Draft:

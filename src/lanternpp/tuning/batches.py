@@ -24,7 +24,7 @@ from lanternpp.evaluation.speed import BASELINE
 from lanternpp.methods import method as named_method
 from lanternpp.nn.checkpoints import digest
 from lanternpp.pipeline import Pipeline, versions
-from lanternpp.settings import Settings, dials_read
+from lanternpp.settings import Settings, dials_read, retreed
 from lanternpp.trees import build_tree, shape_name
 from lanternpp.trees.shapes import SHAPES, chain
 from lanternpp.trees.static import StaticTree
@@ -73,12 +73,12 @@ class Choice:
         best = self.best(rows)
         if best is None:
             return plainly(same)
-        return same if best.tree is None else replace(same, tree=best.tree)
+        return same if best.tree is None else retreed(same, best.tree)
 
     def covers(self, settings: Settings) -> bool:
         """Whether settings are among those that were measured."""
         mine = self.settings
-        names = ("method", "proposer", "accept", "tree", "window", "compile")
+        names = ("method", "proposer", "accept", "tree", "window", "compile", "verify")
         alike = all(getattr(settings, name) == getattr(mine, name) for name in names)
         return alike and (settings.cfg == 1) == (mine.cfg == 1)
 
@@ -208,7 +208,7 @@ class _Calibration:
 
     def _count(self, tree: str | None) -> Iterator[list[int] | None]:
         """Codes decided by every pass that had room for its whole draft."""
-        engine = self._engine(replace(self.settings, tree=tree), COUNTED)
+        engine = self._engine(retreed(self.settings, tree), COUNTED)
         count, length = len(self.prompts), engine.target.length
         for slot in range(COUNTED):
             engine.admit(slot, self.prompts[slot * max(count, COUNTED) // COUNTED % count], SEED + slot)
@@ -228,7 +228,7 @@ class _Calibration:
     def _time(self, rows: int, tree: str | None) -> Iterator[dict[str, Any] | None]:
         """A tree's steps beside plain ones, each in the same moment as the other."""
         plain = Lane(self._engine(plainly(self.settings), rows), self.prompts, SEED)
-        tried = Lane(self._engine(replace(self.settings, tree=tree), rows), self.prompts, SEED)
+        tried = Lane(self._engine(retreed(self.settings, tree), rows), self.prompts, SEED)
         pairs: list[tuple[float, float]] = []
         while len(pairs) < WARM + STEPS and not (len(pairs) >= WARM + LEAST and sum(map(sum, pairs)) > LONG):
             for lane in (tried, plain):

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lanternpp.accept.base import RESIDUALS
+from lanternpp.engine.verifiers import VERIFIERS
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
 from lanternpp.methods import METHODS
@@ -38,13 +39,14 @@ DIALS = (
     Dial("lam", "Lambda", "How far a code's probability may grow; 1 is exact.", 1, 20, 0.1),
     Dial("delta", "Delta", "How much a code may borrow.", 0, 3),
     Dial("neighbours", "Neighbours k", "Look-alike codes that may lend.", 1, 1000, 1),
-    Dial("nu", "Nu", "How fast the weight falls with the level.", 0, 2),
+    Dial("nu", "Nu", "How fast the relaxation falls with the level.", 0, 2),
     Dial("window", "Window", "Guesses in one pass.", 1, 64, 1),
     Dial("cfg", "Guidance", "How closely to follow the prompt.", 1, 15, 0.1),
     Dial("tree", "Tree", "The shape of a draft.", choices=tuple(TREES), more=True),
     Dial("coupling", "Coupling", "How a guess follows the last one.", choices=tuple(COUPLINGS), more=True),
     Dial("fresh", "Fresh guesses", "What new guesses are drawn from.", choices=tuple(FRESH), more=True),
     Dial("residual", "Residual", "What is drawn from after a refusal.", choices=RESIDUALS, more=True),
+    Dial("verify", "Verification", "How a draft is verified.", choices=tuple(VERIFIERS), more=True),
     Dial("temperature", "Temperature", "0 takes the most probable code.", 0, 2, 0.05, more=True),
 )
 SAMPLING = ("cfg", "temperature", "top_k", "top_p")  # the same on both sides of a race

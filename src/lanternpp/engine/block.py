@@ -1,0 +1,71 @@
+"""Block verification of a chain (arXiv 2403.10444): how much of it is kept is decided once, by all its ratios.
+
+The walk from the root (`verify`) ends at the first guess that is refused. Here a guess that the target finds likelier than
+the drafter did makes up for one that it finds less likely, before it or behind it. With p_i the target's distribution
+at level i, q_i the drafter's and x_i the guess:
+
+    w_0 = 1;  w_i = min(w_{i-1} p_i(x_i) / q_i(x_i), 1)
+    R_i(y) = [w_i p_{i+1}(y) - q_{i+1}(y)]+ ,  Z_i = sum R_i;  behind the last guess q is 0
+    h_0 = 1;  h_i = Z_i / (Z_i + 1 - w_i)
+    the guesses up to the last i are kept for which an event of probability h_i comes true; then a code ~ R_i
+
+The output follows p, and no other rule for a single path keeps more of it. A guess x_i is kept with probability w_i,
+however many guesses stand behind it, so a draft decides 1 + sum E[w_i] codes.
+
+It holds for guesses that were each drawn for this pass, from a q_i that no later guess had a part in. A relaxed rule
+replaces p by the law that it has for a single guess (`Acceptance.law`), and the output follows that law exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lanternpp.accept.base import Acceptance
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verify import verdict_of
+from lanternpp.types import Draft, Verdict
+
+
+def verify_block(
+    draft: Draft, logits: Tensor, sampling: Sampling, rule: Acceptance, noise: Noise, measure: bool = False
+) -> Verdict:
+    """A chain of N nodes, each guess drawn from `draft.probs`, and the target's logits [B, N, V] -> what is kept.
+
+    The temperature must be above 0. measure: also the total variation of the rule's law at every kept node, which is
+    exact. Two numbers are drawn a pass, and nothing is read back.
+    """
+    p, there = sampling.probs(logits), draft.tree.children[..., :1] >= 0
+    assert draft.probs is not None
+    q, law = draft.probs.where(there, 0), p
+    if not rule.lossless:
+        permitted = q.where(logits > float("-inf"), 0)  # what the format forbids is never relaxed
+        law = rule.laws(p, permitted, draft.tree.depth, p.shape[1] - 1)
+    behind, left = stops(law, q, draft.codes)
+    last = (noise.fine(Noise.ACCEPT, 1) >= behind).sum(1)
+    batch = torch.arange(len(last), device=last.device)
+    weights = left[batch, last]
+    bonus = sampling.draw(weights.where(weights.sum(-1, keepdim=True) > 0, law[batch, last]), noise)
+    path = torch.arange(p.shape[1], device=p.device).minimum(last[:, None])
+    spent = (law - p).abs_().sum(-1) / 2 if measure else None
+    return verdict_of(draft, path, last + 1, bonus, spent)
+
+
+def stops(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a chain of g guesses behind its root may end, and what is drawn there.
+
+    p, q [B, g + 1, V], q 0 behind the last guess; codes [B, g + 1] -> the probability [B, g] that fewer than
+    1, 2 .. g guesses are kept, and the weights R [B, g + 1, V] of the code behind the root and behind each guess.
+    """
+    at = codes[:, 1:, None]
+    chance = q[:, :-1].gather(-1, at)[..., 0]
+    ratio = p[:, :-1].gather(-1, at)[..., 0] / chance
+    total = F.pad(ratio.where(chance > 0, 0).double().log().cumsum(1), (1, 0))
+    weight = (total - total.cummax(1).values).exp()  # [B, g + 1]
+    left = (p * weight[..., None].to(p.dtype)).sub_(q).clamp_(min=0)
+    mass = left.sum(-1).double()
+    either = mass + 1 - weight
+    halt = (mass / either).where(either > 0, 1)
+    return (1 - halt[:, 1:]).flip(1).cumprod(1).flip(1), left

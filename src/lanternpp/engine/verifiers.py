@@ -1,0 +1,55 @@
+"""The ways to verify a draft, by the name that `--verify` takes, and which of them may have which drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lanternpp.accept.base import Acceptance, quick
+from lanternpp.engine.block import verify_block
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verify import verify
+from lanternpp.proposers.base import Guesses
+from lanternpp.types import Draft, Verdict
+
+Verifier = Callable[[Draft, Tensor, Sampling, Acceptance, Noise, bool], Verdict]
+TOKEN, BLOCK = "token", "block"
+VERIFIERS: dict[str, Verifier] = {TOKEN: verify, BLOCK: verify_block}
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What decides how drafts may be verified."""
+
+    guesses: Guesses
+    rule: Acceptance | type[Acceptance]
+    greedy: bool
+    residual: str | None  # that was asked for
+
+
+def best(drafts: Drafts) -> str:
+    """What keeps the most of drafts under the same law, at a cost that is worth it."""
+    return BLOCK if quick(drafts.rule) and unfit(drafts, BLOCK) is None else TOKEN
+
+
+def unfit(drafts: Drafts, name: str) -> str | None:
+    """Why a verifier may not have these drafts, in a sentence; None: it may."""
+    if name == TOKEN or name not in VERIFIERS:
+        return None
+    instead = f"use verify {TOKEN}"
+    if drafts.greedy:
+        why = "at temperature 0 every verifier keeps the same codes"
+    elif drafts.guesses.why_not_drawn:
+        why = (
+            f"the proposer {drafts.guesses.why_not_drawn}, and the guesses must be drawn anew for every pass"
+        )
+    elif drafts.residual == "paper":
+        why, instead = "the papers' residual is that of a walk", instead + ", or residual optimal"
+    elif name == BLOCK and not drafts.guesses.chain:
+        why = "the tree branches"
+    else:
+        return None
+    return f"verify {name} cannot be had here, as {why}; {instead}"
