@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -94,6 +95,9 @@ class SlowPipe:
 
     def settings(self, method: str, **overrides: object) -> Settings:
         return settings(self.chosen(method).method, **overrides)
+
+    def told(self, settings: Settings) -> dict[str, object]:
+        return asdict(settings)
 
     def prompt(self, conditions: list[str], branches: int) -> None:
         if "spaceship" in conditions[0]:

@@ -99,8 +99,8 @@ def test_a_checkpoint_that_others_published_imports_nothing(trap: str, tmp_path:
         Pipeline.from_pretrained(str(tmp_path))
 
 
-def test_a_request_has_no_parts_to_name() -> None:
-    assert not {"tree", "proposer", "accept"} & {*OWN, *ImagesRequest.model_fields}
+def test_a_request_names_neither_a_rule_nor_a_proposer() -> None:
+    assert not {"proposer", "accept"} & {*OWN, *ImagesRequest.model_fields}
 
 
 def test_the_callers_own_name_is_imported_and_stays_so_on_its_way(tmp_path: Path) -> None:

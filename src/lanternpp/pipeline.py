@@ -181,7 +181,8 @@ class Pipeline:
         method, defaults, auto = chosen.method, chosen.defaults(self.defaults), chosen.why is not None
         settings = resolve(method, defaults, overrides, auto)
         found: dict[str, Any] = {}
-        if self.tuned:  # an override of the tree leaves the other dials that were tuned
+        if self.tuned and self.tuned.entries:
+            # an override of the tree leaves the other dials that were tuned
             usual = resolve(method, defaults, {k: v for k, v in overrides.items() if k != "tree"}, auto)
             found = self.tuned.settings(method, self.conditions(usual))
         if found:

@@ -58,7 +58,7 @@ def test_the_figures_are_shown_without_matplotlib_too(run, own, monkeypatch):
 
 def test_no_figure_is_cut_on_a_narrow_terminal(run, own, monkeypatch):
     monkeypatch.setenv("COLUMNS", "25")
-    outcome = run("tune", "--model", own, *SMALL, "--no-verify", "--no-save", "--no-plots")
+    outcome = run("tune", "--model", own, *SMALL, "--no-race", "--no-save", "--no-plots")
     assert outcome.code == 0 and "…" not in outcome.out
     told = json.loads(Path("out/tune/own-lantern++/tune.json").read_text())
     costs = told["costs"]["look"]

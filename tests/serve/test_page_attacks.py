@@ -48,6 +48,12 @@ def running(long_model: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Cli
         assert process.stderr.read() == ""
 
 
+def idle(http: httpx.Client) -> bool:
+    """Whether nothing is drawn and nothing waits."""
+    state = http.get("/healthz").json()
+    return (state["status"], state["running"], state["queued"]) == ("ok", 0, 0)
+
+
 @pytest.mark.parametrize("named", ["/dev/zero", "/etc/shadow", "/proc/self/environ", "http://127.0.0.1:1/x"])
 def test_no_request_names_a_file_or_an_address(running, named: str) -> None:
     _, http = running
@@ -65,7 +71,7 @@ def test_no_request_names_a_file_or_an_address(running, named: str) -> None:
             answer = http.post(IMAGES, json=RACE | {field: value})
             assert 400 <= answer.status_code < 500, (field, value)
             assert "root:" not in answer.text and "PATH=" not in answer.text
-    assert http.get("/healthz").json() == {"status": "ok", "running": 0, "queued": 0}
+    assert idle(http)
 
 
 def resident(process: subprocess.Popen[str]) -> int:
@@ -87,9 +93,6 @@ def abandoned(address: httpx.URL) -> None:
 def test_memory_stays_flat_over_many_that_join_and_leave(running) -> None:
     process, http = running
 
-    def idle() -> bool:
-        return http.get("/healthz").json() == {"status": "ok", "running": 0, "queued": 0}
-
     def join(_: int) -> None:
         abandoned(http.base_url)
         body = RACE | {"session_hash": LARGE}
@@ -99,10 +102,10 @@ def test_memory_stays_flat_over_many_that_join_and_leave(running) -> None:
 
     with ThreadPoolExecutor(4) as crowd:
         list(crowd.map(join, range(20)))  # what is allocated once
-        until(idle)
+        until(lambda: idle(http))
         before = resident(process)
         list(crowd.map(join, range(60)))
-        until(idle)  # nobody reads these: they were given up, not drawn
+        until(lambda: idle(http))  # nobody reads these: they were given up, not drawn
     assert resident(process) - before < 32 * MEBIBYTE, "180 bodies of 0.9 MB came meanwhile, and 60 races"
     drawn = [line for line in http.get("/metrics").text.splitlines() if 'outcome="cancelled"' in line]
     assert drawn, "a race whose reader left is cancelled"

@@ -86,7 +86,7 @@ def test_polishing_ends_where_no_move_helps() -> None:
 
 def test_a_shape_can_be_named_by_its_paths() -> None:
     assert set(build_tree(shape_name(EAGLE)).shape) == set(EAGLE)
-    for wrong, named in (("[[0],[0,", "not JSON"), ("[[0, 0]]", "has no parent"), ("[]", "non-empty")):
+    for wrong, named in (("[[0],[0,", "not valid JSON"), ("[[0, 0]]", "has no parent"), ("[]", "non-empty")):
         with pytest.raises(InputError, match=named):
             build_tree(wrong)
 

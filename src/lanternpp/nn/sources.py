@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -94,14 +95,14 @@ class Piece:
 
 
 class Undrawn(TorchFunctionMode):
-    """`torch.nn.init` draws nothing; on the meta device it would load all of torch's compiler to do so."""
+    """First values are neither drawn nor scaled; on the meta device that would load all of torch's compiler."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """The function, or its tensor as it is."""
         kwargs = kwargs or {}
-        if getattr(func, "__module__", "") == "torch.nn.init":
+        if getattr(func, "__module__", "") == "torch.nn.init" or func is F.normalize:
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
         return func(*args, **kwargs)
 

@@ -79,8 +79,8 @@ class CodeTable(nn.Module):
 
     def __init__(self, vocab: int, dim: int, code_dim: int | None):
         super().__init__()
-        self.table = nn.Parameter(torch.randn(vocab, dim) * 0.02)
-        self.basis = nn.Parameter(torch.randn(code_dim, dim) * 0.1) if code_dim else None
+        self.table = nn.Parameter(nn.init.normal_(torch.empty(vocab, dim), std=0.02))
+        self.basis = nn.Parameter(nn.init.normal_(torch.empty(code_dim, dim), std=0.1)) if code_dim else None
         self.packed: PackedLinear | None = None
 
     def matrix(self, codebook: Tensor) -> Tensor:
@@ -114,9 +114,10 @@ class WordsTarget(Target):
         code_dim = config.code_dim if config.factored else None
         self.codes_in = CodeTable(config.vocab, config.dim, code_dim)
         self.codes_out = CodeTable(config.vocab, config.dim, code_dim)
-        self.word_table = nn.Parameter(torch.randn(len(config.words) + 1, config.dim) * 0.02)  # 0: no word
-        self.slot_table = nn.Parameter(torch.randn(config.slots, config.dim) * 0.02)
-        self.null_prefix = nn.Parameter(torch.randn(config.slots, config.dim) * 0.02)
+        words = 1 + len(config.words)  # row 0: no word
+        self.word_table = nn.Parameter(nn.init.normal_(torch.empty(words, config.dim), std=0.02))
+        self.slot_table = nn.Parameter(nn.init.normal_(torch.empty(config.slots, config.dim), std=0.02))
+        self.null_prefix = nn.Parameter(nn.init.normal_(torch.empty(config.slots, config.dim), std=0.02))
         self._vq = [vq]  # in a list: the tokenizer is not part of this module's weights
         self.synonyms: dict[str, str] = {}  # words read in the place of others
 

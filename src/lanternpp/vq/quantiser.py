@@ -21,7 +21,7 @@ class Quantiser(nn.Module):
         super().__init__()
         self.decay = decay
         self.dead = dead  # a code chosen less often than this share of the average is revived
-        codebook = F.normalize(torch.randn(codes, dim), dim=-1)
+        codebook = F.normalize(nn.init.normal_(torch.empty(codes, dim)), dim=-1)
         self.register_buffer("codebook", codebook)
         self.register_buffer("sums", codebook.clone(), persistent=True)
         self.register_buffer("counts", torch.zeros(codes), persistent=True)
