@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 STAMP := $(VENV)/.installed
+# Python keeps what it compiled: the tests start many processes, each of which would compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 PROMPT ?= a photo of a mountain covered in snow under a blue sky
 
 .PHONY: demo test lint format clean

@@ -18,6 +18,7 @@ from lanternpp.cli import main
 from lanternpp.training import cached, codes, drafter, parallel, rollouts, runs, samples  # noqa: F401 (once)
 from lanternpp.tuning import run  # noqa: F401
 
+HERE = str(Path(__file__).parent)
 TRAIN = "train drafter --model tiny --warmup 2 --checks 2 --save-minutes 0"
 COMMANDS = {
     "own": f"{TRAIN} --self --prompts mine --samples 12 --sample-batch 1 --cache-features --loss guided "
@@ -29,7 +30,13 @@ COMMANDS = {
 
 
 def start(work: Callable[..., None], *args: object) -> Any:
-    """A process that begins with everything imported."""
+    """A process that begins with everything imported.
+
+    Python 3.11 and 3.12 do not tell the process that forks it where these modules lie, so its environment does.
+    """
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if HERE not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, *paths]))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["killed", "shared"])
     process = context.Process(target=work, args=args)
