@@ -99,12 +99,14 @@ def combinations():
     """Every proposer, rule, sampling and guidance, but for those that add nothing to the others.
 
     A rule sees probabilities, which guidance and top-k made before, and a draft's children. So one rule of each kind
-    meets everything; the others meet every proposer under guidance, and the other residuals, which are drawn from after
+    meets every sampling under guidance and one without; the others meet every proposer under guidance, and the other residuals, which are drawn from after
     a refusal, every way to draw children. Plain decoding asks no rule.
     """
     for proposer, rule, sampling, cfg in product(PROPOSERS, RULES, SAMPLINGS, CFG):
         thorough = rule in ("exact", "lantern++")
-        fits = thorough or (cfg == 3 and sampling in ("greedy", "T=1") and proposer != "nothing")
+        fits = (thorough and (cfg == 3 or sampling == "T=1")) or (
+            cfg == 3 and sampling in ("greedy", "T=1") and proposer != "nothing"
+        )
         if rule in OTHER_RESIDUALS:
             fits = fits and sampling == "T=1" and proposer in WAYS_TO_DRAW
         if rule == "mixture":

@@ -266,7 +266,7 @@ def harvests(target, rule, builder, sampling, batch, measure=True):
 @both
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0)], ids=["T=1", "greedy"])
 def test_a_picture_carries_what_it_cost_and_measuring_changes_nothing(tree, residual, sampling):
-    target = ToyTarget()
+    target = ToyTarget(grid=3)
     table = neighbours(target.codebook, 5)
     for rule in (
         Lantern(table, 0.4, residual),
@@ -286,7 +286,7 @@ def test_a_picture_carries_what_it_cost_and_measuring_changes_nothing(tree, resi
 
 
 def test_the_exact_rule_reports_zero_measured_or_not():
-    target = ToyTarget()
+    target = ToyTarget(grid=3)
     for measure in (False, True):
         assert [h.tv_spent for h in harvests(target, Exact(), StaticTree(EAGLE), Sampling(), 4, measure)] == [
             0.0

@@ -26,7 +26,7 @@ from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft, Tree
 
-DRAWS = 400_000
+DRAWS, FEWER = 400_000, 100_000  # fewer: of what is drawn in many steps, or one of many like it
 UNLIKELY = 1e-3  # the seeds are fixed: a test passes always or never
 
 CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]])
@@ -71,7 +71,7 @@ def images(target, proposer, rule, sampling, guidance, draws=DRAWS, batch=50_000
 @pytest.mark.parametrize("proposer", LOSSLESS)
 def test_the_whole_loop_follows_the_targets_law(proposer):
     target = MarkovTarget(CHAIN)
-    made = images(target, LOSSLESS[proposer](target), Exact(), Sampling(), Guidance())
+    made = images(target, LOSSLESS[proposer](target), Exact(), Sampling(), Guidance(), FEWER)
     assert chi_square(tally(made, 3), target.law()) > UNLIKELY
 
 
@@ -86,7 +86,7 @@ def test_the_whole_loop_follows_the_law_that_is_left_after_temperature_and_top_k
     target = MarkovTarget(CHAIN)
     warped = MarkovTarget(Sampling(0.7, top_k=2).probs(CHAIN.log()))
     proposer = TreeProposer(NoisyMarkovDrafter(target), StaticTree(BUSHY))
-    made = images(target, proposer, Exact(), Sampling(0.7, top_k=2), Guidance())
+    made = images(target, proposer, Exact(), Sampling(0.7, top_k=2), Guidance(), FEWER)
     assert chi_square(tally(made, 3), warped.law()) > UNLIKELY
 
 
@@ -170,7 +170,7 @@ def test_a_round_follows_its_enumerated_law(rule, q, children):
     ours, written_again = RULES[rule]
     law = torch.tensor(round_law(P, QS[q], children, written_again, ours.optimal), dtype=torch.float64)
     assert law.sum().item() == pytest.approx(1)
-    draws = DRAWS if ours.lossless else DRAWS // 4
+    draws = DRAWS if rule == "exact" and children > 1 else FEWER
     if ours.lossless:
         assert law.tolist() == pytest.approx(P)
     assert chi_square(tally(round_codes(ours, P, QS[q], children, draws), 4), law) > UNLIKELY
@@ -186,10 +186,10 @@ def test_the_relaxed_rules_under_test_do_bend_the_law(rule):
 @pytest.mark.parametrize("children", [(2,), (3, 0), (1, 0, 2)])
 def test_point_mass_drafts_follow_their_enumerated_law(rule, children):
     ours, written_again = RULES[rule]
-    codes = torch.tensor((0, *children)).expand(DRAWS, -1)
-    logits = torch.tensor(P).double().log().expand(DRAWS, len(children) + 1, -1)
-    draft = Draft(star(DRAWS, len(children)), codes, None)
-    made = verify(draft, logits, Sampling(), ours, noise(DRAWS)).ahead[:, :1]
+    codes = torch.tensor((0, *children)).expand(FEWER, -1)
+    logits = torch.tensor(P).double().log().expand(FEWER, len(children) + 1, -1)
+    draft = Draft(star(FEWER, len(children)), codes, None)
+    made = verify(draft, logits, Sampling(), ours, noise(FEWER)).ahead[:, :1]
     law = torch.tensor(point_round_law(P, children, written_again, ours.optimal), dtype=torch.float64)
     if ours.lossless:
         assert law.tolist() == pytest.approx(P)
@@ -227,16 +227,16 @@ def test_two_levels_follow_the_joint_law(children):
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     shape = [(rank,) for rank in range(children)]
     shape += [(rank, below) for rank in range(children) for below in range(children - rank)]
-    n, tree = noise(DRAWS), StaticTree(tuple(shape))
+    n, tree = noise(FEWER), StaticTree(tuple(shape))
     draft = tree.grow(
-        torch.zeros(DRAWS, dtype=torch.int64),
-        q[:1].expand(DRAWS, -1),
+        torch.zeros(FEWER, dtype=torch.int64),
+        q[:1].expand(FEWER, -1),
         lambda at: q[at.codes],
         lambda rows, count, level: Sampling().children(rows, count, n, Noise.DRAFT + level),
     )
     verdict = verify(draft, p[draft.codes].log(), Sampling(), Exact(), n)
     kept = verdict.kept.bincount(minlength=4)
-    assert (kept[1:] > 1000).all(), "every length of path must have been seen"
+    assert (kept[1:] > 300).all(), "every length of path must have been seen"
     codes = verdict.ahead
     for i in range(1, 3):
         missing = verdict.kept <= i

@@ -64,7 +64,7 @@ def test_the_first_codes_follow_the_targets_law(table, builder):
     engine = Engine(
         target, Independent(MarkovTarget(table), builder()), Exact(), Sampling(), Guidance(), 50_000
     )
-    assert chi_square(counts(engine, 3, 400_000), target.law(3)) > 1e-3
+    assert chi_square(counts(engine, 3, 100_000), target.law(3)) > 1e-3
 
 
 class RowsEnd(ToyTarget):

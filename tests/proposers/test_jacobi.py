@@ -30,7 +30,7 @@ def engine_of(table, window, coupling, fresh, sampling, batch=50_000):
 @every_way
 def test_the_image_follows_the_targets_law(coupling, fresh):
     engine = engine_of(CHAIN, 2, coupling, fresh, Sampling())
-    assert chi_square(counts(engine, 4, 400_000), engine.target.law()) > 1e-3
+    assert chi_square(counts(engine, 4, 200_000), engine.target.law()) > 1e-3
 
 
 @pytest.mark.parametrize("coupling", ["maximal", "gumbel"])
