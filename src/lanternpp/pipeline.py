@@ -120,7 +120,7 @@ class Pipeline:
         settings, why = self.settings(method, **given), self.chosen(method).why
         with self._lock:
             for one in dict.fromkeys(prompts):
-                self.target.prompt([one], 1)  # what is wrong with one is said before any is drawn
+                self.target.check(one)  # what is wrong with one is said before any is drawn
             with self._engines.lend(settings) as engine:
                 return self.draw(
                     engine, settings, [p for p in prompts for _ in range(n)], seeds, progress, why

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from lanternpp.arguments import EMPTY
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
 from lanternpp.pipeline import Pipeline
@@ -52,10 +53,6 @@ class Intake:
     def closed(self) -> bool:
         """Whether it takes nothing new."""
         return self._closed
-
-    def check(self, prompt: str) -> None:
-        """InputError where the target cannot follow a prompt."""
-        self._encode(prompt, 1)
 
     def submit(self, order: Order) -> Ticket:
         """Put an order into the queue. Raises Full where that has no room, Closed, or InputError."""
@@ -107,7 +104,7 @@ class Intake:
     def _encode(self, prompt: str, branches: int) -> Prompt:
         """What the target makes of a prompt. The thread that draws never waits for this."""
         if not prompt.strip():
-            raise InputError('the prompt is empty; say what to draw, such as "a photo of a red tulip"')
+            raise InputError(EMPTY)
         with self._encoding:
             return aside(self._encoded, prompt, branches)
 

@@ -104,6 +104,10 @@ class Target(nn.Module, ABC):
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
         """b conditions (None: the null condition) as [branches * b, T, D], conditional rows first."""
 
+    def check(self, condition: str) -> None:
+        """What `prompt` says of a condition, its InputError or its warnings; cheaper where a family can."""
+        self.prompt([condition], 1)
+
     @abstractmethod
     def embed(self, codes: Tensor) -> Tensor:
         """codes [R, N] -> [R, N, D]."""

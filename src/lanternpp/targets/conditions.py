@@ -23,6 +23,10 @@ class Condition(nn.Module, ABC):
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
         """b conditions (None: the null condition) -> [branches * b, T, D], conditional rows first."""
 
+    @abstractmethod
+    def check(self, condition: str) -> None:
+        """InputError where a condition cannot be followed."""
+
     def open(self, text: Text) -> None:
         """Where features of texts come from, for those that need them."""
         return
@@ -56,6 +60,10 @@ class ClassCondition(Condition):
         return Prompt(
             self.table(torch.tensor(ids, device=at))[:, None], torch.zeros(len(ids), device=at).long()
         )
+
+    def check(self, condition: str) -> None:
+        """Whether the class exists."""
+        class_of(condition, self.classes)
 
 
 class TextCondition(Condition):
@@ -99,6 +107,10 @@ class TextCondition(Condition):
             given, start = torch.cat((given, self.null.expand_as(given))), start * 2
         embeds = self.fc2(F.gelu(self.fc1(given), approximate="tanh"))
         return Prompt(embeds, torch.tensor(start, device=embeds.device))
+
+    def check(self, condition: str) -> None:
+        """Whether the encoder reads the text; its features are kept where `expect` has said so."""
+        self._features(condition)
 
     def _features(self, text: str) -> Tensor:
         """[n, caption_dim] of a text; n at most the slots."""

@@ -156,14 +156,22 @@ class LanguageTarget(Target):
 
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
         """Sentences -> [branches * b, T, D], padded on the left; InputError where one is too long."""
-        rows = [self.unconditional(None) if c is None else self.conditional(c) for c in conditions]
+        rows = [self._tokens(condition) for condition in conditions]
         if branches == 2:
             rows += [self.unconditional(c) for c in conditions]
-        for row, condition in zip(rows, conditions, strict=False):
-            check_length(row, self.slots, condition or "")
         check_tokens(max(map(max, rows)), len(self.token_table), self.text.path)
         ids, start = left_padded(rows, self.slots, self.token_table.device)
         return Prompt(self.token_table[ids], start)
+
+    def check(self, condition: str) -> None:
+        """Its tokens alone."""
+        check_tokens(max(self._tokens(condition)), len(self.token_table), self.text.path)
+
+    def _tokens(self, condition: str | None) -> list[int]:
+        """Those of a condition; InputError where they are too many."""
+        row = self.unconditional(None) if condition is None else self.conditional(condition)
+        check_length(row, self.slots, condition or "")
+        return row
 
     def reader(self) -> Reader:
         """Its published tokenizer reads pictures too; square ones here."""

@@ -167,6 +167,10 @@ class LlamaGenTarget(Target):
         """Classes or texts -> [branches * b, T, D]; the unconditional rows are padded like their texts."""
         return self.condition.prompt(conditions, branches)
 
+    def check(self, condition: str) -> None:
+        """Whether a class exists, or what the text encoder makes of a text."""
+        self.condition.check(condition)
+
     def reader(self) -> Reader:
         """The published tokenizers read pictures too."""
         return Reader.of(self.vq, self.width * self.vq.down, self.length, lambda grid: grid.flatten(1))

@@ -162,12 +162,20 @@ class WordsTarget(Target):
 
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
         """Sentences -> [branches * b, T, D]; raises InputError where no subject is named."""
-        ids = torch.tensor([self.word_ids(c) for c in conditions], device=self.word_table.device)
+        ids = torch.tensor(self._ids(conditions), device=self.word_table.device)
         null = torch.tensor([c is None for c in conditions], device=ids.device)
         embeds = self.prefix(ids, null)
         if branches == 2:
             embeds = torch.cat((embeds, self.prefix(ids, torch.ones_like(null))))
         return Prompt(embeds, torch.zeros(embeds.shape[0], dtype=torch.int64, device=ids.device))
+
+    def check(self, condition: str) -> None:
+        """Its words alone."""
+        self._ids([condition])
+
+    def _ids(self, conditions: Sequence[str | None]) -> list[list[int]]:
+        """`word_ids` of each. Called from one place, so that Python shows the same warning once."""
+        return [self.word_ids(c) for c in conditions]
 
     def prefix(self, ids: Tensor, null: Tensor) -> Tensor:
         """Word ids [b, T] -> [b, T, D]; rows where null [b] is True get the null prefix."""
