@@ -31,11 +31,12 @@ LIBRARY |= {"drafters", "proposers", "engine", "hub", "models", "settings", "tun
 LIBRARY |= {"names", "progress", "cluster", "default_method", "results", "arguments", "engines", "published"}
 
 # What each room may import: rooms or single modules. A room may always import itself, and these.
-ANYWHERE = {"errors", "schema", "jsonfile"}
+ANYWHERE = {"errors", "schema", "jsonfile", "dials"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "schema": set(),
     "jsonfile": set(),
+    "dials": set(),
     "types": set(),
     "registry": set(),
     "names": set(),
@@ -79,7 +80,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 ONLY_TORCH = {"accept", "trees"}
 QUICK = [
+    "arguments",
     "cli",
+    "dials",
     "errors",
     "jsonfile",
     "methods",

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lanternpp.errors import InputError
 
 EMPTY = 'the prompt is empty; say what to draw, such as "a photo of a red tulip"'
+
+
+@dataclass(frozen=True)
+class DrawOptions:
+    """What to draw with: a model as `Pipeline.from_pretrained` reads it, a method, and what overrides its settings."""
+
+    model: str
+    drafter: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    size: str | None = None
+    method: str = "auto"
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def pretrained(self) -> dict[str, Any]:
+        """The arguments of `Pipeline.from_pretrained`."""
+        return {name: getattr(self, name) for name in ("model", "drafter", "device", "dtype", "size")}
 
 
 def whole(name: str, value: Any) -> int:

@@ -10,20 +10,20 @@ from lanternpp.registry import unknown
 
 @dataclass(frozen=True)
 class Method:
-    """One way of decoding: its parts, and the numbers they are built with; None: the part's own default."""
+    """One way of decoding: its parts, and their dials (`dials.py`); None: the part's own default."""
 
     proposer: str
     accept: str
     tree: str | None = None
-    neighbours: int | None = None  # k
+    neighbours: int | None = None
     delta: float | None = None
-    lam: float | None = None  # lambda
-    nu: float | None = None  # decay of the weight with the level
-    residual: str | None = None  # paper or optimal
-    window: int | None = None  # guesses of a chain
-    coupling: str | None = None  # none, maximal or gumbel
-    fresh: str | None = None  # uniform, last, above or mixed
-    verify: str | None = None  # token or block; None: the best that the drafts allow
+    lam: float | None = None
+    nu: float | None = None
+    residual: str | None = None
+    window: int | None = None
+    coupling: str | None = None
+    fresh: str | None = None
+    verify: str | None = None
     about: str = ""
 
 

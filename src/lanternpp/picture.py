@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
@@ -84,35 +84,25 @@ def comparison(title: str, panels: Sequence[Panel], side: int = 512) -> Image.Im
     return canvas
 
 
-class Told(Protocol):
-    """What is known of how pictures were made."""
+def notes(
+    prompt: str,
+    seed: int,
+    model: str,
+    settings: Mapping[str, Any],
+    versions: Mapping[str, str],
+    images: int = 1,
+) -> dict[str, str]:
+    """What a PNG of so many pictures says of how it was made: enough to make it again, and nothing that varies between runs.
 
-    @property
-    def images(self) -> int:
-        """Pictures in the file."""
-
-    @property
-    def model(self) -> str:
-        """The model's name."""
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """As `Pipeline.told` gives them."""
-
-    @property
-    def versions(self) -> Mapping[str, str]:
-        """Of what the result depends on."""
-
-
-def notes(prompt: str, seed: int, told: Told) -> dict[str, str]:
-    """What a PNG says of how it was made: enough to make it again, and nothing that varies between runs."""
+    settings: as `Pipeline.told` gives them. versions: of what the result depends on.
+    """
     return {
         "prompt": prompt,
         "seed": str(seed),
-        "images": str(told.images),
-        "model": told.model,
-        "settings": json.dumps(told.settings, sort_keys=True),
-        "versions": json.dumps(told.versions, sort_keys=True),
+        "images": str(images),
+        "model": model,
+        "settings": json.dumps(settings, sort_keys=True),
+        "versions": json.dumps(versions, sort_keys=True),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -11,10 +11,11 @@ from torch import Tensor
 from lanternpp import arguments
 from lanternpp.accept import RULES
 from lanternpp.accept.base import Acceptance, Dials
+from lanternpp.dials import DIALS as TABLE
+from lanternpp.dials import DRAFT, EVERY, RULE, dials, names, spoken
 from lanternpp.drafters.base import Drafter
 from lanternpp.engine.verifiers import TOKEN, VERIFIERS, Drafts, Verifier, best, unfit
 from lanternpp.errors import InputError
-from lanternpp.methods import Method
 from lanternpp.methods import method as named_method
 from lanternpp.proposers import PROPOSERS
 from lanternpp.proposers.base import Parts, Proposer
@@ -25,12 +26,17 @@ from lanternpp.trees import build_tree, shape_name
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.shapes import check as check_shape
 
-DIALS = tuple(f.name for f in fields(Method) if f.name not in ("proposer", "accept", "about"))
+DIALS = names(DRAFT, RULE)  # those that parts read
 KINDS = {"accept": "acceptance rule", "proposer": "proposer", "tree": "tree"}
 PARTS: dict[str, tuple[type, bool]] = {  # what a part derives from, and whether an object of it may be given
     "accept": (Acceptance, True),
     "proposer": (Proposer, False),
     "tree": (TreeBuilder, True),
+}
+PLAIN: dict[type, Callable[[str, Any], Any]] = {
+    int: arguments.whole,
+    float: arguments.real,
+    bool: arguments.switch,
 }
 SANE = Between(-(1 << 31), 1 << 31)  # whole numbers of a file; their parts say what they take
 TREE = "eagle-25"  # of a proposer that takes one, where no one says which
@@ -74,7 +80,7 @@ def resolve(
     """
     given = {k: typed(k, v) for k, v in overrides.items() if v is not None}
     row = {k: v for k, v in asdict(named_method(method)).items() if k != "about"}
-    base = {"cfg": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "batch_size": 1, "compile": False}
+    base = {dial.name: dial.default for dial in dials(*EVERY)}
     merged = base | row | defaults_of(defaults, method) | given
     extra = [k for k in merged if k not in Settings.__dataclass_fields__]
     if extra:
@@ -124,23 +130,18 @@ def retreed(settings: Settings, tree: str | None) -> Settings:
 
 def typed(name: str, value: Any) -> Any:
     """An override as its field of `Settings` has it; a part may also be a class, and a rule an object. InputError."""
-    field = Settings.__dataclass_fields__.get(name)
-    if field is None:
+    dial = TABLE.get(name)
+    if dial is None:
         return value  # refused with the names that are known
-    kind, called = str(field.type).split(" ")[0], _spoken(name)
-    if kind == "int":
-        return arguments.whole(called, value)
-    if kind == "float":
-        return arguments.real(called, value)
-    if kind == "bool":
-        return arguments.switch(called, value)
+    if read := PLAIN.get(dial.kind):
+        return read(dial.spoken, value)
     if name == "tree" and isinstance(value, list | tuple):
         return shape_name(check_shape(value, "tree"))
     base, objects = PARTS.get(name, (None, False))
     if base is not None and not isinstance(value, str) and (isinstance(value, type) or objects):
         check_class(KINDS[name], Given(value), value if isinstance(value, type) else type(value), base)
         return Given(value)
-    return importable(arguments.text(called, value))
+    return importable(arguments.text(dial.spoken, value))
 
 
 def defaults_of(defaults: Mapping[str, Any], method: str) -> dict[str, Any]:
@@ -177,9 +178,9 @@ def dials_read(proposer: str, accept: str) -> frozenset[str]:
 def build_rule(settings: Settings, table: Callable[[int], Tensor]) -> Acceptance:
     """The acceptance rule; `table` gives the k nearest codes of every code. InputError where a dial is wrong."""
     residual = settings.residual or ("optimal" if settings.verify not in (None, TOKEN) else None)
-    dials = Dials(table, settings.neighbours, settings.delta, settings.lam, settings.nu, residual)
+    given = {name: getattr(settings, name) for name in names(RULE)} | {"residual": residual}
     entry = _rule(settings)
-    return entry if isinstance(entry, Acceptance) else entry.build(dials)
+    return entry if isinstance(entry, Acceptance) else entry.build(Dials(table, **given))
 
 
 def _rule(settings: Settings) -> Acceptance | type[Acceptance]:
@@ -253,14 +254,9 @@ def _unread(
     name: str, value: object, method: str, merged: Mapping[str, Any], read: frozenset[str], auto: bool
 ) -> str:
     """The sentence for a dial that would change nothing."""
-    named = [_spoken(dial) for dial in DIALS if dial in read]
+    named = [spoken(dial) for dial in DIALS if dial in read]
     takes = f"they take {', '.join(named)}" if named else "they have no dials"
     return (
-        f"{_spoken(name)} {value} would change nothing: method {method!r}{', which auto takes here,' if auto else ''} has "
+        f"{spoken(name)} {value} would change nothing: method {method!r}{', which auto takes here,' if auto else ''} has "
         f"the proposer {merged['proposer']!r} and the rule {merged['accept']!r}, and {takes}"
     )
-
-
-def _spoken(dial: str) -> str:
-    """A dial as a user knows it."""
-    return "lambda" if dial == "lam" else dial

@@ -18,6 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from lanternpp.dials import RULE, names
 from lanternpp.errors import InputError
 from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import write_text
@@ -29,7 +30,7 @@ from lanternpp.vq.neighbours import cache_folder
 FILE = "tuned.json"
 CONDITIONS = ("device", "dtype", "batch_size", "compile", "proposer", "accept", "verify")
 UNSAID = {"verify": "token"}  # of conditions that an older version did not write down
-CHOSEN = ("tree", "neighbours", "lam", "delta", "nu", "residual")  # what an entry may set
+CHOSEN = ("tree", *names(RULE))  # what an entry may set
 MADE = {"judge", "codes", "rollouts"}  # folders of what does not draw
 ENDS = 1 << 16  # bytes of a file's ends that are read to tell it from others
 

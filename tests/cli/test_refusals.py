@@ -34,7 +34,7 @@ BEFORE_ANY_MODEL = [
     ([PROMPT, "--nu", "-1"], "--nu -1.0"),
     ([PROMPT, "--residual", "best"], "residual 'best' is unknown; known: paper, optimal"),
     ([PROMPT, "--method", "jacobi", "--window", "0"], "--window 0"),
-    ([PROMPT, "--method", "jacobi", "--window", "257"], "window 257 is outside 1 to 256"),
+    ([PROMPT, "--method", "jacobi", "--window", "257"], "--window 257 is out of range; use 1 to 256"),
     ([PROMPT, "--method", "jacobi", "--coupling", "minimal"], "coupling 'minimal' is unknown"),
     ([PROMPT, "--method", "jacobi", "--fresh", "old"], "fresh 'old' is unknown"),
     ([PROMPT, "--proposer", "jakobi"], "did you mean 'jacobi'?"),

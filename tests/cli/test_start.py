@@ -8,16 +8,20 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 import lanternpp
 from lanternpp import Pipeline
-from lanternpp.cli import options
+from lanternpp.accept.base import RESIDUALS
 from lanternpp.cli.terminal import progress_bar
+from lanternpp.dials import DIALS
+from lanternpp.engine.verifiers import VERIFIERS
 from lanternpp.methods import METHODS
 from lanternpp.proposers import PROPOSERS
+from lanternpp.proposers.jacobi import COUPLINGS, FRESH
 from lanternpp.published import PUBLISHED
 from lanternpp.training.report import Report
 from lanternpp.trees import TREES
@@ -40,9 +44,19 @@ except SystemExit as end:
     assert done.stderr.strip() == "" and done.stdout
 
 
-def test_help_names_every_proposer() -> None:
-    (option,) = options.Proposer.__metadata__
-    assert set(re.findall(r"[a-z]+", option.help.partition(": ")[2])) - {"or"} == PROPOSERS.keys()
+@pytest.mark.parametrize(
+    ("dial", "known"),
+    [
+        ("proposer", PROPOSERS),
+        ("residual", RESIDUALS),
+        ("coupling", COUPLINGS),
+        ("fresh", FRESH),
+        ("verify", VERIFIERS),
+    ],
+)
+def test_help_names_everything_that_a_dial_may_be(dial: str, known: Iterable[str], run) -> None:
+    assert set(DIALS[dial].choices) == set(known)
+    assert all(name in run("generate", "--help").out for name in known)
 
 
 def test_a_model_that_ships_is_not_said_to_be_in_a_cache(run) -> None:

@@ -11,16 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from lanternpp.arguments import DrawOptions
 from lanternpp.cluster import Share
 from lanternpp.errors import InputError
 from lanternpp.many.orders import Facts, Order
-from lanternpp.many.painter import Drawn, Refusal, Source
+from lanternpp.many.painter import Drawn, Refusal
 from lanternpp.many.pool import Opened, Pool
 from lanternpp.settings import resolve
 
 SETTINGS = replace(resolve("ar", {}, {}), batch_size=2)
 FACTS = Facts("ar", "toy", {"dtype": "float32", "batch_size": 2}, {"torch": "1"}, length=4)
-SOURCE = Source("toy", None, "cpu", "auto", None, "ar", {})
+OPTIONS = DrawOptions("toy", device="cpu", method="ar")
 ORDERS = [Order("tulip", seed) for seed in range(30)]
 
 
@@ -45,7 +46,7 @@ class Worker:
         for name in ("open", "check", "paint"):
             setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
 
-    def _open(self, source: Source, threads: int, facts: object, settings: object) -> object:
+    def _open(self, options: DrawOptions, threads: int, facts: object, settings: object) -> object:
         found = Opened(self.ray.facts.get(self.number, FACTS), SETTINGS, None)
         return Ref(RayError("gone") if self.ray.lives.get(self.number) == -1 else found)
 
@@ -101,7 +102,7 @@ class FakeRay:
 
 
 def pool(ray: FakeRay, actors: int = 2) -> Pool:
-    return Pool(ray, SOURCE, actors, Share(1, 0), 1)
+    return Pool(ray, OPTIONS, actors, Share(1, 0), 1)
 
 
 @pytest.mark.parametrize("lives", [{}, {0: 3}, {1: 0}, {0: 5, 1: 1, 2: 0, 3: 2, 4: -1}, {0: -1, 1: -1}])

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lanternpp.arguments import DrawOptions
 from lanternpp.cli import options as opt
+from lanternpp.cli.overrides import draws, read
 from lanternpp.cli.plots import Plots, wanted
-from lanternpp.cli.terminal import progress_bar, say, tell_effect
+from lanternpp.cli.terminal import progress_bar, say
+from lanternpp.dials import ENGINE, SAMPLING
 from lanternpp.errors import InputError
 from lanternpp.jsonfile import read_object
 
@@ -22,9 +25,6 @@ if TYPE_CHECKING:
 OUTPUT = Path("out/bench")
 USUAL = ("ar", "eagle", "eagle2", "lantern", "lantern++", "jacobi-coupled", "lantern-jacobi")
 
-Prompts = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="One prompt per line; default: the model's own list.")
-]
 Methods = Annotated[
     str | None,
     typer.Option(
@@ -46,8 +46,9 @@ JudgeIt = Annotated[
 ]
 
 
+@draws("size", "method", groups=(ENGINE, SAMPLING))
 def bench(
-    prompts: Prompts = None,
+    prompts: opt.Prompts = None,
     methods: Methods = None,
     n: opt.Count = 4,
     output: Folder = OUTPUT,
@@ -59,16 +60,8 @@ def bench(
     reference: opt.Reference = None,
     features: opt.Features = None,
     clip: opt.Clip = None,
-    model: opt.Model = opt.MODEL,
-    drafter: opt.Drafter = None,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    compile: opt.Compile = None,
-    batch_size: opt.BatchSize = None,
-    cfg: opt.Cfg = None,
-    temperature: opt.Temperature = None,
-    top_k: opt.TopK = None,
-    top_p: opt.TopP = None,
+    *,
+    options: DrawOptions,
     seed: opt.Seed = 0,
 ) -> None:
     """Compare methods on one model: -n pictures per prompt and method, the methods taking turns.
@@ -81,18 +74,14 @@ def bench(
     named = None if methods is None else entries(methods)
     drawn = wanted(plots)
 
-    from lanternpp import Pipeline
     from lanternpp.evaluation.prompts import read_prompts
     from lanternpp.evaluation.speed import Race
     from lanternpp.models import model_folder
 
-    asked = read_prompts(prompts, model_folder(model))
-    pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype)
-    tell_effect(pipe.effect)
+    asked = read_prompts(prompts, model_folder(options.model))
+    pipe = read(options)
     field = named or entries(", ".join(usual(pipe)))
-    shared = {"cfg": cfg, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    shared |= {"batch_size": batch_size or 1, "compile": compile}
-    race = Race(pipe, field, asked, n, seed, shared, measure)
+    race = Race(pipe, field, asked, n, seed, dict(options.overrides), measure)
     judge = judge_of(pipe, n * len(asked), reference, features, clip) if quality else None
     table = run(race, judge, output, resume, drawn)
     if as_json:

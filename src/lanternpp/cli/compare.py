@@ -11,41 +11,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lanternpp.arguments import DrawOptions
 from lanternpp.cli import options as opt
 from lanternpp.cli.output import png_path
-from lanternpp.cli.overrides import check, takes_overrides
-from lanternpp.cli.terminal import Progress, progress_bar, tell_effect
+from lanternpp.cli.overrides import check, draws, read
+from lanternpp.cli.terminal import Progress, progress_bar
+from lanternpp.dials import ENGINE, SAMPLING, names
 from lanternpp.methods import METHODS
 
 if TYPE_CHECKING:
     from lanternpp.pipeline import Result, Stats
 
 OUTPUT = Path("out/compare.png")
-SHARED = ("cfg", "temperature", "top_k", "top_p", "batch_size", "compile")
 Runs = Annotated[
     int,
-    typer.Option(
-        help="Timed runs of each side; medians are shown.", callback=opt.within(1, remedy="1 or more")
-    ),
+    typer.Option(help="Timed runs of each side; medians are shown.", callback=opt.within(1)),
 ]
 
 
-@takes_overrides
+@draws()
 def compare(
     prompt: opt.Prompt,
     n: opt.Count = 1,
     output: opt.Output = OUTPUT,
     runs: Runs = 3,
     as_json: opt.Json = False,
-    model: opt.Model = opt.MODEL,
-    drafter: opt.Drafter = None,
-    size: opt.Size = None,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    method: opt.Method = opt.METHOD,
-    seed: opt.Seed = 0,
     *,
-    overrides: dict[str, Any],
+    options: DrawOptions,
+    seed: opt.Seed = 0,
 ) -> None:
     """Draw PROMPT twice, by plain AR and by a method: one PNG with the times under each.
 
@@ -53,23 +46,23 @@ def compare(
     time, as in the papers, unless --batch-size says otherwise. --measure draws them once more, untimed.
     """
     path = png_path(output or OUTPUT)
-    check(model, drafter, method, overrides)
+    check(options)
 
-    from lanternpp import Pipeline
     from lanternpp.picture import notes, save_png
 
-    pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
-    tell_effect(pipe.effect)
+    pipe = read(options)
 
-    def draw(name: str, **options: Any) -> Result:
-        return pipe(prompt, n=n, seed=seed, method=name, **options)
+    def draw(name: str, **settings: Any) -> Result:
+        return pipe(prompt, n=n, seed=seed, method=name, **settings)
 
-    options = {"batch_size": 1, **overrides}
-    measure = options.pop("measure", False)
+    overrides = {"batch_size": 1, **options.overrides}
+    measure = overrides.pop("measure", False)
     with progress_bar("comparing") as progress:
-        base, side = race(draw, method, options, runs, measure, progress)
+        base, side = race(draw, options.method, overrides, runs, measure, progress)
     speedup = base.seconds / side.seconds
-    save_png(render(prompt, base, side, speedup), path, notes(prompt, seed, side.last.stats))
+    stats = side.last.stats
+    told = notes(prompt, seed, stats.model, stats.settings, stats.versions, stats.images)
+    save_png(render(prompt, base, side, speedup), path, told)
     if as_json:
         rows = [base.row() | {"speedup": 1.0}, side.row() | {"speedup": speedup}]
         typer.echo(json.dumps(rows[1] | {"methods": rows, "file": str(path)}))
@@ -136,7 +129,7 @@ def race(
     total = 2 * (runs + 1) + measure
     tell(0, total)
     settings = draw(method, **options).stats.settings
-    same = {key: settings[key] for key in SHARED}
+    same = {name: settings[name] for name in names(ENGINE, SAMPLING)}
     tell(1, total)
     draw(baseline, **same)
     tell(2, total)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lanternpp.arguments import DrawOptions
 from lanternpp.cli import options as opt
 from lanternpp.cli.output import png_path
-from lanternpp.cli.overrides import check, takes_overrides
-from lanternpp.cli.terminal import progress_bar, tell_effect
+from lanternpp.cli.overrides import check, draws, read
+from lanternpp.cli.terminal import progress_bar
+from lanternpp.dials import option
 from lanternpp.errors import InputError
 from lanternpp.methods import AUTO, METHODS
 from lanternpp.registry import unknown
@@ -21,10 +25,10 @@ if TYPE_CHECKING:
     from lanternpp.evaluation.draw import Order
     from lanternpp.evaluation.pictures import Gallery
     from lanternpp.evaluation.quality import Quality
-    from lanternpp.pipeline import Stats
+    from lanternpp.pipeline import Pipeline, Stats
 
 DRAWN = 100  # pictures, unless -n says otherwise
-PANEL_DRAWING = "Drawing (METHOD only)"
+_drawing = partial(typer.Option, rich_help_panel="Drawing (METHOD only)")
 
 Source = Annotated[
     str,
@@ -35,47 +39,35 @@ Source = Annotated[
 ]
 Count = Annotated[
     int | None,
-    typer.Option(
+    _drawing(
         "-n",
         "--n",
         help=f"Pictures in all; default: {DRAWN}.",
         callback=opt.within(4, 1_000_000, "4 or more"),
-        rich_help_panel=PANEL_DRAWING,
     ),
 ]
 Prompts = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="One prompt per line, taken in turn; default: the captions of the reference.",
-        rich_help_panel=PANEL_DRAWING,
+    _drawing(
+        metavar="FILE", help="One prompt per line, taken in turn; default: the captions of the reference."
     ),
 ]
-Keep = Annotated[
-    Path | None,
-    typer.Option(
-        "-o", "--output", metavar="DIR", help="Keep the pictures there.", rich_help_panel=PANEL_DRAWING
-    ),
-]
+Keep = Annotated[Path | None, _drawing("-o", "--output", metavar="DIR", help="Keep the pictures there.")]
 
 
-@takes_overrides
+@draws("size", "method")
 def evaluate(
     source: Source,
     reference: opt.Reference = None,
     features: opt.Features = None,
     clip: opt.Clip = None,
     as_json: opt.Json = False,
-    model: opt.Model = opt.MODEL,
-    drafter: opt.Drafter = None,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
+    *,
+    options: DrawOptions,
     n: Count = None,
     prompts: Prompts = None,
     output: Keep = None,
     seed: opt.Seed = 0,
-    *,
-    overrides: dict[str, Any],
 ) -> None:
     """Measure pictures against a reference: Fréchet distance, precision, recall, prompt accuracy, CLIP score.
 
@@ -83,32 +75,36 @@ def evaluate(
     """
     draws = source in (*METHODS, AUTO)
     if draws:
-        check(model, drafter, source, overrides)
+        options = replace(options, method=source)
+        check(options)
         empty(output)
     else:
-        drawing = {"drafter": drafter, "n": n, "prompts": prompts, "output": output} | overrides
+        drawing = {
+            "drafter": options.drafter,
+            "n": n,
+            "prompts": prompts,
+            "output": output,
+            **options.overrides,
+        }
         images_folder(source, drawing)
 
     from lanternpp.models import model_folder
 
-    folder = model_folder(model)
+    folder = model_folder(options.model)
     asked = read_asked(prompts)
     images = None if draws else gallery(Path(source), clip)
-    quality = judge(folder, reference, features, clip, device)
+    quality = judge(folder, reference, features, clip, options.device)
     if images is not None:
         from lanternpp.pipeline import versions
 
         figures = measure(quality, images, images.prompts)
         row: dict[str, Any] = {"folder": source, "images": len(images), "versions": versions()}
     else:
-        from lanternpp import Pipeline
         from lanternpp.evaluation.draw import orders
         from lanternpp.evaluation.prompts import read_prompts
 
         wanted = orders(asked or quality.prompts or read_prompts(None, folder), n or DRAWN, seed)
-        pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype)
-        tell_effect(pipe.effect)
-        pictures, stats = drawn(pipe, wanted, source, output, overrides)
+        pictures, stats = drawn(read(options), wanted, options, output)
         figures = measure(quality, pictures, [order.prompt for order in wanted])
         row = stats.to_json() | {"folder": None if output is None else str(output)}
     against = quality.against
@@ -133,8 +129,8 @@ def images_folder(source: str, drawing: Mapping[str, Any]) -> None:
         raise InputError(unknown("method", source, [*METHODS, AUTO]) + "; or give a folder of pictures")
     given = [name for name, value in drawing.items() if value is not None]
     if given:
-        option = "-n" if given[0] == "n" else "--" + given[0].replace("lam", "lambda").replace("_", "-")
-        raise InputError(f"{option} is for drawing, and {source} is a folder of pictures; leave it out")
+        named = "-n" if given[0] == "n" else option(given[0])
+        raise InputError(f"{named} is for drawing, and {source} is a folder of pictures; leave it out")
 
 
 def gallery(folder: Path, clip: str | None) -> Gallery:
@@ -174,7 +170,7 @@ def measure(quality: Quality, images: Any, prompts: list[str | None] | list[str]
 
 
 def drawn(
-    pipe: Any, wanted: list[Order], method: str, folder: Path | None, overrides: dict[str, Any]
+    pipe: Pipeline, wanted: list[Order], options: DrawOptions, folder: Path | None
 ) -> tuple[list[Any], Stats]:
     """The pictures of some orders, kept in `folder` as they are drawn, and what drawing them took."""
     from lanternpp.evaluation.draw import draw, together
@@ -183,13 +179,14 @@ def drawn(
     images: list[Any] = []
     parts: list[Stats] = []
     with progress_bar("drawing") as progress:
-        for part, result in draw(pipe, wanted, method, progress, **overrides):
+        for part, result in draw(pipe, wanted, options.method, progress, **options.overrides):
+            stats = result.stats
             for order, image in zip(part, result.images, strict=True):
                 if folder is not None:
-                    told = notes(order.prompt, order.seed, result.stats) | {"images": "1"}
+                    told = notes(order.prompt, order.seed, stats.model, stats.settings, stats.versions)
                     save_png(image, folder / f"{len(images):05d}.png", told)
                 images.append(image)
-            parts.append(result.stats)
+            parts.append(stats)
     return images, together(parts)
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from lanternpp.arguments import DrawOptions
 from lanternpp.cli import many
 from lanternpp.cli import options as opt
 from lanternpp.cli.output import default_path, free_path, png_path
-from lanternpp.cli.overrides import check, takes_overrides
-from lanternpp.cli.terminal import progress_bar, say, tell_effect
+from lanternpp.cli.overrides import check, draws, read
+from lanternpp.cli.terminal import progress_bar, say
 
 OnePrompt = Annotated[
     str | None,
@@ -21,7 +22,7 @@ OnePrompt = Annotated[
 ]
 
 
-@takes_overrides
+@draws()
 def generate(
     prompt: OnePrompt = None,
     n: opt.Count = 1,
@@ -32,15 +33,9 @@ def generate(
     ray: many.Ray = None,
     actors: many.Actors = None,
     as_json: opt.Json = False,
-    model: opt.Model = opt.MODEL,
-    drafter: opt.Drafter = None,
-    size: opt.Size = None,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    method: opt.Method = opt.METHOD,
-    seed: opt.Seed = 0,
     *,
-    overrides: dict[str, Any],
+    options: DrawOptions,
+    seed: opt.Seed = 0,
 ) -> None:
     """Draw pictures of PROMPT: one PNG, a grid where there are several.
 
@@ -54,27 +49,28 @@ def generate(
     asked = many.Asked(prompts, out, overwrite, ray, actors)
     if asked.is_job(prompt, output):
         asked.check()
-        check(model, drafter, method, overrides)
-        many.draw(asked, n, seed, as_json, model, drafter, device, dtype, size, method, overrides)
+        check(options)
+        many.draw(asked, n, seed, as_json, options)
         return
     assert prompt is not None
     path = png_path(output or default_path(prompt, seed))
-    check(model, drafter, method, overrides)
+    check(options)
 
-    from lanternpp import Pipeline
     from lanternpp.picture import grid, notes, save_png
     from lanternpp.results import UnfinishedError, drawn_with
 
-    pipe = Pipeline.from_pretrained(model=model, drafter=drafter, device=device, dtype=dtype, size=size)
-    tell_effect(pipe.effect)
+    pipe = read(options)
     kept: list[int] | None = None
     try:
         with progress_bar("drawing") as progress:
-            result = pipe(prompt, n=n, seed=seed, method=method, progress=progress, **overrides)
+            result = pipe(
+                prompt, n=n, seed=seed, method=options.method, progress=progress, **options.overrides
+            )
     except UnfinishedError as unfinished:
         result, kept = unfinished.result, unfinished.seeds
     stats = result.stats
-    told = notes(prompt, seed, stats) | ({"seeds": " ".join(map(str, kept))} if kept else {})
+    told = notes(prompt, seed, stats.model, stats.settings, stats.versions, stats.images)
+    told |= {"seeds": " ".join(map(str, kept))} if kept else {}
     path = path if output or overwrite else free_path(path, told)
     save_png(grid(result.images), path, told)
     if kept:
@@ -83,9 +79,9 @@ def generate(
     if as_json:
         typer.echo(json.dumps(stats.to_json() | {"file": str(path)}))
         return
-    measured = (
-        f", spent {stats.tv_spent:.2f} of total variation per picture" if overrides.get("measure") else ""
-    )
+    measured = ""
+    if options.overrides.get("measure"):
+        measured = f", spent {stats.tv_spent:.2f} of total variation per picture"
     typer.echo(
         f"{path}: {stats.seconds_per_image:.2f} s per picture with {drawn_with(stats.method, stats.auto)} in "
         f"{pipe.dtype} on {stats.settings['device']}, "

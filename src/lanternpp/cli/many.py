@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lanternpp.arguments import DrawOptions
 from lanternpp.cli import options as opt
 from lanternpp.cli.output import writable_folder
 from lanternpp.cli.terminal import progress_bar, tell_effect
@@ -18,41 +20,32 @@ from lanternpp.errors import InputError
 
 if TYPE_CHECKING:
     from lanternpp.many.job import Totals
-    from lanternpp.many.painter import Painter, Source
+    from lanternpp.many.painter import Painter
     from lanternpp.many.pool import Pool
 
-PANEL, PANEL_RAY = "Many pictures", "Ray"
-Prompts = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Draw every line of this file; needs --out.", rich_help_panel=PANEL),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Where --prompts writes its PNGs.", rich_help_panel=PANEL),
-]
+_many = partial(typer.Option, rich_help_panel="Many pictures")
+ray_option = partial(typer.Option, rich_help_panel="Ray")
+
+Prompts = Annotated[Path | None, _many(metavar="FILE", help="Draw every line of this file; needs --out.")]
+Out = Annotated[Path | None, _many(metavar="DIR", help="Where --prompts writes its PNGs.")]
 Overwrite = Annotated[
-    bool,
-    typer.Option(
-        "--overwrite", help="Replace pictures that were drawn with other settings.", rich_help_panel=PANEL
-    ),
+    bool, _many("--overwrite", help="Replace pictures that were drawn with other settings.")
 ]
 Ray = Annotated[
     str | None,
-    typer.Option(
+    ray_option(
         "--ray",
         metavar="[local|auto|HOST:PORT]",
         help="Use Ray: on this machine (local, the default), on the cluster it is part of (auto), or on the one at an "
         "address. Needs lanternpp\\[ray].",
-        rich_help_panel=PANEL_RAY,
     ),
 ]
 Actors = Annotated[
     int | None,
-    typer.Option(
+    ray_option(
         metavar="N",
         help="Workers of Ray; default: one for each GPU, else one for every four cores.",
-        callback=opt.within(1, 10_000, "1 to 10000"),
-        rich_help_panel=PANEL_RAY,
+        callback=opt.within(1, 10_000),
     ),
 ]
 
@@ -109,13 +102,7 @@ def draw(
     n: int,
     seed: int,
     as_json: bool,
-    model: str,
-    drafter: str | None,
-    device: str,
-    dtype: str,
-    size: str | None,
-    method: str,
-    overrides: dict[str, Any],
+    options: DrawOptions,
 ) -> None:
     """Do the job and print its summary. Raises InputError."""
     assert asked.prompts and asked.out
@@ -123,11 +110,9 @@ def draw(
     from lanternpp.many.job import run
     from lanternpp.many.lock import locked
     from lanternpp.many.orders import orders
-    from lanternpp.many.painter import Source
 
     wanted = orders(read_prompts(asked.prompts, asked.prompts), n, seed)
-    source = Source(placed(model), placed(drafter), device, dtype, size, method, overrides)
-    with locked(asked.out), painters(asked, source) as painter, progress_bar("drawing") as progress:
+    with locked(asked.out), painters(asked, placed(options)) as painter, progress_bar("drawing") as progress:
         tell_effect(painter.effect)
         totals = run(painter, wanted, asked.out, asked.prompts, asked.overwrite, progress)
     if as_json:
@@ -137,26 +122,27 @@ def draw(
 
 
 @contextmanager
-def painters(asked: Asked, source: Source) -> Iterator[Painter | Pool]:
+def painters(asked: Asked, options: DrawOptions) -> Iterator[Painter | Pool]:
     """Who draws: this process, or workers of Ray."""
     if asked.ray is None:
         from lanternpp.many.painter import Painter
 
-        yield Painter(source)
+        yield Painter(options)
         return
     from lanternpp.many.pool import pool
 
-    with pool(asked.ray, asked.actors, source) as workers:
+    with pool(asked.ray, asked.actors, options) as workers:
         yield workers
 
 
-def placed(named: str | None) -> Any:
-    """A path in full, for a worker that runs elsewhere; a name or a hub id as it is."""
+def placed(options: DrawOptions) -> DrawOptions:
+    """With the paths of models in full, for a worker that runs elsewhere; names and hub ids as they are."""
     from lanternpp.models import MODELS
 
-    if named is None or named in MODELS or not Path(named).exists():
-        return named
-    return str(Path(named).absolute())
+    def place(named: str) -> str:
+        return named if named in MODELS or not Path(named).exists() else str(Path(named).absolute())
+
+    return replace(options, model=place(options.model), drafter=options.drafter and place(options.drafter))
 
 
 def summary(totals: Totals, folder: Path) -> str:

@@ -13,6 +13,7 @@ import typer
 from lanternpp.cli import options as opt
 from lanternpp.cli.overrides import method_for
 from lanternpp.cli.tables import show_table
+from lanternpp.dials import DIALS, DRAFT, RULE, names
 from lanternpp.errors import InputError
 from lanternpp.methods import AUTO
 
@@ -81,7 +82,7 @@ def describe_method(
     from lanternpp.methods import method
     from lanternpp.models import holds, model_folder
     from lanternpp.registry import find
-    from lanternpp.settings import DIALS, network_wanted, resolve
+    from lanternpp.settings import network_wanted, resolve
     from lanternpp.tuned import CONDITIONS, Tuned
 
     folder, other = model_folder(model), model_folder(drafter) if drafter else None
@@ -97,7 +98,7 @@ def describe_method(
         settings = resolve(name, {**defaults, "methods": own}, {})
     wanted = network_wanted(settings)
     there = wanted is None or other is not None or holds(folder, wanted)
-    dials = {dial: getattr(settings, dial) for dial in DIALS if getattr(settings, dial) is not None}
+    dials = {dial: value for dial in names(DRAFT, RULE) if (value := getattr(settings, dial)) is not None}
     lossless = find("acceptance rule", settings.accept, RULES).lossless
     parts = {"proposer": settings.proposer, "tree": settings.tree, "accept": settings.accept}
     more = {"lossless": lossless, "dials": dials, "tuned": bool(found), "missing": None if there else wanted}
@@ -170,12 +171,8 @@ def show(told: Mapping[str, Any]) -> None:
 
 def method_row(row: Mapping[str, Any]) -> tuple[str, ...]:
     """A method's cells: a proposer whose network is missing has a star, a rule its dials."""
-    names = {"neighbours": "k", "lam": "lambda"}
-    dials = {
-        names.get(name, name): f"{value:g}"
-        for name, value in row["dials"].items()
-        if not isinstance(value, str)
-    }
+    numbers = [(DIALS[name], value) for name, value in row["dials"].items() if not isinstance(value, str)]
+    dials = {dial.short or dial.spoken: f"{value:g}" for dial, value in numbers}
     window = dials.pop("window", None)
     tree = row["tree"] or ("" if window is None else f"window {window}")
     return (

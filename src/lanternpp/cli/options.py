@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from lanternpp.dials import Dial, Group
 from lanternpp.errors import InputError
+from lanternpp.methods import AUTO, METHODS, check_method
 
-MODEL, METHOD = "nature-128", "auto"
+MODEL, METHOD = "nature-128", AUTO
 
 
 def within(low: float, high: float = math.inf, remedy: str = "", above: bool = False) -> Callable[..., Any]:
-    """A check that a number is finite and in [low, high], or in (low, high] with `above`."""
+    """A check that a number is finite and in [low, high], or in (low, high] with `above`; remedy: the range in words."""
+    usual = f"{low:g} to {high:.17g}" if high < math.inf else f"{low:g} or more"
 
     def check(param: typer.CallbackParam, value: float | None) -> float | None:
         if value is None:
@@ -23,7 +27,7 @@ def within(low: float, high: float = math.inf, remedy: str = "", above: bool = F
         fine = low < value <= high if above else low <= value <= high
         if not (fine and math.isfinite(value)):
             option = max(param.opts, key=len)
-            raise InputError(f"{option} {value} is out of range; use {remedy}")
+            raise InputError(f"{option} {value} is out of range; use {remedy or usual}")
         return value
 
     return check
@@ -41,219 +45,54 @@ def not_empty_if_given(value: str | None) -> str | None:
     return None if value is None else not_empty(value)
 
 
-def known_method(value: str) -> str:
-    """The name of a method."""
-    from lanternpp.methods import check_method
-
-    return check_method(value)
+PANEL_METHOD, PANEL_QUALITY = "Method", "Quality"
+PANELS = {Group.ENGINE: "Model", Group.SAMPLING: "Sampling"}  # of dials; the others stand under Method
 
 
-def method_names() -> list[str]:
-    """For the help text."""
-    from lanternpp.methods import METHODS
+def dial_option(dial: Dial) -> Any:
+    """The option of a dial; None: not given."""
+    flags = f"{dial.option}/{dial.option.replace('--', '--no-', 1)}" if dial.kind is bool else dial.option
+    check = None if dial.low is None else within(dial.low, dial.high, dial.remedy, dial.above)
+    panel = PANELS.get(dial.group, PANEL_METHOD)
+    return typer.Option(
+        None, flags, metavar=dial.metavar, help=dial.about, callback=check, rich_help_panel=panel
+    )
 
-    return list(METHODS)
 
-
-PANEL_MODEL, PANEL_METHOD, PANEL_SAMPLING, PANEL_QUALITY = "Model", "Method", "Sampling", "Quality"
+_model = partial(typer.Option, rich_help_panel="Model")
+_quality = partial(typer.Option, rich_help_panel=PANEL_QUALITY)
 
 Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="What to draw.", callback=not_empty)]
-Count = Annotated[int, typer.Option("-n", "--n", help="Pictures.", callback=within(1, 10_000, "1 to 10000"))]
+Count = Annotated[int, typer.Option("-n", "--n", help="Pictures.", callback=within(1, 10_000))]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE.png", help="Where to write.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-
-Model = Annotated[
-    str, typer.Option(metavar="NAME|DIR|HUB_ID", help="The target.", rich_help_panel=PANEL_MODEL)
+Prompts = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="One prompt per line; default: the model's own list.")
 ]
+
+Model = Annotated[str, _model(metavar="NAME|DIR|HUB_ID", help="The target.")]
 Drafter = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME|DIR|HUB_ID", help="Another drafter than the model's own.", rich_help_panel=PANEL_MODEL
-    ),
+    str | None, _model(metavar="NAME|DIR|HUB_ID", help="Another drafter than the model's own.")
 ]
 Size = Annotated[
     str | None,
-    typer.Option(
-        metavar="WxH",
-        help="Pixels, for a model that draws more than one size (Lumina-mGPT, Emu3).",
-        rich_help_panel=PANEL_MODEL,
-    ),
+    _model(metavar="WxH", help="Pixels, for a model that draws more than one size (Lumina-mGPT, Emu3)."),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=PANEL_MODEL)]
+Device = Annotated[str, _model(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[
     str,
-    typer.Option(
-        help="auto, float32, bfloat16, float16, float64, or int8: the target's weights in 8 bits (needs torchao).",
-        rich_help_panel=PANEL_MODEL,
+    _model(
+        help="auto, float32, bfloat16, float16, float64, or int8: the target's weights in 8 bits (needs torchao)."
     ),
 ]
-Compile = Annotated[
-    bool | None,
-    typer.Option(
-        "--compile/--no-compile",
-        help="Compile the passes (torch.compile); takes minutes before the first picture.",
-        rich_help_panel=PANEL_MODEL,
-    ),
-]
-BatchSize = Annotated[
-    int | None,
-    typer.Option(
-        help="Pictures drawn at once; default: all of them, at most 8 (compare: one).",
-        callback=within(1, remedy="1 or more"),
-        rich_help_panel=PANEL_MODEL,
-    ),
-]
-
 Method = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help=f"A proposer, a tree and an acceptance rule by name: {', '.join(method_names())}. auto takes what the model's "
+        help=f"A proposer, a tree and an acceptance rule by name: {', '.join(METHODS)}. auto takes what the model's "
         "own defaults or `lanternpp tune` say, else the fastest lossless one for the drafter that it has.",
-        callback=known_method,
+        callback=check_method,
         rich_help_panel=PANEL_METHOD,
-    ),
-]
-Proposer = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Who guesses ahead, if not the method's: nothing, tree, parallel, independent or jacobi.",
-        rich_help_panel=PANEL_METHOD,
-    ),
-]
-Tree = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME|FILE.json|PATHS",
-        help="Another draft tree than the method's.",
-        rich_help_panel=PANEL_METHOD,
-    ),
-]
-Accept = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME", help="Another acceptance rule than the method's.", rich_help_panel=PANEL_METHOD
-    ),
-]
-Neighbours = Annotated[
-    int | None,
-    typer.Option(
-        metavar="K",
-        help="Codebook neighbours that may lend a code their probability.",
-        callback=within(1, remedy="1 or more, below the number of codes"),
-        rich_help_panel=PANEL_METHOD,
-    ),
-]
-Delta = Annotated[
-    float | None,
-    typer.Option(
-        metavar="D",
-        help="LANTERN: the most probability neighbours may lend, 0 (exact) to 1. "
-        "COOL-SD: the weight at the first level; 1 is exact. Cactus: the divergence a code may cost; 0 is exact. "
-        "Mixture: the drafter's share, 0 (exact) to 1.",
-        callback=within(0, remedy="0 or more"),
-        rich_help_panel=PANEL_METHOD,
-    ),
-]
-Lambda = Annotated[
-    float | None,
-    typer.Option(
-        "--lambda",
-        metavar="L",
-        help="LANTERN++: a code may grow to L times its probability; 1 is exact.",
-        callback=within(1, remedy="1 (exact) or more"),
-        rich_help_panel=PANEL_METHOD,
-    ),
-]
-Nu = Annotated[
-    float | None,
-    typer.Option(
-        metavar="NU",
-        help="Relaxed rules: how fast the relaxation falls with the level of the draft; 0 keeps it.",
-        callback=within(0, remedy="0 (the same at every level) or more"),
-        rich_help_panel=PANEL_METHOD,
-    ),
-]
-Residual = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="What a relaxed rule draws from after a refusal: paper or optimal.",
-        rich_help_panel=PANEL_METHOD,
-    ),
-]
-Window = Annotated[
-    int | None,
-    typer.Option(
-        metavar="W",
-        help="Jacobi: guesses looked at in every pass.",
-        callback=within(1, remedy="1 to 256"),
-        rich_help_panel=PANEL_METHOD,
-    ),
-]
-Coupling = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Jacobi: how a guess follows its last one: none, maximal or gumbel.",
-        rich_help_panel=PANEL_METHOD,
-    ),
-]
-Fresh = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Jacobi: what a first guess is drawn from: uniform, last, above or mixed.",
-        rich_help_panel=PANEL_METHOD,
-    ),
-]
-Verify = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="How a draft is verified: token (a walk that ends at the first refusal) or block (a whole chain at once); "
-        "default: the best that the draft allows.",
-        rich_help_panel=PANEL_METHOD,
-    ),
-]
-Measure = Annotated[
-    bool | None,
-    typer.Option(
-        "--measure/--no-measure",
-        help="Measure the total variation that a relaxed rule spends; takes time of its own.",
-        rich_help_panel=PANEL_METHOD,
-    ),
-]
-
-Cfg = Annotated[
-    float | None,
-    typer.Option(
-        help="Classifier-free guidance; 1 is none.",
-        callback=within(1, remedy="1 (no guidance) or more"),
-        rich_help_panel=PANEL_SAMPLING,
-    ),
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        help="0 is greedy.", callback=within(0, remedy="0 (greedy) or more"), rich_help_panel=PANEL_SAMPLING
-    ),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(
-        help="Keep the K most probable codes; 0 keeps all.",
-        callback=within(0, remedy="0 (all codes) or more"),
-        rich_help_panel=PANEL_SAMPLING,
-    ),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        help="Keep the most probable codes up to this mass; 1 keeps all.",
-        callback=within(0, 1, "above 0, at most 1 (all codes)", above=True),
-        rich_help_panel=PANEL_SAMPLING,
     ),
 ]
 Seed = Annotated[
@@ -261,32 +100,23 @@ Seed = Annotated[
     typer.Option(
         help="Of the first picture; the next has the next seed.",
         callback=within(0, 2**62, "0 to 2**62"),
-        rich_help_panel=PANEL_SAMPLING,
+        rich_help_panel=PANELS[Group.SAMPLING],
     ),
 ]
 
 Reference = Annotated[
     Path | None,
-    typer.Option(
+    _quality(
         metavar="DIR",
         help="Pictures to compare with, an imagefolder's val/ where it has one; default: the model's own "
         "features of its validation photos.",
-        rich_help_panel=PANEL_QUALITY,
     ),
 ]
 Features = Annotated[
     str | None,
-    typer.Option(
+    _quality(
         metavar="NAME",
         help="What sees the pictures: judge (the model's own, the default), inception, or module:Class.",
-        rich_help_panel=PANEL_QUALITY,
     ),
 ]
-Clip = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR|HUB_ID",
-        help="Also the CLIP score, by this CLIP model.",
-        rich_help_panel=PANEL_QUALITY,
-    ),
-]
+Clip = Annotated[str | None, _quality(metavar="DIR|HUB_ID", help="Also the CLIP score, by this CLIP model.")]

@@ -1,4 +1,4 @@
-"""The options that override a method's parts and dials: the same in every verb that draws."""
+"""The options that say what to draw with, a model, a method and its dials: the same in every verb that draws."""
 
 from __future__ import annotations
 
@@ -7,55 +7,69 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lanternpp.arguments import DrawOptions
 from lanternpp.cli import options as opt
+from lanternpp.cli.terminal import tell_effect
+from lanternpp.dials import EVERY, Group, dials
 from lanternpp.errors import InputError
 from lanternpp.methods import AUTO
 
 if TYPE_CHECKING:
     from lanternpp.default_method import Chosen
+    from lanternpp.pipeline import Pipeline
 
-OVERRIDES: dict[str, Any] = {
-    "batch_size": opt.BatchSize,
-    "compile": opt.Compile,
-    "proposer": opt.Proposer,
-    "tree": opt.Tree,
-    "accept": opt.Accept,
-    "neighbours": opt.Neighbours,
-    "delta": opt.Delta,
-    "lam": opt.Lambda,
-    "nu": opt.Nu,
-    "residual": opt.Residual,
-    "window": opt.Window,
-    "coupling": opt.Coupling,
-    "fresh": opt.Fresh,
-    "verify": opt.Verify,
-    "measure": opt.Measure,
-    "cfg": opt.Cfg,
-    "temperature": opt.Temperature,
-    "top_k": opt.TopK,
-    "top_p": opt.TopP,
+WITH: dict[str, tuple[Any, str | None]] = {
+    "model": (opt.Model, opt.MODEL),
+    "drafter": (opt.Drafter, None),
+    "size": (opt.Size, None),
+    "device": (opt.Device, "auto"),
+    "dtype": (opt.Dtype, "auto"),
+    "method": (opt.Method, opt.METHOD),
 }
-"""The options that override a field of `Settings`, by its name; None: not given."""
+"""The options of `DrawOptions` besides its overrides, and their defaults."""
 
 
-def takes_overrides(verb: Callable[..., None]) -> Callable[..., None]:
-    """A verb with an option for each of `OVERRIDES`; those that were given are its argument `overrides`."""
-    declared = inspect.signature(verb, eval_str=True).parameters
+def draws(*without: str, groups: tuple[Group, ...] = EVERY) -> Callable[..., Callable[..., None]]:
+    """A verb whose argument `options`, a `DrawOptions`, is made of options of the command line.
 
-    @functools.wraps(verb)
-    def run(**options: Any) -> None:
-        chosen = {name: options.pop(name) for name in OVERRIDES}
-        verb(**options, overrides={k: v for k, v in chosen.items() if v is not None})
-
+    without: those of `WITH` that it does not have. groups: the dials that it has; those that were given are overrides.
+    """
     keyword = inspect.Parameter.KEYWORD_ONLY
-    options = [p.replace(kind=keyword) for name, p in declared.items() if name != "overrides"]
-    options += [
-        inspect.Parameter(name, keyword, default=None, annotation=option)
-        for name, option in OVERRIDES.items()
-    ]
-    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-    run.__annotations__ = {option.name: option.annotation for option in options}
-    return run
+    have = {name: option for name, option in WITH.items() if name not in without}
+    rows = dials(*groups)
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(verb)
+        def run(**given: Any) -> None:
+            named = {name: given.pop(name) for name in have}
+            chosen = {dial.name: given.pop(dial.name) for dial in rows}
+            overrides = {name: value for name, value in chosen.items() if value is not None}
+            verb(**given, options=DrawOptions(**named, overrides=overrides))
+
+        declared: list[inspect.Parameter] = []
+        for name, parameter in inspect.signature(verb, eval_str=True).parameters.items():
+            if name != "options":
+                declared.append(parameter.replace(kind=keyword))
+                continue
+            for each, (option, default) in have.items():
+                declared.append(inspect.Parameter(each, keyword, default=default, annotation=option))
+        for dial in rows:
+            option, kind = opt.dial_option(dial), dial.kind | None
+            declared.append(inspect.Parameter(dial.name, keyword, default=option, annotation=kind))
+        run.__signature__ = inspect.Signature(declared)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in declared}
+        return run
+
+    return decorate
+
+
+def read(options: DrawOptions, **more: Any) -> Pipeline:
+    """The model, and on stderr what weights in 8 bits do to it. Raises InputError."""
+    from lanternpp import Pipeline
+
+    pipe = Pipeline.from_pretrained(**options.pretrained, **more)
+    tell_effect(pipe.effect)
+    return pipe
 
 
 def method_for(
@@ -75,15 +89,16 @@ def method_for(
     return choose(method, folder, other, defaults, Tuned.read(folder, other), kind), defaults
 
 
-def check(model: str, drafter: str | None, method: str, overrides: Mapping[str, Any]) -> None:
+def check(options: DrawOptions) -> None:
     """Refuse, before a model is read, what is wrong with a method's parts and dials, and dials no part reads."""
     import torch
 
     from lanternpp.accept import RULES
     from lanternpp.settings import build_rule, network_wanted, resolve
 
-    chosen, defaults = method_for(model, drafter, method)
-    settings = resolve(chosen.method, chosen.defaults(defaults), overrides, chosen.why is not None)
+    drafter = options.drafter
+    chosen, defaults = method_for(options.model, drafter, options.method)
+    settings = resolve(chosen.method, chosen.defaults(defaults), options.overrides, chosen.why is not None)
     if settings.accept in RULES:  # of an outsider's rule we do not know what it makes of an empty table
         build_rule(settings, lambda k: torch.empty(0, k, dtype=torch.int32))
     if network_wanted(settings) is None and drafter is not None:

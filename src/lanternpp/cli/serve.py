@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lanternpp.arguments import DrawOptions
 from lanternpp.cli import many
 from lanternpp.cli import options as opt
-from lanternpp.cli.overrides import check, takes_overrides
+from lanternpp.cli.overrides import check, draws
 from lanternpp.cli.terminal import say, tell_effect
 from lanternpp.errors import InputError
 
@@ -18,125 +21,82 @@ if TYPE_CHECKING:
     from lanternpp.serve.terms import Terms
     from lanternpp.tuning.batches import Steps
 
-PANEL = "Server"
+_server = partial(typer.Option, rich_help_panel="Server")
 
-Host = Annotated[
-    str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine.", rich_help_panel=PANEL)
-]
-Port = Annotated[
-    int,
-    typer.Option(help="0: any free one.", callback=opt.within(0, 65535, "0 to 65535"), rich_help_panel=PANEL),
-]
-Slots = Annotated[
-    int,
-    typer.Option(
-        help="Most pictures of the same settings drawn at once: 1, 2, 4, 8 ...", rich_help_panel=PANEL
-    ),
-]
-Queue = Annotated[
-    int,
-    typer.Option(
-        help="Most pictures that wait; above it: 429.",
-        callback=opt.within(1, remedy="1 or more"),
-        rich_help_panel=PANEL,
-    ),
-]
+Host = Annotated[str, _server(help="Address to listen at; 0.0.0.0: all of this machine.")]
+Port = Annotated[int, _server(help="0: any free one.", callback=opt.within(0, 65535))]
+Slots = Annotated[int, _server(help="Most pictures of the same settings drawn at once: 1, 2, 4, 8 ...")]
+Queue = Annotated[int, _server(help="Most pictures that wait; above it: 429.", callback=opt.within(1))]
 Lanes = Annotated[
     int,
-    typer.Option(
-        help="Most engines kept: each holds the caches of its settings and its rows.",
-        callback=opt.within(1, remedy="1 or more"),
-        rich_help_panel=PANEL,
+    _server(
+        help="Most engines kept: each holds the caches of its settings and its rows.", callback=opt.within(1)
     ),
 ]
 Deadline = Annotated[
     float,
-    typer.Option(
+    _server(
         metavar="SECONDS",
         help="After which a picture is given up: 504.",
         callback=opt.within(0, remedy="above 0", above=True),
-        rich_help_panel=PANEL,
     ),
 ]
 Drain = Annotated[
     float,
-    typer.Option(
+    _server(
         metavar="SECONDS",
         help="That accepted pictures have to finish after SIGTERM.",
-        callback=opt.within(0, remedy="0 or more"),
-        rich_help_panel=PANEL,
+        callback=opt.within(0),
     ),
 ]
 Key = Annotated[
     list[str] | None,
-    typer.Option(
+    _server(
         "--api-key",
         metavar="KEY",
         help="Who names it is let in; may be given again. Others on this machine can read it from the list of "
         "processes: prefer --api-key-file, or the variable LANTERNPP_API_KEYS.",
-        rich_help_panel=PANEL,
     ),
 ]
-KeyFile = Annotated[
-    Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key a line.", rich_help_panel=PANEL)
-]
-NoKey = Annotated[
-    bool,
-    typer.Option("--no-key", help="Let everybody in who reaches --host.", rich_help_panel=PANEL),
-]
+KeyFile = Annotated[Path | None, _server("--api-key-file", metavar="FILE", help="One key a line.")]
+NoKey = Annotated[bool, _server("--no-key", help="Let everybody in who reaches --host.")]
 AllowHost = Annotated[
     list[str] | None,
-    typer.Option(
+    _server(
         metavar="NAME",
         help="A name by which it may be called besides those of this machine, such as a proxy's; the proxy passes the "
         "Host header on. Pages of other sites are refused all the same. May be given again.",
-        rich_help_panel=PANEL,
     ),
 ]
 Proxies = Annotated[
     str | None,
-    typer.Option(
+    _server(
         metavar="IPS",
         help="Proxies whose X-Forwarded-For is believed: addresses or networks, with commas; * for any. Else nobody's is.",
-        rich_help_panel=PANEL,
     ),
 ]
-PromptLimit = Annotated[
-    int,
-    typer.Option(
-        help="Most characters of a prompt.",
-        callback=opt.within(1, remedy="1 or more"),
-        rich_help_panel=PANEL,
-    ),
-]
-BodyLimit = Annotated[
-    int,
-    typer.Option(
-        help="Most bytes of a request.", callback=opt.within(1, remedy="1 or more"), rich_help_panel=PANEL
-    ),
-]
+PromptLimit = Annotated[int, _server(help="Most characters of a prompt.", callback=opt.within(1))]
+BodyLimit = Annotated[int, _server(help="Most bytes of a request.", callback=opt.within(1))]
 Calibrate = Annotated[
     bool,
-    typer.Option(
+    _server(
         "--calibrate/--no-calibrate",
         help="After the first start measure which tree is fastest for how many pictures at once, down to plain "
         "decoding, while no request waits; a --tree of your own is kept.",
-        rich_help_panel=PANEL,
     ),
 ]
-Page = Annotated[bool, typer.Option("--page/--no-page", help="The page at /.", rich_help_panel=PANEL)]
+Page = Annotated[bool, _server("--page/--no-page", help="The page at /.")]
 Replicas = Annotated[
     int | None,
-    typer.Option(
+    many.ray_option(
         metavar="N",
         help="Servers under --ray; default: one for each GPU, else one for every four cores.",
-        callback=opt.within(1, 10_000, "1 to 10000"),
-        rich_help_panel=many.PANEL_RAY,
+        callback=opt.within(1, 10_000),
     ),
 ]
 
 
-@takes_overrides
+@draws()
 def serve(
     host: Host = "127.0.0.1",
     port: Port = 8000,
@@ -156,22 +116,16 @@ def serve(
     page: Page = True,
     ray: many.Ray = None,
     replicas: Replicas = None,
-    model: opt.Model = opt.MODEL,
-    drafter: opt.Drafter = None,
-    size: opt.Size = None,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    method: opt.Method = opt.METHOD,
     *,
-    overrides: dict[str, Any],
+    options: DrawOptions,
 ) -> None:
     """Draw over HTTP, with OpenAI's Images API at /v1 and a page at /; many pictures share every pass.
 
     The method and its options are the defaults of requests. SIGTERM lets accepted pictures finish. With --ray, several
     servers share the work.
     """
-    refuse(slots, overrides)
-    calibrate = calibrate and "tree" not in overrides
+    refuse(slots, options.overrides)
+    calibrate = calibrate and "tree" not in options.overrides
     if ray is None and replicas is not None:
         raise InputError(f"--replicas {replicas} are of Ray; add --ray")
     many.check_ray(ray)
@@ -187,10 +141,9 @@ def serve(
         )
     names = [*LOOPBACK, *(allow_host or ())] if host in LOOPBACK or allow_host else []
     with bind(host, port) as bound:
-        check(model, drafter, method, overrides)
+        check(options)
 
         import warnings
-        from functools import partial
 
         from lanternpp import Pipeline
         from lanternpp.results import drawn_with
@@ -202,19 +155,16 @@ def serve(
         from lanternpp.serve.terms import Terms
         from lanternpp.targets.base import PromptWarning
 
-        terms = Terms(method, overrides, keys, names, deadline, body_limit, prompt_limit)
+        terms = Terms(options.method, options.overrides, keys, names, deadline, body_limit, prompt_limit)
         if ray is not None:
             from lanternpp.cli.serve_ray import deploy
             from lanternpp.serve.ray_serve import Plan
 
-            where = many.placed(model), many.placed(drafter)
             measure = measuring if calibrate else None
-            plan = Plan(*where, device, dtype, size, terms, slots, queue, lanes, measure, page)
+            plan = Plan(many.placed(options), terms, slots, queue, lanes, measure, page)
             deploy(ray, replicas, plan, bound, drain, proxies)
             return
-        pipe = aside(
-            Pipeline.from_pretrained, model=model, drafter=drafter, device=device, dtype=dtype, size=size
-        )
+        pipe = aside(Pipeline.from_pretrained, **options.pretrained)
         tell_effect(pipe.effect)
         aside(pipe.new_engine, terms.settings(pipe, None, {}))  # what is missing is missed now
         warnings.simplefilter("ignore", PromptWarning)  # of strangers' prompts
@@ -226,7 +176,7 @@ def serve(
             batcher.close(False, 0)
             raise
 
-        chosen = pipe.chosen(method)
+        chosen = pipe.chosen(options.method)
         named = drawn_with(chosen.method, chosen.why)
 
         def ready() -> None:
@@ -236,7 +186,7 @@ def serve(
             say("serve", f"not all pictures were finished within {drain:g} s")
 
 
-def refuse(slots: int, overrides: dict[str, Any]) -> None:
+def refuse(slots: int, overrides: Mapping[str, Any]) -> None:
     """What can be refused at once. Raises InputError."""
     if slots < 1 or slots & (slots - 1):
         raise InputError(f"--slots {slots} is no power of two; use 1, 2, 4, 8 ...")

@@ -9,21 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
+from lanternpp.arguments import DrawOptions
 from lanternpp.cli import options as opt
-from lanternpp.cli.overrides import check, takes_overrides
+from lanternpp.cli.overrides import check, draws, read
 from lanternpp.cli.plots import Plots, wanted
-from lanternpp.cli.terminal import progress_bar, tell_effect
+from lanternpp.cli.terminal import progress_bar
+from lanternpp.dials import DIALS
 from lanternpp.errors import InputError
 
 MOST = 1024  # pictures at once
 
 Sizes = Annotated[str, typer.Option(metavar="A,B,...", help="Pictures at once, parted by commas.")]
-Rounds = Annotated[
-    int, typer.Option(help="Turns of each way to draw.", callback=opt.within(1, 1000, "1 to 1000"))
-]
-Prompts = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="One prompt per line; default: the model's own list.")
-]
+Rounds = Annotated[int, typer.Option(help="Turns of each way to draw.", callback=opt.within(1, 1000))]
 Folder = Annotated[
     Path,
     typer.Option(
@@ -36,24 +33,18 @@ Folder = Annotated[
 Restart = Annotated[bool, typer.Option("--restart", help="Measure everything again.")]
 
 
-@takes_overrides
+@draws()
 def throughput(
     batch_sizes: Sizes = "1,2,4,8,16",
     rounds: Rounds = 3,
-    prompts: Prompts = None,
+    prompts: opt.Prompts = None,
     output: Folder = Path("out/throughput"),
     restart: Restart = False,
     plots: Plots = None,
     as_json: opt.Json = False,
-    model: opt.Model = opt.MODEL,
-    drafter: opt.Drafter = None,
-    size: opt.Size = None,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    method: opt.Method = opt.METHOD,
-    seed: opt.Seed = 0,
     *,
-    overrides: dict[str, Any],
+    options: DrawOptions,
+    seed: opt.Seed = 0,
 ) -> None:
     """Pictures per second by batch size: plain AR, a method as it is, and with its tree chosen for each size.
 
@@ -62,12 +53,11 @@ def throughput(
     """
     asked = read_sizes(batch_sizes)
     for name, remedy in (("batch_size", "--batch-sizes"), ("measure", "bench --measure")):
-        if name in overrides:
-            raise InputError(f"--{name.replace('_', '-')} would change nothing here; use {remedy}")
-    check(model, drafter, method, overrides)
+        if name in options.overrides:
+            raise InputError(f"{DIALS[name].option} would change nothing here; use {remedy}")
+    check(options)
     drawn = wanted(plots)
 
-    from lanternpp import Pipeline
     from lanternpp.evaluation.prompts import read_prompts
     from lanternpp.models import model_folder
     from lanternpp.nn import checkpoints
@@ -76,14 +66,13 @@ def throughput(
     from lanternpp.tuning.batches import calibrate
     from lanternpp.tuning.lane import usual_conditions
 
-    given = read_prompts(prompts, model_folder(model)) if prompts else None
-    pipe = Pipeline.from_pretrained(model, drafter, device, dtype, size)
-    tell_effect(pipe.effect)
-    settings = pipe.settings(method, **{"batch_size": 1} | overrides)
-    auto, method = pipe.chosen(method).why, settings.method
+    given = read_prompts(prompts, model_folder(options.model)) if prompts else None
+    pipe = read(options)
+    settings = pipe.settings(options.method, **{"batch_size": 1, **options.overrides})
+    auto, method = pipe.chosen(options.method).why, settings.method
     conditions = given or usual_conditions(pipe)
     for condition in conditions:
-        pipe.target.prompt([condition], 1)
+        pipe.target.check(condition)
     with progress_bar("measuring trees") as tell:
         choice = calibrate(pipe, settings, asked, conditions, tell, restart)
     bench = measured.Throughput(pipe, settings, choice, asked, conditions, output, seed, restart)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lanternpp.arguments import DrawOptions
 from lanternpp.cli import options as opt
 from lanternpp.cli import tune_tables
-from lanternpp.cli.overrides import check, method_for, takes_overrides
+from lanternpp.cli.overrides import check, draws, method_for
 from lanternpp.cli.plots import Plots, wanted
 from lanternpp.cli.terminal import progress_bar, say
 from lanternpp.errors import InputError
@@ -23,32 +24,25 @@ if TYPE_CHECKING:
 
 VARIATION, FRECHET = 8, 100  # pictures that a budget is measured on
 
-Prompts = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="One prompt per line; default: the model's own list.")
-]
 Pictures = Annotated[
     int,
     typer.Option(
-        "-n",
-        "--n",
-        help="Pictures of each entrant of the race at the end.",
-        callback=opt.within(1, 10_000, "1 to 10000"),
+        "-n", "--n", help="Pictures of each entrant of the race at the end.", callback=opt.within(1, 10_000)
     ),
 ]
 Rounds = Annotated[
-    int, typer.Option(help="How often each probing tree is drawn.", callback=opt.within(1, 1000, "1 to 1000"))
+    int, typer.Option(help="How often each probing tree is drawn.", callback=opt.within(1, 1000))
 ]
 Nodes = Annotated[
-    int,
-    typer.Option(help="The most nodes of a tree, the root apart.", callback=opt.within(1, 512, "1 to 512")),
+    int, typer.Option(help="The most nodes of a tree, the root apart.", callback=opt.within(1, 512))
 ]
-Depth = Annotated[int, typer.Option(help="The most levels of a tree.", callback=opt.within(1, 32, "1 to 32"))]
+Depth = Annotated[int, typer.Option(help="The most levels of a tree.", callback=opt.within(1, 32))]
 Variation = Annotated[
     float | None,
     typer.Option(
         metavar="X",
         help="Also pick k and lambda: at most so much total variation per picture.",
-        callback=opt.within(0, remedy="0 or more"),
+        callback=opt.within(0),
     ),
 ]
 Frechet = Annotated[
@@ -56,14 +50,14 @@ Frechet = Annotated[
     typer.Option(
         metavar="X",
         help="Also pick k and lambda: a Fréchet distance at most X % above that of plain AR.",
-        callback=opt.within(0, remedy="0 or more"),
+        callback=opt.within(0),
     ),
 ]
 Measured = Annotated[
     int | None,
     typer.Option(
         help=f"Pictures that a budget is measured on; default: {VARIATION}, or {FRECHET} for Fréchet distances.",
-        callback=opt.within(1, 100_000, "1 to 100000"),
+        callback=opt.within(1, 100_000),
     ),
 ]
 Folder = Annotated[
@@ -85,9 +79,9 @@ Save = Annotated[
 ]
 
 
-@takes_overrides
+@draws()
 def tune(
-    prompts: Prompts = None,
+    prompts: opt.Prompts = None,
     n: Pictures = 8,
     rounds: Rounds = 3,
     nodes: Nodes = 64,
@@ -101,15 +95,9 @@ def tune(
     save: Save = True,
     plots: Plots = None,
     as_json: opt.Json = False,
-    model: opt.Model = opt.MODEL,
-    drafter: opt.Drafter = None,
-    size: opt.Size = None,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    method: opt.Method = opt.METHOD,
-    seed: opt.Seed = 0,
     *,
-    overrides: dict[str, Any],
+    options: DrawOptions,
+    seed: opt.Seed = 0,
 ) -> None:
     """Find the draft tree that draws fastest with a method on this machine, and make it the default.
 
@@ -118,7 +106,7 @@ def tune(
     says otherwise; what is found serves that many at a time, this kind of device and this dtype.
     """
     for name, why in (("tree", "tune finds the tree"), ("measure", "--budget-tv does that")):
-        if name in overrides:
+        if name in options.overrides:
             raise InputError(f"--{name} would change nothing: {why}; leave it out")
     if budget_tv is not None and budget_frechet is not None:
         raise InputError("--budget-tv and --budget-frechet cannot both be held; give one")
@@ -126,7 +114,7 @@ def tune(
         raise InputError(
             f"--budget-pictures {budget_pictures} would change nothing without a budget; give one"
         )
-    check(model, drafter, method, overrides)
+    check(options)
     drawn = wanted(plots)
 
     from lanternpp import Pipeline
@@ -137,16 +125,16 @@ def tune(
     from lanternpp.tuned import Tuned
     from lanternpp.tuning import run
 
-    folder = model_folder(model)
-    chosen, defaults = method_for(model, drafter, method, device)
-    run.check(resolve(chosen.method, chosen.defaults(defaults), overrides))
+    folder, drafter = model_folder(options.model), options.drafter
+    chosen, defaults = method_for(options.model, drafter, options.method, options.device)
+    run.check(resolve(chosen.method, chosen.defaults(defaults), options.overrides))
     method = chosen.method
     tuned = Tuned.read(folder, model_folder(drafter) if drafter else None)
     if save:
         tuned.check()
     asked = read_prompts(prompts, folder)
-    pipe = Pipeline.from_pretrained(model, drafter, device, dtype, size, tuned=False)
-    plan = run.Plan(method, overrides, asked, rounds, n, nodes, depth, seed)
+    pipe = Pipeline.from_pretrained(**options.pretrained, tuned=False)
+    plan = run.Plan(method, dict(options.overrides), asked, rounds, n, nodes, depth, seed)
     output = output or Path("out/tune") / f"{pipe.name}-{method}"
     tuner = run.Tuner(pipe, plan, output, restart)
     budget = budget_of(tuner, budget_tv, budget_frechet, budget_pictures)

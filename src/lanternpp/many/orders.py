@@ -31,15 +31,18 @@ class Order:
 
 @dataclass(frozen=True)
 class Facts:
-    """What all pictures of a job have in common, as `picture.notes` wants it."""
+    """What all pictures of a job have in common."""
 
     method: str
     model: str
     settings: Mapping[str, Any]  # as Pipeline.told
     versions: Mapping[str, str]
     length: int  # codes of a picture
-    images: int = 1  # in a file
     auto: str | None = None  # as `Stats.auto`
+
+    def notes(self, order: Order) -> dict[str, str]:
+        """What the PNG of an order says."""
+        return notes(order.prompt, order.seed, self.model, self.settings, self.versions)
 
 
 def orders(prompts: Sequence[str], n: int, seed: int) -> list[Order]:
@@ -62,7 +65,7 @@ def missing(folder: Path, wanted: Sequence[Order], facts: Facts, overwrite: bool
             order = older
         path = folder / order.name
         there = png_notes(path)
-        differing = None if there is None else differences(there, notes(order.prompt, order.seed, facts))
+        differing = None if there is None else differences(there, facts.notes(order))
         if there is None or (differing and overwrite):
             found.append(order)
         elif differing:

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from lanternpp.arguments import DrawOptions
 from lanternpp.engine.decode import drawing
 from lanternpp.errors import InputError
 from lanternpp.many.orders import Facts, Order
-from lanternpp.picture import notes, png_bytes
+from lanternpp.picture import png_bytes
 from lanternpp.pipeline import Pipeline, versions
 from lanternpp.settings import Settings
 
 BATCH = 8  # pictures at once, however many there are: a job that grows keeps its bytes
 KEPT = 512  # prompts whose features are worth keeping between their check and their picture
-
-
-@dataclass(frozen=True)
-class Source:
-    """What to draw with: a model as `Pipeline.from_pretrained` reads it, a method and its overrides."""
-
-    model: str
-    drafter: str | None
-    device: str
-    dtype: str
-    size: str | None
-    method: str
-    overrides: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,21 +38,18 @@ class Refusal:
 
 
 class Painter:
-    """A model with one engine. Raises InputError where `source` is wrong.
+    """A model with one engine. Raises InputError where `options` are wrong.
 
-    settings: those to draw with, where they are known; else they follow from the source.
+    settings: those to draw with, where they are known; else they follow from the options.
     """
 
-    def __init__(self, source: Source, settings: Settings | None = None):
-        self.pipe = Pipeline.from_pretrained(
-            source.model, source.drafter, source.device, source.dtype, source.size
-        )
-        self.settings = settings or self.pipe.settings(
-            source.method, **{"batch_size": BATCH, **source.overrides}
-        )
+    def __init__(self, options: DrawOptions, settings: Settings | None = None):
+        self.pipe = Pipeline.from_pretrained(**options.pretrained)
+        given = {"batch_size": BATCH, **options.overrides}
+        self.settings = settings or self.pipe.settings(options.method, **given)
         self.engine = self.pipe.new_engine(self.settings)
         told = self.pipe.told(self.settings)
-        why, length = self.pipe.chosen(source.method).why, self.pipe.target.length
+        why, length = self.pipe.chosen(options.method).why, self.pipe.target.length
         self.facts = Facts(self.settings.method, self.pipe.name, told, versions(), length, auto=why)
 
     @property
@@ -82,7 +66,7 @@ class Painter:
             warnings.simplefilter("always")
             for prompt in prompts:
                 try:
-                    self.pipe.target.prompt([prompt], 1)
+                    self.pipe.target.check(prompt)
                 except InputError as error:
                     refused.append(Refusal(prompt, str(error)))
         return refused, list(dict.fromkeys(str(one.message) for one in told))
@@ -101,5 +85,5 @@ class Painter:
                 return
             (image,) = self.pipe.images(harvest.codes[None])
             order = orders[place]
-            png = png_bytes(image, notes(order.prompt, order.seed, self.facts))
+            png = png_bytes(image, self.facts.notes(order))
             yield place, Drawn(png, harvest.accepted, harvest.tv_spent)

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from lanternpp.arguments import DrawOptions
 from lanternpp.cluster import LOCAL, Share, brief, cluster, default_workers, share
 from lanternpp.errors import InputError
 from lanternpp.many.orders import Facts, Order, differences
-from lanternpp.many.painter import Drawn, Painter, Refusal, Source
-from lanternpp.picture import notes
+from lanternpp.many.painter import Drawn, Painter, Refusal
 from lanternpp.settings import Settings
 
 CHUNK = 4  # full batches that a worker takes at most
@@ -28,10 +28,12 @@ DEATHS = 3  # of each worker, in a row, without a picture
 class Artist:
     """A painter in a process of its own."""
 
-    def open(self, source: Source, threads: int, facts: Facts | None, settings: Settings | None) -> Opened:
+    def open(
+        self, options: DrawOptions, threads: int, facts: Facts | None, settings: Settings | None
+    ) -> Opened:
         """Read the model. facts, settings: those of the first worker, which all others draw with."""
         torch.set_num_threads(threads)
-        self.painter = Painter(source, settings)
+        self.painter = Painter(options, settings)
         own = self.painter.facts
         self.painter.facts = facts or own
         return Opened(own, self.painter.settings, self.painter.effect)
@@ -66,8 +68,8 @@ class Task:
 class Pool:
     """Several workers as one painter."""
 
-    def __init__(self, ray: Any, source: Source, actors: int, part: Share, threads: int):
-        self.ray, self.source, self.threads = ray, source, threads
+    def __init__(self, ray: Any, options: DrawOptions, actors: int, part: Share, threads: int):
+        self.ray, self.options, self.threads = ray, options, threads
         self._make = ray.remote(Artist).options(max_restarts=0, **part.options).remote
         self._size = actors
         self._first: Opened | None = None
@@ -137,7 +139,7 @@ class Pool:
         actor = self._make()
         first = self._first
         told = (first.facts, first.settings) if first else (None, None)
-        self._working[actor.open.remote(self.source, self.threads, *told)] = Task(actor)
+        self._working[actor.open.remote(self.options, self.threads, *told)] = Task(actor)
 
     def _next(self) -> tuple[tuple[int, Drawn] | None, set[int]]:
         """The next thing that happens: a picture, or a death and the places that are owed again, or neither."""
@@ -175,7 +177,7 @@ class Pool:
         if self._first is None:
             self._first = opened
             return
-        old, new = (notes("", 0, one.facts) for one in (self._first, opened))
+        old, new = (one.facts.notes(Order("", 0)) for one in (self._first, opened))
         differing = differences(old, new)
         if not differing and old["versions"] != new["versions"]:
             differing = f"versions {old['versions']}, now {new['versions']}"
@@ -199,10 +201,10 @@ class Pool:
 
 
 @contextmanager
-def pool(address: str, actors: int | None, source: Source) -> Iterator[Pool]:
+def pool(address: str, actors: int | None, options: DrawOptions) -> Iterator[Pool]:
     """A pool on the cluster at an address. Its workers end with the block. Raises InputError."""
     with cluster(address, actors) as ray:
-        count = actors or default_workers(ray, source.device)
-        part = share(ray, count, source.device)
+        count = actors or default_workers(ray, options.device)
+        part = share(ray, count, options.device)
         threads = max(1, torch.get_num_threads() // count) if address == LOCAL else part.cpus
-        yield Pool(ray, source, count, part, threads)
+        yield Pool(ray, options, count, part, threads)

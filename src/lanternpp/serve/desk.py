@@ -41,9 +41,10 @@ class Desk:
         for name in ("partial_images", "progress"):
             if getattr(asked, name) and not asked.stream:
                 raise InputError(f"{name} comes with stream only; set stream to true")
-        if asked.tree is not None and asked.tree not in TREES:
-            raise InputError(unknown("tree", asked.tree, TREES))
-        settings = self.terms.settings(self.pipe, asked.method, asked.overrides())
+        given = asked.overrides()
+        if given.get("tree", next(iter(TREES))) not in TREES:
+            raise InputError(unknown("tree", given["tree"], TREES))
+        settings = self.terms.settings(self.pipe, asked.method, given)
         limits = [limit for limit in (asked.deadline, self.terms.deadline) if limit is not None]
         seed = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed
         return [

@@ -7,8 +7,6 @@ import base64
 import io
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from PIL import Image
@@ -24,16 +22,6 @@ from lanternpp.serve.orders import Drawn, Order
 GREY = (128, 128, 128)
 QUALITY = 90  # of jpeg, where nothing is said
 SHARE = 4  # a preview took a second: the next one begins this many seconds later, or more
-
-
-@dataclass(frozen=True)
-class Told:
-    """What `picture.notes` wants to know of pictures."""
-
-    images: int
-    model: str
-    settings: Mapping[str, Any]
-    versions: Mapping[str, str]
 
 
 def picture_size(pipe: Pipeline) -> tuple[int, int]:
@@ -81,8 +69,7 @@ class Previews:
 
 def png_notes(pipe: Pipeline, order: Order, drawn: Drawn) -> dict[str, str]:
     """What a PNG says of how it was made, as those of the command line do."""
-    told = Told(1, pipe.name, pipe.told(drawn.settings), versions())
-    return notes_of(order.prompt, order.seed, told)
+    return notes_of(order.prompt, order.seed, pipe.name, pipe.told(drawn.settings), versions())
 
 
 def encode(

@@ -18,6 +18,7 @@ import torch
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lanternpp.arguments import DrawOptions
 from lanternpp.cluster import LOCAL, Share, cluster, default_workers, share
 from lanternpp.errors import InputError
 from lanternpp.pipeline import Pipeline
@@ -38,31 +39,19 @@ Measure = Callable[[Pipeline, Terms, int], Steps]
 NAME = "lanternpp"
 MOST = 10_000  # requests that a replica is handed at once: its batcher says when it is full
 GRACE = 10.0  # seconds that a call to all replicas may take besides what it waits for
-TOLD: tuple[str, ...] = (
-    "type",
-    "asgi",
-    "http_version",
-    "method",
-    "scheme",
-    "path",
-    "raw_path",
-    "query_string",
-    "root_path",
+TOLD = (  # of a request, to its replica
+    *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path"),
+    *("headers", "client", "server", "state"),
 )
-TOLD += ("headers", "client", "server", "state")  # of a request, to its replica
 
 log = logging.getLogger("lanternpp.serve")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A model as `Pipeline.from_pretrained` reads it, the terms of a server, and what its batcher is made with."""
+    """What a server draws with, its terms, and what its batcher is made with."""
 
-    model: str
-    drafter: str | None
-    device: str
-    dtype: str
-    size: str | None
+    options: DrawOptions
     terms: Terms
     slots: int = 8
     queue: int = 64
@@ -72,7 +61,7 @@ class Plan:
 
     def read(self) -> Pipeline:
         """The model; what is missing of the method is missed here. Raises InputError."""
-        pipe = Pipeline.from_pretrained(self.model, self.drafter, self.device, self.dtype, self.size)
+        pipe = Pipeline.from_pretrained(**self.options.pretrained)
         pipe.new_engine(self.terms.settings(pipe, None, {}))
         return pipe
 
@@ -214,8 +203,8 @@ def run(
     As `server.run`, whatever the cluster: this machine alone listens. Raises InputError.
     """
     with cluster(address, replicas) as ray:
-        count = replicas or default_workers(ray, plan.device)
-        part = share(ray, count, plan.device)
+        count = replicas or default_workers(ray, plan.options.device)
+        part = share(ray, count, plan.options.device)
         threads = max(1, torch.get_num_threads() // count) if address == LOCAL else part.cpus
         opened = tried(ray, plan, part, threads, count)
         behind = Replicas(deploy(ray, address, plan, part, threads, count))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-AtLeastOne = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+from lanternpp.dials import DRAFT, MEASURE, RULE, SAMPLING, Dial, dials
+
 Name = Annotated[str, Field(max_length=100)]
 
 
-class ImagesRequest(BaseModel):
+class _ImagesRequest(BaseModel):
     """A request for pictures. Fields that OpenAI's models heed and ours do not are taken and ignored."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -45,33 +45,35 @@ class ImagesRequest(BaseModel):
     seed: Annotated[int, Field(ge=0, le=2**62)] | None = Field(
         None, description="Of the first picture; default: drawn by the server, and told in the answer."
     )
-    deadline: Positive | None = Field(None, description="Seconds after which the pictures are of no use.")
+    deadline: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Seconds after which the pictures are of no use."
+    )
     method: Name | None = Field(None, description="A method by name; default: the server's.")
-    tree: Name | None = Field(None, description="One of our trees by name; default: the method's.")
-    neighbours: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
-    delta: NotNegative | None = None
-    lam: AtLeastOne | None = None
-    nu: NotNegative | None = None
-    residual: Name | None = None
-    window: Annotated[int, Field(ge=1, le=256)] | None = None
-    coupling: Name | None = None
-    fresh: Name | None = None
-    verify: Name | None = None
-    measure: bool | None = Field(None, description="Measure tv_spent, which takes time.")
-    cfg: AtLeastOne | None = None
-    temperature: NotNegative | None = None
-    top_k: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
 
     def overrides(self) -> dict[str, Any]:
-        """The fields of `Settings` that were given."""
-        return {name: value for name in OWN if (value := getattr(self, name)) is not None}
+        """The dials that were given."""
+        return {dial.name: value for dial in OWN if (value := getattr(self, dial.name)) is not None}
 
 
-OWN = (
-    *("tree", "neighbours", "delta", "lam", "nu", "residual", "window", "coupling", "fresh", "verify"),
-    *("measure", "cfg", "temperature", "top_k", "top_p"),
-)
+def field(dial: Dial) -> Any:
+    """The type of a dial's field and what is said of it, for pydantic."""
+    kind: Any = Name if dial.kind is str else dial.kind
+    limits = {} if dial.low is None else {"gt" if dial.above else "ge": dial.low}
+    if dial.high < math.inf:
+        limits["le"] = dial.high
+    return Annotated[kind, Field(**limits)] | None, Field(None, description=dial.about)
+
+
+OWN = dials(DRAFT, RULE, MEASURE, SAMPLING)
+if TYPE_CHECKING:  # its own fields; those of dials are read by name
+
+    class ImagesRequest(_ImagesRequest):
+        """A request for pictures, with a field for each dial of `OWN`."""
+
+else:
+    made = {dial.name: field(dial) for dial in OWN}
+    ImagesRequest = create_model("ImagesRequest", __base__=_ImagesRequest, __module__=__name__, **made)
+    ImagesRequest.__doc__ = _ImagesRequest.__doc__
 
 
 class Facts(BaseModel):

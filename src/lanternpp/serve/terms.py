@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lanternpp.dials import DRAFT, PARTS, RULE, names
 from lanternpp.errors import InputError
 from lanternpp.methods import AUTO, check_method
 from lanternpp.pipeline import Pipeline
 from lanternpp.serve.entrance import check_keys
-from lanternpp.settings import DIALS, Settings
+from lanternpp.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,6 @@ class Terms:
         """
         own = pipe.chosen(self.method).method
         name = pipe.chosen(check_method(named)).method if named else own
-        parts = {*DIALS, "proposer", "accept"}
-        base = {k: v for k, v in self.overrides.items() if name == own or k not in parts}
+        its = names(PARTS, DRAFT, RULE)
+        base = {k: v for k, v in self.overrides.items() if name == own or k not in its}
         return pipe.settings(named or self.method, **{**base, **given, "batch_size": 1})

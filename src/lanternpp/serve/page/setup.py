@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import Any
 
-from lanternpp.accept.base import RESIDUALS
-from lanternpp.engine.verifiers import VERIFIERS
+from lanternpp.dials import EVERY, SAMPLING, Dial, dials, names
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
 from lanternpp.methods import METHODS
 from lanternpp.pipeline import Pipeline
-from lanternpp.proposers.jacobi import COUPLINGS, FRESH
 from lanternpp.serve.pictures import picture_size
 from lanternpp.serve.terms import Terms
 from lanternpp.settings import Settings, dials_read
@@ -21,35 +18,7 @@ from lanternpp.trees import TREES
 EXAMPLES = 5  # prompts offered
 
 
-@dataclass(frozen=True)
-class Dial:
-    """A field of a request that the page shows: a number of a range, or one of `choices`."""
-
-    name: str
-    label: str
-    info: str
-    low: float = 0.0
-    high: float = 1.0
-    step: float = 0.01
-    choices: tuple[str, ...] = ()
-    more: bool = False  # whether it stands under More dials
-
-
-DIALS = (
-    Dial("lam", "Lambda", "How far a code's probability may grow; 1 is exact.", 1, 20, 0.1),
-    Dial("delta", "Delta", "How much a code may borrow.", 0, 3),
-    Dial("neighbours", "Neighbours k", "Look-alike codes that may lend.", 1, 1000, 1),
-    Dial("nu", "Nu", "How fast the relaxation falls with the level.", 0, 2),
-    Dial("window", "Window", "Guesses in one pass.", 1, 64, 1),
-    Dial("cfg", "Guidance", "How closely to follow the prompt.", 1, 15, 0.1),
-    Dial("tree", "Tree", "The shape of a draft.", choices=tuple(TREES), more=True),
-    Dial("coupling", "Coupling", "How a guess follows the last one.", choices=tuple(COUPLINGS), more=True),
-    Dial("fresh", "Fresh guesses", "What new guesses are drawn from.", choices=tuple(FRESH), more=True),
-    Dial("residual", "Residual", "What is drawn from after a refusal.", choices=RESIDUALS, more=True),
-    Dial("verify", "Verification", "How a draft is verified.", choices=tuple(VERIFIERS), more=True),
-    Dial("temperature", "Temperature", "0 takes the most probable code.", 0, 2, 0.05, more=True),
-)
-SAMPLING = ("cfg", "temperature", "top_k", "top_p")  # the same on both sides of a race
+DIALS = tuple(dial for dial in dials(*EVERY) if dial.label)
 
 
 def setup(pipe: Pipeline, terms: Terms) -> dict[str, Any]:
@@ -70,8 +39,20 @@ def setup(pipe: Pipeline, terms: Terms) -> dict[str, Any]:
         "baseline": baseline(),
         "method": next(name for name in (*own, *offered) if name in offered),
         "methods": {name: shown(pipe, terms, name) for name in offered},
-        "dials": [asdict(dial) for dial in DIALS],
+        "dials": [row(dial) for dial in DIALS],
     }
+
+
+def row(dial: Dial) -> dict[str, Any]:
+    """A field of a request that the page shows: a number of a range, or one of `choices`; more: under More dials."""
+    low, high, step = dial.slider
+    shown = {"name": dial.name, "label": dial.label, "info": dial.help, "choices": choices(dial)}
+    return shown | {"low": low, "high": high, "step": step, "more": dial.folded}
+
+
+def choices(dial: Dial) -> tuple[str, ...]:
+    """The names that a dial may have on the page."""
+    return tuple(TREES) if dial.name == "tree" else dial.choices
 
 
 def shown(pipe: Pipeline, terms: Terms, method: str) -> dict[str, Any]:
@@ -81,7 +62,7 @@ def shown(pipe: Pipeline, terms: Terms, method: str) -> dict[str, Any]:
     return {
         "about": f"{about[:1].upper()}{about[1:]}.",
         "dials": {dial.name: _value(dial, settings) for dial in DIALS if dial.name in _read(settings)},
-        "sampling": {name: getattr(settings, name) for name in SAMPLING},
+        "sampling": {name: getattr(settings, name) for name in names(SAMPLING)},
     }
 
 
@@ -106,13 +87,14 @@ def _possible(pipe: Pipeline, terms: Terms, method: str) -> bool:
 
 def _read(settings: Settings) -> frozenset[str]:
     """The fields of a request that change what these settings draw."""
-    return dials_read(settings.proposer, settings.accept) | frozenset(SAMPLING)
+    return dials_read(settings.proposer, settings.accept) | frozenset(names(SAMPLING))
 
 
 def _value(dial: Dial, settings: Settings) -> float | str | None:
     """What a dial shows; None: what the method has cannot be named, such as a tree that was tuned."""
     value = getattr(settings, dial.name)
-    return None if dial.choices and value not in dial.choices else value
+    known = choices(dial)
+    return None if known and value not in known else value
 
 
 def grid(target: Target, size: tuple[int, int]) -> tuple[int, int]:
