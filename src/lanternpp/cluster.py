@@ -185,21 +185,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def default_workers(ray: Any, device: str) -> int:
-    """One worker for each GPU; where there is none, one for every four cores."""
-    there = ray.cluster_resources()
-    gpus = int(there.get("GPU", 0)) if device != "cpu" else 0
-    return gpus or max(1, int(there.get("CPU", 1)) // 4)
+def share(ray: Any, wanted: int | None, device: str) -> tuple[int, Share]:
+    """How many workers, and the cores and GPUs for each. Raises InputError where the cluster has too few cores.
 
-
-def share(ray: Any, workers: int, device: str) -> Share:
-    """Cores and GPUs for each of so many workers. Raises InputError where the cluster has too few cores."""
+    wanted: None is one for each GPU; where there is none, one for every four cores.
+    """
     there = ray.cluster_resources()
     cpus, gpus = int(there.get("CPU", 0)), int(there.get("GPU", 0)) if device != "cpu" else 0
+    workers = wanted or gpus or max(1, cpus // 4)
     if workers > cpus:
         raise InputError(f"{workers} workers are too many for the {cpus} cores of the cluster; ask for fewer")
     smallest = min(int(node["Resources"]["CPU"]) for node in ray.nodes() if node["Resources"].get("CPU"))
-    return Share(max(1, min(cpus // workers, smallest)), 1 / -(-workers // gpus) if gpus else 0)
+    return workers, Share(max(1, min(cpus // workers, smallest)), 1 / -(-workers // gpus) if gpus else 0)
 
 
 def brief(error: BaseException) -> str:

@@ -27,15 +27,13 @@ class Method:
     about: str = ""
 
 
+BASELINE = "ar"  # plain autoregressive decoding, the method without a draft
 AUTO = "auto"  # the method that suits the model: see `default_method.py`
 METHODS: dict[str, Method] = {
     "ar": Method("nothing", "exact", about="plain autoregressive decoding, one code per pass"),
     "eagle": Method("tree", "exact", "eagle-25", about="EAGLE-1 on a static tree (arXiv 2401.15077)"),
     "eagle2": Method(
-        "tree",
-        "exact",
-        "eagle2",
-        about="EAGLE-2: a tree that follows the drafter (arXiv 2406.16858)",
+        "tree", "exact", "eagle2", about="EAGLE-2: a tree that follows the drafter (arXiv 2406.16858)"
     ),
     "ddd": Method("tree", "exact", "ddd", about="EAGLE-2 of a depth decided on the way (arXiv 2409.00142)"),
     "parallel": Method(

@@ -9,7 +9,7 @@ import pytest
 from served import SlowPipe, batcher_of, order, settings, until
 
 from lanternpp.errors import InputError
-from lanternpp.serve.batcher import Batcher, Cancelled, Closed, Expired, Full, Order
+from lanternpp.serve.batcher import Batcher, Cancelled, Closed, Expired, Full, Order, Progress
 
 
 @pytest.fixture
@@ -148,29 +148,12 @@ def test_what_is_not_finished_in_time_is_closed(slow):
                 ticket.result(0)
 
 
-def test_a_watcher_sees_codes_come_and_the_end(slow):
-    with batcher_of(slow) as batcher:
-        ticket = batcher.submit(order(5))
-        seen = []
-        watching = threading.Thread(target=lambda: seen.extend(ticket.watch()))
-        watching.start()
-        until(lambda: ticket.wanted is not None)
-        for decided in (2, 3):
-            slow.allow(1)
-            until(lambda decided=decided: seen and len(seen[-1].codes) == decided)
-        slow.allow()
-        watching.join(120)
-        assert not watching.is_alive()
-        assert [len(progress.codes) for progress in seen] == [2, 3]
-        assert seen[-1].accepted == (1, 1, 1) and seen[-1].codes.tolist() == [5, 5, 5]
-
-
 def test_a_coroutine_may_follow_and_wait_and_give_up(slow):
-    async def client(batcher: Batcher) -> list[int]:
+    async def client(batcher: Batcher) -> list[Progress]:
         ticket = batcher.submit(order(5))
         seen = []
         async for progress in ticket.follow():
-            seen.append(len(progress.codes))
+            seen.append(progress)
             slow.allow(1)
         assert int((await ticket.drawn()).codes[0]) == 5
         other = batcher.submit(order(6))
@@ -181,7 +164,9 @@ def test_a_coroutine_may_follow_and_wait_and_give_up(slow):
 
     with batcher_of(slow) as batcher:
         slow.allow(1)
-        assert asyncio.run(client(batcher)) == [2, 3]
+        seen = asyncio.run(client(batcher))
+        assert [len(progress.codes) for progress in seen] == [2, 3]
+        assert seen[-1].accepted == (1, 1, 1) and seen[-1].codes.tolist() == [5, 5, 5]
 
 
 @pytest.mark.parametrize("wrong", [{"slots": 6}, {"slots": 0}, {"queue": 0}, {"lanes": 0}])

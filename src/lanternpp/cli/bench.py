@@ -12,6 +12,7 @@ from lanternpp.arguments import DrawOptions
 from lanternpp.cli import options as opt
 from lanternpp.cli.overrides import draws, read
 from lanternpp.cli.plots import Plots, wanted
+from lanternpp.cli.tables import show_table
 from lanternpp.cli.terminal import progress_bar, say
 from lanternpp.dials import ENGINE, SAMPLING
 from lanternpp.errors import InputError
@@ -155,16 +156,9 @@ def run(race: Race, judge: Quality | None, folder: Path, resume: bool, plots: bo
 
 def show(whole: dict[str, Any]) -> None:
     """The figures as a table on stdout."""
-    from rich.console import Console
-    from rich.table import Table
-
     from lanternpp.evaluation import report
 
-    rows = whole["methods"]
-    shown = [column for column in report.columns(rows) if column not in report.WIDE]
-    table = Table(caption="quartiles, and where the time goes: table.md")
-    for column in shown:
-        table.add_column(report.HEADINGS[column], justify="left" if column == "method" else "right")
-    for row in rows:
-        table.add_row(*(report.cell(row, column, brief=True).strip("`") for column in shown))
-    Console().print(table)
+    shown = [column for column in report.columns(whole["methods"]) if column not in report.WIDE]
+    rows = [[report.cell(row, c, brief=True).strip("`") for c in shown] for row in whole["methods"]]
+    headings = [report.HEADINGS[column] for column in shown]
+    show_table(headings, rows, caption="quartiles, and where the time goes: table.md")

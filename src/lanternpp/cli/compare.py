@@ -15,17 +15,17 @@ from lanternpp.arguments import DrawOptions
 from lanternpp.cli import options as opt
 from lanternpp.cli.output import png_path
 from lanternpp.cli.overrides import check, draws, read
+from lanternpp.cli.tables import show_table
 from lanternpp.cli.terminal import Progress, progress_bar
 from lanternpp.dials import ENGINE, SAMPLING, names
-from lanternpp.methods import METHODS
+from lanternpp.methods import BASELINE
 
 if TYPE_CHECKING:
     from lanternpp.pipeline import Result, Stats
 
 OUTPUT = Path("out/compare.png")
 Runs = Annotated[
-    int,
-    typer.Option(help="Timed runs of each side; medians are shown.", callback=opt.within(1)),
+    int, typer.Option(help="Timed runs of each side; medians are shown.", callback=opt.within(1))
 ]
 
 
@@ -124,18 +124,17 @@ def race(
     between runs only, so that the timed ones do nothing else. What the method spends is measured in a run
     of its own, since that takes time: it draws the same pictures.
     """
-    baseline = next(name for name, row in METHODS.items() if row.proposer == "nothing")
     tell = progress or (lambda done, total: None)
     total = 2 * (runs + 1) + measure
     tell(0, total)
     settings = draw(method, **options).stats.settings
     same = {name: settings[name] for name in names(ENGINE, SAMPLING)}
     tell(1, total)
-    draw(baseline, **same)
+    draw(BASELINE, **same)
     tell(2, total)
     base, side = Side(), Side()
     for run in range(runs):
-        base.results.append(draw(baseline, **same))
+        base.results.append(draw(BASELINE, **same))
         tell(3 + 2 * run, total)
         side.results.append(draw(method, **options))
         tell(4 + 2 * run, total)
@@ -162,25 +161,18 @@ def render(prompt: str, base: Side, side: Side, speedup: float) -> Any:
 
 def show(prompt: str, base: Side, side: Side, speedup: float) -> None:
     """The figures as a table on stdout."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     runs, spread = len(base.results), max(base.spread, side.spread)
     caption = f"medians of {runs} runs; slowest / fastest: {spread:.2f}" if runs > 1 else "one run"
     if side.last.stats.auto:
         caption += f"; auto took {side.last.stats.method}: {side.last.stats.auto}"
     caption += f"; {base.last.stats.settings['dtype']} on {base.last.stats.settings['device']}"
-    table = Table(title=Text(prompt), caption=caption, title_justify="left")
-    table.add_column("method")
-    headings = ["seconds / picture", "passes / picture", "codes / pass", "speed-up"]
-    rows = [[*base.figures(), "1.00x"], [*side.figures(), f"{speedup:.2f}x"]]
+    headings = ["method", "seconds / picture", "passes / picture", "codes / pass", "speed-up"]
+    rows = [
+        [base.last.stats.method, *base.figures(), "1.00x"],
+        [side.last.stats.method, *side.figures(), f"{speedup:.2f}x"],
+    ]
     if side.measured is not None:
         headings.append("TV spent / picture")
         rows[0].append("0.00")
         rows[1].append(f"{side.measured.tv_spent:.2f}")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    table.add_row(base.last.stats.method, *rows[0])
-    table.add_row(side.last.stats.method, *rows[1], style="bold")
-    Console().print(table)
+    show_table(headings, rows, prompt, bold=(1,), caption=caption)

@@ -15,6 +15,7 @@ from lanternpp.arguments import DrawOptions
 from lanternpp.cli import options as opt
 from lanternpp.cli.output import png_path
 from lanternpp.cli.overrides import check, draws, read
+from lanternpp.cli.tables import show_table
 from lanternpp.cli.terminal import progress_bar
 from lanternpp.dials import option
 from lanternpp.errors import InputError
@@ -201,26 +202,18 @@ FIGURES = {
 
 def show(source: str, row: dict[str, Any], figures: dict[str, float]) -> None:
     """The figures as a table on stdout."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     title = f"{source}: {row['images']} pictures"
     if row["reference"]:
         title += f" beside {row['reference']} ({row['reference_images']}), seen by {row['features']}"
-    table = Table(title=Text(title), title_justify="left")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    table.add_column("what it is")
-    for name, (label, about) in FIGURES.items():
-        if name in figures:
-            table.add_row(label, told(name, figures), about)
+    rows = [
+        (label, told(name, figures), about) for name, (label, about) in FIGURES.items() if name in figures
+    ]
     if "codes_per_pass" in row:
-        table.add_row("codes per pass", f"{row['codes_per_pass']:.2f}", "of the method that drew them")
-        table.add_row(
-            "seconds per picture", f"{row['seconds_per_image']:.2f}", "a batch at a time; see bench"
+        rows.append(("codes per pass", f"{row['codes_per_pass']:.2f}", "of the method that drew them"))
+        rows.append(
+            ("seconds per picture", f"{row['seconds_per_image']:.2f}", "a batch at a time; see bench")
         )
-    Console().print(table)
+    show_table(("figure", "value", "what it is"), rows, title, left=(0, 2), prose=True)
 
 
 def told(name: str, figures: dict[str, float]) -> str:

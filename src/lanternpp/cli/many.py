@@ -97,13 +97,7 @@ def check_ray(address: str | None) -> None:
         require()
 
 
-def draw(
-    asked: Asked,
-    n: int,
-    seed: int,
-    as_json: bool,
-    options: DrawOptions,
-) -> None:
+def draw(asked: Asked, n: int, seed: int, as_json: bool, options: DrawOptions) -> None:
     """Do the job and print its summary. Raises InputError."""
     assert asked.prompts and asked.out
     from lanternpp.evaluation.prompts import read_prompts

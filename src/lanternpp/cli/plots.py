@@ -10,8 +10,7 @@ from lanternpp.cli.terminal import say
 from lanternpp.errors import InputError
 
 Plots = Annotated[
-    bool | None,
-    typer.Option("--plots/--no-plots", help="PNG plots. Default: where matplotlib is installed."),
+    bool | None, typer.Option("--plots/--no-plots", help="PNG plots. Default: where matplotlib is installed.")
 ]
 
 

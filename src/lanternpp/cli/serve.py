@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,9 +45,7 @@ Deadline = Annotated[
 Drain = Annotated[
     float,
     _server(
-        metavar="SECONDS",
-        help="That accepted pictures have to finish after SIGTERM.",
-        callback=opt.within(0),
+        metavar="SECONDS", help="That accepted pictures have to finish after SIGTERM.", callback=opt.within(0)
     ),
 ]
 Key = Annotated[
@@ -143,39 +142,23 @@ def serve(
     with bind(host, port) as bound:
         check(options)
 
-        import warnings
-
-        from lanternpp import Pipeline
         from lanternpp.results import drawn_with
-        from lanternpp.serve.app import create_app
+        from lanternpp.serve.app import Plan
         from lanternpp.serve.aside import aside
-        from lanternpp.serve.batcher import Batcher
-        from lanternpp.serve.calibration import Calibration
         from lanternpp.serve.server import run
         from lanternpp.serve.terms import Terms
-        from lanternpp.targets.base import PromptWarning
 
         terms = Terms(options.method, options.overrides, keys, names, deadline, body_limit, prompt_limit)
+        measure = measuring if calibrate else None
+        plan = Plan(options, terms, slots, queue, lanes, measure, page)
         if ray is not None:
             from lanternpp.cli.serve_ray import deploy
-            from lanternpp.serve.ray_serve import Plan
 
-            measure = measuring if calibrate else None
-            plan = Plan(many.placed(options), terms, slots, queue, lanes, measure, page)
-            deploy(ray, replicas, plan, bound, drain, proxies)
+            deploy(ray, replicas, replace(plan, options=many.placed(options)), bound, drain, proxies)
             return
-        pipe = aside(Pipeline.from_pretrained, **options.pretrained)
+        pipe = aside(plan.read)
         tell_effect(pipe.effect)
-        aside(pipe.new_engine, terms.settings(pipe, None, {}))  # what is missing is missed now
-        warnings.simplefilter("ignore", PromptWarning)  # of strangers' prompts
-        trees = Calibration(measuring(pipe, terms, slots), partial(say, "serve")) if calibrate else None
-        batcher = Batcher(pipe, slots, queue, lanes, calibration=trees)
-        try:
-            app = create_app(batcher, terms, page)
-        except BaseException:
-            batcher.close(False, 0)
-            raise
-
+        batcher, app = plan.open(pipe, partial(say, "serve"))
         chosen = pipe.chosen(options.method)
         named = drawn_with(chosen.method, chosen.why)
 

@@ -11,7 +11,8 @@ import typer
 from lanternpp.cli.terminal import say, tell_effect
 
 if TYPE_CHECKING:
-    from lanternpp.serve.ray_serve import Opened, Plan
+    from lanternpp.serve.app import Plan
+    from lanternpp.serve.ray_serve import Opened
 
 
 def deploy(

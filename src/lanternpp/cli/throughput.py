@@ -13,6 +13,7 @@ from lanternpp.arguments import DrawOptions
 from lanternpp.cli import options as opt
 from lanternpp.cli.overrides import check, draws, read
 from lanternpp.cli.plots import Plots, wanted
+from lanternpp.cli.tables import show_table
 from lanternpp.cli.terminal import progress_bar
 from lanternpp.dials import DIALS
 from lanternpp.errors import InputError
@@ -106,18 +107,9 @@ def read_sizes(text: str) -> list[int]:
 
 def show(rates: list[Any], method: str) -> None:
     """The figures on stdout, a line for each way at each size."""
-    from rich.console import Console
-    from rich.table import Table
-
     from lanternpp.tuning.throughput import CHOSEN, FIXED, PLAIN, figures, named
 
     ways = {PLAIN: "plain AR", FIXED: method, CHOSEN: "by batch size"}
-    table = Table()
-    for place, head in enumerate(("batch", "", "draws", "pictures/s", "codes per pass", "speed-up")):
-        table.add_column(head, justify="left" if place in (1, 2) else "right")
-    for rate in rates:
-        if rate.kind == PLAIN and rate is not rates[0]:
-            table.add_section()
-        size = str(rate.rows) if rate.kind == PLAIN else ""
-        table.add_row(size, ways[rate.kind], named(rate).strip("`"), *figures(rate))
-    Console().print(table)
+    rows = [(str(rate.rows), ways[rate.kind], named(rate).strip("`"), *figures(rate)) for rate in rates]
+    headings = ("batch", "way", "draws", "pictures/s", "codes per pass", "speed-up")
+    show_table(headings, rows, left=(1, 2))

@@ -78,8 +78,7 @@ def tokenizer(
     size: Annotated[int | None, typer.Option(help="Pixels of an image's side. [default: 128]")] = None,
     codes: Annotated[int | None, typer.Option(help="Entries of the codebook. [default: 4096]")] = None,
     codes_of: Annotated[
-        str | None,
-        typer.Option(help="A model whose codes are kept: only its decoder is trained further."),
+        str | None, typer.Option(help="A model whose codes are kept: only its decoder is trained further.")
     ] = None,
     steps: Steps = None,
     minutes: Minutes = None,

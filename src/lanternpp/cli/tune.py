@@ -71,8 +71,7 @@ Folder = Annotated[
 ]
 Restart = Annotated[bool, typer.Option("--restart", help="Forget what the folder holds.")]
 RaceIt = Annotated[
-    bool,
-    typer.Option("--race/--no-race", help="Race what was found, plain AR and the hand-made trees."),
+    bool, typer.Option("--race/--no-race", help="Race what was found, plain AR and the hand-made trees.")
 ]
 Save = Annotated[
     bool, typer.Option("--save/--no-save", help="Make what was found the method's default for this model.")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lanternpp.arguments import DrawOptions
-from lanternpp.cluster import LOCAL, Share, brief, cluster, default_workers, share
+from lanternpp.cluster import LOCAL, Share, brief, cluster, share
 from lanternpp.errors import InputError
 from lanternpp.many.orders import Facts, Order, differences
 from lanternpp.many.painter import Drawn, Painter, Refusal
@@ -204,7 +204,6 @@ class Pool:
 def pool(address: str, actors: int | None, options: DrawOptions) -> Iterator[Pool]:
     """A pool on the cluster at an address. Its workers end with the block. Raises InputError."""
     with cluster(address, actors) as ray:
-        count = actors or default_workers(ray, options.device)
-        part = share(ray, count, options.device)
+        count, part = share(ray, actors, options.device)
         threads = max(1, torch.get_num_threads() // count) if address == LOCAL else part.cpus
         yield Pool(ray, options, count, part, threads)

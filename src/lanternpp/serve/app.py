@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lanternpp.arguments import DrawOptions
 from lanternpp.errors import InputError
-from lanternpp.pipeline import versions
+from lanternpp.pipeline import Pipeline, versions
 from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.calibration import Calibration, Steps
 from lanternpp.serve.entrance import EXTRA
 from lanternpp.serve.terms import Terms
+from lanternpp.targets.base import PromptWarning
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+Measure = Callable[[Pipeline, Terms, int], Steps]
+log = logging.getLogger("lanternpp.serve")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a server draws with, its terms, and what its batcher is made with."""
+
+    options: DrawOptions
+    terms: Terms
+    slots: int = 8
+    queue: int = 64
+    lanes: int = 4
+    measure: Measure | None = None  # finds what to draw with at which size, while nobody waits
+    page: bool = True
+
+    def read(self) -> Pipeline:
+        """The model; what is missing of the method is missed here. Raises InputError."""
+        pipe = Pipeline.from_pretrained(**self.options.pretrained)
+        pipe.new_engine(self.terms.settings(pipe, None, {}))
+        return pipe
+
+    def open(self, pipe: Pipeline, tell: Callable[[str], None] = log.info) -> tuple[Batcher, FastAPI]:
+        """A batcher, which the caller closes, and the app over it. tell: as of `Calibration`. Raises InputError."""
+        warnings.simplefilter("ignore", PromptWarning)  # of strangers' prompts
+        trees = Calibration(self.measure(pipe, self.terms, self.slots), tell) if self.measure else None
+        batcher = Batcher(pipe, self.slots, self.queue, self.lanes, calibration=trees)
+        try:
+            return batcher, create_app(batcher, self.terms, self.page)
+        except BaseException:
+            batcher.close(False, 0)
+            raise
 
 
 def create_app(batcher: Batcher, terms: Terms | None = None, page: bool = True) -> FastAPI:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +25,29 @@ HEADERS = {  # of every answer that does not say otherwise
 }
 
 
-class Keys:
+class Guard(ABC):
+    """Passes a request on, or refuses it."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    @abstractmethod
+    def refuse(self, scope: Scope) -> ASGIApp | None:
+        """The answer to a request that is not passed on; None: it is."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer; a WebSocket, which takes no answer, is closed."""
+        answer = self.refuse(scope) if scope["type"] in ("http", "websocket") else None
+        if answer is None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await answer(scope, receive, send)
+
+
+class Keys(Guard):
     """Lets in who names one of the keys as a bearer token, which no browser sends by itself.
 
     `scope["state"]["client"]` then says which of the keys it was. Without keys everybody is let in.
@@ -32,21 +55,19 @@ class Keys:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], open: Sequence[str]):
         """open: paths that want no key."""
-        self.app, self.keys, self.open = app, [key.encode() for key in keys], open
+        super().__init__(app)
+        self.keys, self.open = [key.encode() for key in keys], open
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer 401."""
-        if scope["type"] not in ("http", "websocket") or not self.keys or scope["path"] in self.open:
-            await self.app(scope, receive, send)
-            return
+    def refuse(self, scope: Scope) -> ASGIApp | None:
+        """401."""
+        if not self.keys or scope["path"] in self.open:
+            return None
         which = self._which(told(Headers(scope=scope).get("authorization", "")))
         if which is not None:
             scope.setdefault("state", {})["client"] = f"key {which}"
-            await self.app(scope, receive, send)
-        else:
-            message = "this server wants one of its API keys, as Authorization: Bearer KEY"
-            answer = refusal(401, message, "invalid_api_key", WWW_Authenticate="Bearer")
-            await turn_away(answer, scope, receive, send)
+            return None
+        message = "this server wants one of its API keys, as Authorization: Bearer KEY"
+        return refusal(401, message, "invalid_api_key", WWW_Authenticate="Bearer")
 
     def _which(self, key: bytes) -> int | None:
         """The number of the key that this is. Every key is compared, in a time that tells nothing."""
@@ -60,31 +81,22 @@ def told(authorization: str) -> bytes:
     return value.strip().encode() if scheme.lower() == "bearer" else b""
 
 
-async def turn_away(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Give a request this answer; a WebSocket, which takes none, is closed."""
-    if scope["type"] == "websocket":
-        await receive()
-        await send({"type": "websocket.close", "code": 1008})
-    else:
-        await answer(scope, receive, send)
-
-
-class Hosts:
+class Hosts(Guard):
     """Lets in who calls the server by one of its names, so that no page elsewhere reaches it under a name of its own.
 
     A name is a host name, an address, or `*.` and the end of a host name.
     """
 
     def __init__(self, app: ASGIApp, names: Sequence[str]):
-        self.app, self.names = app, [name.lower() for name in names]
+        super().__init__(app)
+        self.names = [name.lower() for name in names]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer 400."""
-        if scope["type"] not in ("http", "websocket") or self._known(called(Headers(scope=scope))):
-            await self.app(scope, receive, send)
-        else:
-            message = "this server is not called by the name in the Host header; --allow-host NAME lets it be"
-            await turn_away(refusal(400, message, "unknown_host"), scope, receive, send)
+    def refuse(self, scope: Scope) -> ASGIApp | None:
+        """400."""
+        if self._known(called(Headers(scope=scope))):
+            return None
+        message = "this server is not called by the name in the Host header; --allow-host NAME lets it be"
+        return refusal(400, message, "unknown_host")
 
     def _known(self, name: str) -> bool:
         return any(
@@ -93,7 +105,7 @@ class Hosts:
         )
 
 
-class Origins:
+class Origins(Guard):
     """Refuses what pages of other sites ask for through a visitor's browser: they can neither draw here nor read.
 
     A browser names the site whose page asks in `Origin`, or, where nothing is sent, its kind in `Sec-Fetch-Site`. Only
@@ -101,16 +113,12 @@ class Origins:
     to the server are followed from anywhere, and programs send neither header. No answer ever has a CORS header.
     """
 
-    def __init__(self, app: ASGIApp):
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer 403."""
-        if scope["type"] not in ("http", "websocket") or not foreign(Headers(scope=scope)):
-            await self.app(scope, receive, send)
-        else:
-            message = "this server answers no page of another site; a proxy must pass the Host header on"
-            await turn_away(refusal(403, message, "foreign_origin"), scope, receive, send)
+    def refuse(self, scope: Scope) -> ASGIApp | None:
+        """403."""
+        if not foreign(Headers(scope=scope)):
+            return None
+        message = "this server answers no page of another site; a proxy must pass the Host header on"
+        return refusal(403, message, "foreign_origin")
 
 
 def foreign(headers: Headers) -> bool:

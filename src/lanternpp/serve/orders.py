@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -84,13 +84,11 @@ class Ticket:
         self.order = order
         self.submitted = time.monotonic()
         self.started: float | None = None  # when it left the queue
-        self.encoded: Prompt | None = (
-            None  # what the target makes of the prompt; let go of once that is in a slot
-        )
+        self.encoded: Prompt | None = None  # what the target makes of the prompt, until that is in a slot
         self.wanted: float | None = None  # least seconds between two snapshots; None: nobody watches
         self._left = left
         self._future: Future[Drawn] = Future()
-        self._changed = threading.Condition()
+        self._settling = threading.RLock()
         self._news: Progress | None = None
         self._fresh = False  # whether nobody watching saw it yet
         self._told = 0.0  # when the latest news came
@@ -142,24 +140,11 @@ class Ticket:
             self.cancel()
             raise
 
-    def watch(self, every: float = 0.0) -> Iterator[Progress]:
+    async def follow(self, every: float = 0.0) -> AsyncIterator[Progress]:
         """What is known of the picture, again and again until it is finished; news is skipped, never queued.
 
-        every: least seconds between two of them.
+        every: least seconds between two of them. A ticket has one watcher.
         """
-        self.wanted = every
-        while (news := self._next()) is not None:
-            yield news
-
-    def _next(self) -> Progress | None:
-        """News that no watcher saw yet, when it is there; None: it is finished."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.done or self._fresh)
-            self._fresh = False
-            return None if self.done else self._news
-
-    async def follow(self, every: float = 0.0) -> AsyncIterator[Progress]:
-        """`watch` for a coroutine. A ticket has one watcher."""
         loop, awake = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -186,9 +171,7 @@ class Ticket:
     def tell(self, news: Progress) -> None:
         """For the batcher: news of the picture."""
         self._told = time.monotonic()
-        with self._changed:
-            self._news, self._fresh = news, True
-            self._changed.notify_all()
+        self._news, self._fresh = news, True
         for listener in list(self._listeners):
             listener()
 
@@ -201,9 +184,8 @@ class Ticket:
         return self._settle(lambda: self._future.set_exception(error))
 
     def _settle(self, how: Callable[[], None]) -> bool:
-        with self._changed:
+        with self._settling:
             if self.done:
                 return False
             how()
-            self._changed.notify_all()
             return True

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import warnings
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,24 +17,17 @@ import torch
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lanternpp.arguments import DrawOptions
-from lanternpp.cluster import LOCAL, Share, cluster, default_workers, share
+from lanternpp.cluster import LOCAL, Share, cluster, share
 from lanternpp.errors import InputError
-from lanternpp.pipeline import Pipeline
-from lanternpp.serve.app import create_app
+from lanternpp.serve.app import Plan
 from lanternpp.serve.aside import aside
-from lanternpp.serve.batcher import Batcher
-from lanternpp.serve.calibration import Calibration, Steps
 from lanternpp.serve.entrance import url
 from lanternpp.serve.guard import guards
 from lanternpp.serve.page import FILES
 from lanternpp.serve.refusals import CODES, refusal
 from lanternpp.serve.server import LAST_WORDS
 from lanternpp.serve.server import run as serve_until_signal
-from lanternpp.serve.terms import Terms
-from lanternpp.targets.base import PromptWarning
 
-Measure = Callable[[Pipeline, Terms, int], Steps]
 NAME = "lanternpp"
 MOST = 10_000  # requests that a replica is handed at once: its batcher says when it is full
 GRACE = 10.0  # seconds that a call to all replicas may take besides what it waits for
@@ -45,25 +37,6 @@ TOLD = (  # of a request, to its replica
 )
 
 log = logging.getLogger("lanternpp.serve")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a server draws with, its terms, and what its batcher is made with."""
-
-    options: DrawOptions
-    terms: Terms
-    slots: int = 8
-    queue: int = 64
-    lanes: int = 4
-    measure: Measure | None = None  # finds what to draw with at which size, while nobody waits
-    page: bool = True
-
-    def read(self) -> Pipeline:
-        """The model; what is missing of the method is missed here. Raises InputError."""
-        pipe = Pipeline.from_pretrained(**self.options.pretrained)
-        pipe.new_engine(self.terms.settings(pipe, None, {}))
-        return pipe
 
 
 @dataclass(frozen=True)
@@ -81,11 +54,7 @@ class Replica:
 
     def __init__(self, plan: Plan, threads: int):
         torch.set_num_threads(threads)
-        pipe = aside(plan.read)
-        warnings.simplefilter("ignore", PromptWarning)  # of strangers' prompts
-        trees = Calibration(plan.measure(pipe, plan.terms, plan.slots)) if plan.measure else None
-        self.batcher = Batcher(pipe, plan.slots, plan.queue, plan.lanes, calibration=trees)
-        self.app = create_app(self.batcher, plan.terms, plan.page)
+        self.batcher, self.app = plan.open(aside(plan.read))
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[Message]:
         """The messages of an answer; who stops asking for them has gone away."""
@@ -203,8 +172,7 @@ def run(
     As `server.run`, whatever the cluster: this machine alone listens. Raises InputError.
     """
     with cluster(address, replicas) as ray:
-        count = replicas or default_workers(ray, plan.options.device)
-        part = share(ray, count, plan.options.device)
+        count, part = share(ray, replicas, plan.options.device)
         threads = max(1, torch.get_num_threads() // count) if address == LOCAL else part.cpus
         opened = tried(ray, plan, part, threads, count)
         behind = Replicas(deploy(ray, address, plan, part, threads, count))

@@ -7,7 +7,7 @@ from typing import Any
 from lanternpp.dials import EVERY, SAMPLING, Dial, dials, names
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
-from lanternpp.methods import METHODS
+from lanternpp.methods import BASELINE, METHODS
 from lanternpp.pipeline import Pipeline
 from lanternpp.serve.pictures import picture_size
 from lanternpp.serve.terms import Terms
@@ -36,7 +36,7 @@ def setup(pipe: Pipeline, terms: Terms) -> dict[str, Any]:
         "keys": bool(terms.keys),
         "examples": examples(pipe),
         "words": {kind: list(words) for kind, words in pipe.target.words.items()},
-        "baseline": baseline(),
+        "baseline": BASELINE,
         "method": next(name for name in (*own, *offered) if name in offered),
         "methods": {name: shown(pipe, terms, name) for name in offered},
         "dials": [row(dial) for dial in DIALS],
@@ -66,14 +66,9 @@ def shown(pipe: Pipeline, terms: Terms, method: str) -> dict[str, Any]:
     }
 
 
-def baseline() -> str:
-    """The method without a draft: plain autoregressive decoding."""
-    return next(name for name, row in METHODS.items() if row.proposer == "nothing")
-
-
 def methods(pipe: Pipeline, terms: Terms) -> list[str]:
     """The methods that draft and whose network this model has."""
-    return [name for name in METHODS if name != baseline() and _possible(pipe, terms, name)]
+    return [name for name in METHODS if name != BASELINE and _possible(pipe, terms, name)]
 
 
 def _possible(pipe: Pipeline, terms: Terms, method: str) -> bool:
