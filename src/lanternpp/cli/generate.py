@@ -10,7 +10,7 @@ import typer
 from lanternpp.arguments import DrawOptions
 from lanternpp.cli import many
 from lanternpp.cli import options as opt
-from lanternpp.cli.output import default_path, free_path, png_path
+from lanternpp.cli.output import default_path, figures, free_path, png_path
 from lanternpp.cli.overrides import check, draws, read
 from lanternpp.cli.terminal import progress_bar, say
 
@@ -57,7 +57,7 @@ def generate(
     check(options)
 
     from lanternpp.picture import grid, notes, save_png
-    from lanternpp.results import UnfinishedError, drawn_with
+    from lanternpp.results import UnfinishedError
 
     pipe = read(options)
     kept: list[int] | None = None
@@ -79,11 +79,4 @@ def generate(
     if as_json:
         typer.echo(json.dumps(stats.to_json() | {"file": str(path)}))
         return
-    measured = ""
-    if options.overrides.get("measure"):
-        measured = f", spent {stats.tv_spent:.2f} of total variation per picture"
-    typer.echo(
-        f"{path}: {stats.seconds_per_image:.2f} s per picture with {drawn_with(stats.method, stats.auto)} in "
-        f"{pipe.dtype} on {stats.settings['device']}, "
-        f"{stats.codes} codes in {stats.passes} passes, {stats.codes_per_pass:.2f} codes per pass{measured}"
-    )
+    typer.echo(f"{path}: {', '.join(figures(stats.to_json()))}")

@@ -14,7 +14,7 @@ import typer
 
 from lanternpp.arguments import DrawOptions
 from lanternpp.cli import options as opt
-from lanternpp.cli.output import writable_folder
+from lanternpp.cli.output import figures, writable_folder
 from lanternpp.cli.terminal import progress_bar, tell_effect
 from lanternpp.errors import InputError
 
@@ -141,19 +141,7 @@ def placed(options: DrawOptions) -> DrawOptions:
 
 def summary(totals: Totals, folder: Path) -> str:
     """One line for a reader."""
-    from lanternpp.results import drawn_with
-
-    had = f"{totals.skipped} were there already" if totals.skipped else ""
     if totals.codes_per_pass is None:
         return f"{folder}: nothing to draw, all {totals.skipped} pictures are there"
-    settings, spent = totals.facts.settings, totals.to_json()["tv_spent"]
-    parts = [
-        f"{totals.drawn} pictures",
-        *([had] if had else []),
-        f"{totals.seconds_per_image:.2f} s per picture with {drawn_with(totals.facts.method, totals.facts.auto)} in {settings['dtype']} on "
-        f"{settings['device']}",
-        f"{sum(totals.accepted)} codes in {len(totals.accepted)} passes",
-        f"{totals.codes_per_pass:.2f} codes per pass",
-        *([f"spent {spent:.2f} of total variation per picture"] if settings["measure"] and spent else []),
-    ]
-    return f"{folder}: {', '.join(parts)}"
+    had = [f"{totals.skipped} were there already"] if totals.skipped else []
+    return f"{folder}: {', '.join([f'{totals.drawn} pictures', *had, *figures(totals.to_json())])}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,6 +45,35 @@ def not_empty(value: str) -> str:
 def not_empty_if_given(value: str | None) -> str | None:
     """A prompt that says something, or none."""
     return None if value is None else not_empty(value)
+
+
+def bundled(
+    argument: str, options: Mapping[str, tuple[Any, Any]], make: Callable[..., Any]
+) -> Callable[..., Any]:
+    """For verbs that share options: each becomes one of the verb's, and `make` of their values its `argument`.
+
+    options: their annotations and defaults, by name. They take the argument's place in the help.
+    """
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(verb)
+        def run(**given: Any) -> None:
+            value = make(**{name: given.pop(name) for name in options})
+            verb(**given, **{argument: value})
+
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        declared: list[inspect.Parameter] = []
+        for name, parameter in inspect.signature(verb, eval_str=True).parameters.items():
+            if name != argument:
+                declared.append(parameter.replace(kind=keyword))
+                continue
+            for each, (kind, default) in options.items():
+                declared.append(inspect.Parameter(each, keyword, default=default, annotation=kind))
+        run.__signature__ = inspect.Signature(declared)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in declared}
+        return run
+
+    return decorate
 
 
 PANEL_METHOD, PANEL_QUALITY = "Method", "Quality"

@@ -6,6 +6,7 @@ import itertools
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lanternpp.errors import InputError
 from lanternpp.names import slug
@@ -67,3 +68,18 @@ def _seeds(told: Mapping[str, str]) -> set[int]:
 def default_path(prompt: str, seed: int) -> Path:
     """out/PROMPT-SEED.png, the prompt's words joined by hyphens."""
     return Path("out") / f"{slug(prompt)}-{seed}.png"
+
+
+def figures(row: Mapping[str, Any]) -> list[str]:
+    """What drawing took, for a reader, by the figures of `Stats.to_json`."""
+    from lanternpp.results import drawn_with
+
+    settings, spent = row["settings"], row["tv_spent"]
+    measured = settings["measure"] and spent is not None
+    return [
+        f"{row['seconds_per_image']:.2f} s per picture with {drawn_with(row['method'], row['auto'])} in "
+        f"{settings['dtype']} on {settings['device']}",
+        f"{row['codes']} codes in {row['passes']} passes",
+        f"{row['codes_per_pass']:.2f} codes per pass",
+        *([f"spent {spent:.2f} of total variation per picture"] if measured else []),
+    ]

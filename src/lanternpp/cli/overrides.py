@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,33 +32,16 @@ def draws(*without: str, groups: tuple[Group, ...] = EVERY) -> Callable[..., Cal
 
     without: those of `WITH` that it does not have. groups: the dials that it has; those that were given are overrides.
     """
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    have = {name: option for name, option in WITH.items() if name not in without}
     rows = dials(*groups)
+    have = {name: option for name, option in WITH.items() if name not in without}
+    have |= {dial.name: (dial.kind | None, opt.dial_option(dial)) for dial in rows}
 
-    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(verb)
-        def run(**given: Any) -> None:
-            named = {name: given.pop(name) for name in have}
-            chosen = {dial.name: given.pop(dial.name) for dial in rows}
-            overrides = {name: value for name, value in chosen.items() if value is not None}
-            verb(**given, options=DrawOptions(**named, overrides=overrides))
+    def make(**given: Any) -> DrawOptions:
+        chosen = {dial.name: given.pop(dial.name) for dial in rows}
+        overrides = {name: value for name, value in chosen.items() if value is not None}
+        return DrawOptions(**given, overrides=overrides)
 
-        declared: list[inspect.Parameter] = []
-        for name, parameter in inspect.signature(verb, eval_str=True).parameters.items():
-            if name != "options":
-                declared.append(parameter.replace(kind=keyword))
-                continue
-            for each, (option, default) in have.items():
-                declared.append(inspect.Parameter(each, keyword, default=default, annotation=option))
-        for dial in rows:
-            option, kind = opt.dial_option(dial), dial.kind | None
-            declared.append(inspect.Parameter(dial.name, keyword, default=option, annotation=kind))
-        run.__signature__ = inspect.Signature(declared)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in declared}
-        return run
-
-    return decorate
+    return opt.bundled("options", have, make)
 
 
 def read(options: DrawOptions, **more: Any) -> Pipeline:

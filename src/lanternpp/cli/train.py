@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from lanternpp.cli.options import bundled
 from lanternpp.cli.output import writable_folder
 
 if TYPE_CHECKING:
     from lanternpp.training.run import Plan
 
+Planned = Callable[..., "Plan"]
 app = typer.Typer(no_args_is_help=True)
 
 Data = Annotated[Path, typer.Option(help="Imagefolder with train/ and val/, each with metadata.jsonl.")]
@@ -22,6 +26,7 @@ Minutes = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Seed of weights, data order and noise.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Compiled = Annotated[bool, typer.Option("--compile/--no-compile")]
 Resume = Annotated[bool, typer.Option("--resume/--restart", help="Go on from a saved state, or start over.")]
 Checks = Annotated[int, typer.Option(help="Validations, samples and saved states over the run.")]
 Stored = Literal["float32", "bfloat16", "int8", "int6"]
@@ -32,32 +37,26 @@ Warmup = Annotated[int, typer.Option(help="Steps of linear warm-up.")]
 Limit = Annotated[int | None, typer.Option(help="Use only this many pictures of each split.")]
 
 
-def plan(
-    folder: Path,
-    steps: int | None,
-    minutes: float | None,
-    device: str,
-    compiled: bool,
-    resume: bool,
-    checks: int,
-    store: Stored,
-    save_minutes: float = 5.0,
-) -> Plan:
-    """The options all trainings share."""
-    from lanternpp.training.hardware import pick
-    from lanternpp.training.run import Plan
+def plans(checks: int, store: Stored = "float32") -> Callable[..., Any]:
+    """The options all trainings share: a verb's argument `plan` makes the plan of a run that writes to a folder."""
+    options = {
+        "steps": (Steps, None),
+        "minutes": (Minutes, None),
+        "device": (Device, "auto"),
+        "compiled": (Compiled, False),
+        "resume": (Resume, True),
+        "checks": (Checks, checks),
+        "store": (Store, store),
+    }
 
-    return Plan(
-        writable_folder(folder),
-        steps,
-        minutes,
-        restart=not resume,
-        device=pick(device),
-        compile=compiled,
-        checks=checks,
-        store=store,
-        save_minutes=save_minutes,
-    )
+    def plan(folder: Path, device: str, compiled: bool, resume: bool, **more: Any) -> Plan:
+        from lanternpp.training.hardware import pick
+        from lanternpp.training.run import Plan
+
+        place, on = writable_folder(folder), pick(device)
+        return Plan(place, device=on, compile=compiled, restart=not resume, **more)
+
+    return bundled("plan", options, lambda **given: partial(plan, **given))
 
 
 def leave(finished: bool) -> None:
@@ -72,6 +71,7 @@ def main() -> None:
 
 
 @app.command()
+@plans(20)
 def tokenizer(
     data: Data,
     model: Model,
@@ -80,8 +80,6 @@ def tokenizer(
     codes_of: Annotated[
         str | None, typer.Option(help="A model whose codes are kept: only its decoder is trained further.")
     ] = None,
-    steps: Steps = None,
-    minutes: Minutes = None,
     batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 128,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 4e-4,
     adversarial: Annotated[bool, typer.Option(help="Sharpen the decoder against a discriminator.")] = False,
@@ -94,12 +92,9 @@ def tokenizer(
     ] = 0.0,
     classifier_of: Annotated[str, typer.Option(help="The model whose classifier that is.")] = "nature-128",
     seed: Seed = 0,
-    device: Device = "auto",
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
-    resume: Resume = True,
-    checks: Checks = 20,
-    store: Store = "float32",
     limit: Limit = None,
+    *,
+    plan: Planned,
 ) -> None:
     """Train the tokenizer: pictures <-> codes."""
     from lanternpp.errors import InputError
@@ -113,13 +108,14 @@ def tokenizer(
     settings = TokenizerSettings(
         batch_size, lr, seed, adversarial, adversarial_start, adversarial_weight, perceptual=perceptual
     )
-    where = plan(model / "tokenizer", steps, minutes, device, compiled, resume, checks, store)
+    where = plan(model / "tokenizer")
     kept = None if codes_of is None else model_folder(codes_of)
     judged = model_folder(classifier_of) if perceptual else None
     leave(train(data, model, config, settings, where, limit, kept, judged))
 
 
 @app.command()
+@plans(12)
 def target(
     data: Data,
     model: Model,
@@ -127,8 +123,6 @@ def target(
     layers: Annotated[int, typer.Option(help="Blocks.")] = 14,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 6,
     hidden: Annotated[int, typer.Option(help="Width inside a block's SwiGLU.")] = 1024,
-    steps: Steps = None,
-    minutes: Minutes = None,
     batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 24,
     lr: Annotated[float, typer.Option(help="Peak rate of AdamW (tables, prefix, norms).")] = 1.5e-3,
     muon_lr: Annotated[float, typer.Option(help="Peak rate of Muon (matrices), in AdamW's scale.")] = 2e-3,
@@ -141,28 +135,24 @@ def target(
     warmup: Warmup = 100,
     cfg: Annotated[float, typer.Option(help="Guidance of the sample pictures.")] = 2.5,
     seed: Seed = 0,
-    device: Device = "auto",
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
-    resume: Resume = True,
-    checks: Checks = 12,
-    store: Store = "float32",
     limit: Limit = None,
+    *,
+    plan: Planned,
 ) -> None:
     """Train the target: codes from captions, one after another. Needs a trained tokenizer."""
     from lanternpp.training.target import TargetSettings, train
 
     settings = TargetSettings(batch_size, lr, muon_lr, seed, corrupt, decay=decay, warmup=warmup, cfg=cfg)
     shape = {"dim": dim, "layers": layers, "heads": heads, "hidden": hidden, "dropout": dropout}
-    where = plan(model / "target", steps, minutes, device, compiled, resume, checks, store)
+    where = plan(model / "target")
     leave(train(data, model, shape, settings, where, crops, limit))
 
 
 @app.command()
+@plans(12, "int8")
 def judge(
     data: Data,
     model: Model,
-    steps: Steps = None,
-    minutes: Minutes = None,
     batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 64,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     redrawn: Annotated[
@@ -171,16 +161,13 @@ def judge(
     decay: Decay = 0.998,
     warmup: Warmup = 100,
     seed: Seed = 0,
-    device: Device = "auto",
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
-    resume: Resume = True,
-    checks: Checks = 12,
-    store: Store = "int8",
     limit: Limit = None,
+    *,
+    plan: Planned,
 ) -> None:
     """Train a judge of drawn pictures: their labels, and features to compare them by. Needs a tokenizer."""
     from lanternpp.training.judge import JudgeSettings, train
 
     settings = JudgeSettings(batch_size, lr, seed, redrawn, decay=decay, warmup=warmup)
-    where = plan(model / "judge", steps, minutes, device, compiled, resume, checks, store)
+    where = plan(model / "judge")
     leave(train(data, model, {}, settings, where, limit))

@@ -9,28 +9,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from lanternpp.cli.train import (
-    Checks,
-    Crops,
-    Decay,
-    Device,
-    Limit,
-    Minutes,
-    Resume,
-    Seed,
-    Steps,
-    Store,
-    Warmup,
-    app,
-    leave,
-    plan,
-)
+from lanternpp.cli.train import Crops, Decay, Limit, Planned, Seed, Warmup, app, leave, plans
 from lanternpp.errors import InputError
 
 __all__ = ["app", "drafter"]
 
 
 @app.command()
+@plans(12)
 def drafter(
     model: Annotated[
         str, typer.Option(metavar="NAME|DIR|HUB_ID", help="The target, trained here or published.")
@@ -92,8 +78,6 @@ def drafter(
     layers: Annotated[
         int, typer.Option(help="Blocks; a drafter that --rollouts goes on with grows to so many.")
     ] = 1,
-    steps: Steps = None,
-    minutes: Minutes = None,
     batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 16,
     lr: Annotated[
         float | None,
@@ -114,10 +98,6 @@ def drafter(
     decay: Decay = 0.995,
     warmup: Warmup = 100,
     seed: Seed = 0,
-    device: Device = "auto",
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
-    resume: Resume = True,
-    checks: Checks = 12,
     cache_features: Annotated[
         bool | None,
         typer.Option(
@@ -125,9 +105,10 @@ def drafter(
             help="eagle: keep the target's features on disk; takes room, saves its passes.",
         ),
     ] = None,
-    store: Store = "float32",
     save_minutes: Annotated[float, typer.Option(help="A state to resume from is saved this often.")] = 5.0,
     limit: Limit = None,
+    *,
+    plan: Planned,
 ) -> None:
     """Train a drafter for a target, on pictures or, with --self, on what the target draws."""
     from lanternpp.training import drafter as eagle
@@ -140,7 +121,7 @@ def drafter(
     shared: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "decay": decay, "warmup": warmup}
     shared |= given(loss=loss, lr=lr, noise=noise, cfg=cfg)
     folder = drafter_folder(model, out, "drafter" if kind == "eagle" else kind)
-    where = plan(folder, steps, minutes, device, compiled, resume, checks, store, save_minutes)
+    where = plan(folder, save_minutes=save_minutes)
     drawn = Own(prompts, samples, sample_batch, seed) if own else None
     only = given(weight=weight, rounds=rounds, inherit=inherit)
     keep = bool(cache_features)

@@ -61,29 +61,16 @@ def speed(table: Sequence[Mapping[str, Any]], cost: str) -> Any:
             label=lines(row["method"]),
         )
     axes.axvline(1, color="grey", linewidth=0.8)
-    axes.set_xlabel("speed-up over plain AR")
     better = "higher is better" if cost == "clip" else "lower is better"
-    axes.set_ylabel(f"{HEADINGS[cost]} ({better})")
-    legend(made, axes)
-    return made
+    return finished(made, axes, "speed-up over plain AR", f"{HEADINGS[cost]} ({better})")
 
 
 def along(rows: Mapping[str, Sequence[float]]) -> Any:
     """Codes per pass along the rows of the image, a line per method."""
     made, axes = figure()
     for i, (label, means) in enumerate(rows.items()):
-        axes.plot(
-            range(1, len(means) + 1),
-            means,
-            label=lines(label),
-            color=f"C{i % 10}",
-            linestyle="-" if i < 10 else "--",
-        )
-    axes.set_xlabel("row of codes where the pass began")
-    axes.set_ylabel("codes per pass")
-    axes.set_ylim(bottom=0)
-    legend(made, axes)
-    return made
+        axes.plot(range(1, len(means) + 1), means, label=lines(label), **style(i))
+    return finished(made, axes, "row of codes where the pass began", "codes per pass", bottom=0)
 
 
 def passes(table: Sequence[Mapping[str, Any]]) -> Any:
@@ -93,15 +80,8 @@ def passes(table: Sequence[Mapping[str, Any]]) -> Any:
         counts = row["histogram"]
         most, total = max(map(int, counts)), sum(counts.values())
         share = [100 * counts.get(k, 0) / total for k in range(1, most + 1)]
-        axes.plot(
-            range(1, most + 1), share, marker=".", label=lines(row["method"]), color=f"C{i % 10}",
-            linestyle="-" if i < 10 else "--",
-        )  # fmt: skip
-    axes.set_xlabel("codes decided by one pass")
-    axes.set_ylabel("share of passes, %")
-    axes.set_ylim(bottom=0)
-    legend(made, axes)
-    return made
+        axes.plot(range(1, most + 1), share, marker=".", label=lines(row["method"]), **style(i))
+    return finished(made, axes, "codes decided by one pass", "share of passes, %", bottom=0)
 
 
 def lines(label: str) -> str:
@@ -109,6 +89,15 @@ def lines(label: str) -> str:
     return fill(label, 22)
 
 
-def legend(made: Any, axes: Any) -> None:
-    """The names of the lines, beside the axes."""
+def style(number: int) -> dict[str, str]:
+    """The colour and dashes of a line."""
+    return {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
+
+
+def finished(made: Any, axes: Any, x: str, y: str, bottom: float | None = None) -> Any:
+    """The figure with its axes named, and the names of the lines beside them."""
+    axes.set(xlabel=x, ylabel=y)
+    if bottom is not None:
+        axes.set_ylim(bottom=bottom)
     made.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    return made

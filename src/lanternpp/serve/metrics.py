@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -23,33 +24,19 @@ class Metrics:
     def __init__(self, batcher: Batcher):
         disable_created_metrics()
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "lanternpp_requests", "HTTP requests answered", ["route", "status"], registry=self.registry
+        counter = partial(Counter, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.requests = counter("lanternpp_requests", "HTTP requests answered", ["route", "status"])
+        self.pictures = counter("lanternpp_pictures", "Pictures by how they ended", ["outcome", "method"])
+        self.seconds = histogram(
+            "lanternpp_picture_seconds", "Seconds from order to picture", buckets=SECONDS
         )
-        self.pictures = Counter(
-            "lanternpp_pictures", "Pictures by how they ended", ["outcome", "method"], registry=self.registry
-        )
-        self.seconds = Histogram(
-            "lanternpp_picture_seconds",
-            "Seconds from order to picture",
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        self.waited = Histogram(
-            "lanternpp_waiting_seconds", "Seconds in the queue", buckets=SECONDS, registry=self.registry
-        )
-        self.batch = Histogram(
-            "lanternpp_batch_size",
-            "Pictures that a step advances",
-            buckets=[1 << i for i in range(batcher.slots.bit_length())],
-            registry=self.registry,
-        )
-        self.speed = Histogram(
-            "lanternpp_codes_per_pass",
-            "Codes per pass of a picture",
-            ["method"],
-            buckets=(1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15),
-            registry=self.registry,
+        self.waited = histogram("lanternpp_waiting_seconds", "Seconds in the queue", buckets=SECONDS)
+        rows = [1 << i for i in range(batcher.slots.bit_length())]
+        self.batch = histogram("lanternpp_batch_size", "Pictures that a step advances", buckets=rows)
+        codes = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15)
+        self.speed = histogram(
+            "lanternpp_codes_per_pass", "Codes per pass of a picture", ["method"], buckets=codes
         )
         self.registry.register(Glance(batcher))
         batcher.observers.append(self)
