@@ -142,12 +142,7 @@ def write_chameleon(folder: Path, lumina: bool = False, decoder: bool = True, **
     vq = CHAMELEON_VQ
     fields = {
         "vocab_size": len(vocab) + 5,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
+        **LANGUAGE,
         "vocabulary_map": vocab | {"<image>": len(vocab)},
         "vq_config": {
             "embed_dim": vq.dim,

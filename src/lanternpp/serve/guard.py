@@ -59,7 +59,7 @@ class Keys(Guard):
         self.keys, self.open = [key.encode() for key in keys], open
 
     def refuse(self, scope: Scope) -> ASGIApp | None:
-        """401."""
+        """401 where no key is named, or a wrong one."""
         if not self.keys or scope["path"] in self.open:
             return None
         which = self._which(told(Headers(scope=scope).get("authorization", "")))
@@ -92,7 +92,7 @@ class Hosts(Guard):
         self.names = [name.lower() for name in names]
 
     def refuse(self, scope: Scope) -> ASGIApp | None:
-        """400."""
+        """400 where it is called by another name."""
         if self._known(called(Headers(scope=scope))):
             return None
         message = "this server is not called by the name in the Host header; --allow-host NAME lets it be"
@@ -114,7 +114,7 @@ class Origins(Guard):
     """
 
     def refuse(self, scope: Scope) -> ASGIApp | None:
-        """403."""
+        """403 where a page of another site asks."""
         if not foreign(Headers(scope=scope)):
             return None
         message = "this server answers no page of another site; a proxy must pass the Host header on"

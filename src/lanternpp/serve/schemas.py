@@ -58,10 +58,9 @@ class _ImagesRequest(BaseModel):
 def field(dial: Dial) -> Any:
     """The type of a dial's field and what is said of it, for pydantic."""
     kind: Any = Name if dial.kind is str else dial.kind
-    limits = {} if dial.low is None else {"gt" if dial.above else "ge": dial.low}
-    if dial.high < math.inf:
-        limits["le"] = dial.high
-    return Annotated[kind, Field(**limits)] | None, Field(None, description=dial.about)
+    limits: dict[str, Any] = {} if dial.low is None else {"gt" if dial.above else "ge": dial.low}
+    limits |= {"le": dial.high} if dial.high < math.inf else {}
+    return kind | None, Field(None, description=dial.about, **limits)
 
 
 OWN = dials(DRAFT, RULE, MEASURE, SAMPLING)
