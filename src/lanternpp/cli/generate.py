@@ -16,9 +16,7 @@ from lanternpp.cli.terminal import progress_bar, say
 
 OnePrompt = Annotated[
     str | None,
-    typer.Argument(
-        metavar="PROMPT", help="What to draw.", callback=opt.not_empty_if_given, show_default=False
-    ),
+    typer.Argument(metavar="PROMPT", help="What to draw.", callback=opt.not_empty, show_default=False),
 ]
 
 

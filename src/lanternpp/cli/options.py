@@ -35,16 +35,11 @@ def within(low: float, high: float = math.inf, remedy: str = "", above: bool = F
     return check
 
 
-def not_empty(value: str) -> str:
-    """A prompt that says something."""
-    if not value.strip():
+def not_empty(value: str | None) -> str | None:
+    """A prompt that says something, or none."""
+    if value is not None and not value.strip():
         raise InputError(f'prompt {value!r} is empty; say what to draw, such as "a photo of a red tulip"')
     return value
-
-
-def not_empty_if_given(value: str | None) -> str | None:
-    """A prompt that says something, or none."""
-    return None if value is None else not_empty(value)
 
 
 def bundled(

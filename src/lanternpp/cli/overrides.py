@@ -44,11 +44,11 @@ def draws(*without: str, groups: tuple[Group, ...] = EVERY) -> Callable[..., Cal
     return opt.bundled("options", have, make)
 
 
-def read(options: DrawOptions, **more: Any) -> Pipeline:
+def read(options: DrawOptions) -> Pipeline:
     """The model, and on stderr what weights in 8 bits do to it. Raises InputError."""
     from lanternpp import Pipeline
 
-    pipe = Pipeline.from_pretrained(**options.pretrained, **more)
+    pipe = Pipeline.from_pretrained(**options.pretrained)
     tell_effect(pipe.effect)
     return pipe
 

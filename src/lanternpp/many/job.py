@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lanternpp.errors import InputError
 from lanternpp.many.orders import Facts, Order, missing
-from lanternpp.many.painter import Drawn, Refusal
+from lanternpp.many.painter import Painter, Refusal
 from lanternpp.nn.checkpoints import replacing, sweep
+
+if TYPE_CHECKING:
+    from lanternpp.many.pool import Pool
 
 TOLD = 5  # warnings of prompts that are told in full
 STALE = 5.0  # seconds after which a dead process no longer writes a picture
-
-
-class Paints(Protocol):
-    """Whoever draws: a `Painter` here, or a `Pool` of them."""
-
-    @property
-    def facts(self) -> Facts:
-        """What all pictures have in common."""
-
-    def check(self, prompts: Sequence[str]) -> tuple[list[Refusal], list[str]]:
-        """The prompts that cannot be drawn, and warnings of the others."""
-
-    def paint(
-        self, orders: Sequence[Order], progress: Callable[[int, int], None] | None = None
-    ) -> Iterator[tuple[int, Drawn]]:
-        """(place in the list, picture), each once, as they finish. progress is told of codes."""
 
 
 @dataclass
@@ -76,7 +63,7 @@ class Totals:
 
 
 def run(
-    painter: Paints,
+    painter: Painter | Pool,
     wanted: Sequence[Order],
     folder: Path,
     prompts: Path,

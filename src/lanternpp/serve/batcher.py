@@ -40,9 +40,7 @@ class Stats:
 
     running: int  # pictures
     queued: int
-    lanes: dict[int, int] = field(
-        default_factory=dict
-    )  # rows of the engines that are kept -> how many of them
+    lanes: dict[int, int] = field(default_factory=dict)  # rows of the engines kept -> how many of them
     seconds_between: float | None = None  # two finished pictures, lately; None: too early to say
 
 

@@ -78,10 +78,8 @@ class Desk:
         kind, data = asked.output_format or "png", []
         for ticket, one in zip(tickets, drawn, strict=True):
             file, facts = self.file(asked, ticket.order, one), self.facts(ticket.order, one)
-            if asked.response_format == "url":
-                data.append(schemas.Picture(url=f"data:image/{kind};base64,{file}", lanternpp=facts))
-            else:
-                data.append(schemas.Picture(b64_json=file, lanternpp=facts))
+            url = f"data:image/{kind};base64,{file}" if asked.response_format == "url" else None
+            data.append(schemas.Picture(b64_json=None if url else file, url=url, lanternpp=facts))
         codes = sum(len(one.codes) for one in drawn)
         response = schemas.ImagesResponse(
             created=int(time.time()),

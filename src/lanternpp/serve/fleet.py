@@ -42,9 +42,7 @@ class Fleet:
         """build: a lane for these settings of so many rows; slots: most rows; most: most lanes."""
         self.build, self.slots, self.most = build, slots, most
         self.lanes: tuple[Lane, ...] = ()
-        self._paid: dict[
-            str, float
-        ] = {}  # seconds by each client with pictures; who is new starts at the least
+        self._paid: dict[str, float] = {}  # seconds of clients with pictures; a new one starts at the least
 
     @property
     def running(self) -> list[Lane]:
