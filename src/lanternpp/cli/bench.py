@@ -34,9 +34,7 @@ Methods = Annotated[
         f"Plain AR is always among them. Default: those of {', '.join(USUAL)} that the model has a drafter for.",
     ),
 ]
-Folder = Annotated[
-    Path, typer.Option("-o", "--output", metavar="DIR", help="Where figures, plots and pictures go.")
-]
+Folder = Annotated[Path, opt.to_folder(help="Where figures, plots and pictures go.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run that the folder holds.")]
 Measure = Annotated[
     bool,

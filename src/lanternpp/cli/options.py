@@ -91,6 +91,7 @@ _quality = partial(typer.Option, rich_help_panel=PANEL_QUALITY)
 Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="What to draw.", callback=not_empty)]
 Count = Annotated[int, typer.Option("-n", "--n", help="Pictures.", callback=within(1, 10_000))]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE.png", help="Where to write.")]
+to_folder = partial(typer.Option, "-o", "--output", metavar="DIR")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Prompts = Annotated[
     Path | None, typer.Option(metavar="FILE", help="One prompt per line; default: the model's own list.")

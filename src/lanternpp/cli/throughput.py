@@ -23,13 +23,7 @@ MOST = 1024  # pictures at once
 Sizes = Annotated[str, typer.Option(metavar="A,B,...", help="Pictures at once, parted by commas.")]
 Rounds = Annotated[int, typer.Option(help="Turns of each way to draw.", callback=opt.within(1, 1000))]
 Folder = Annotated[
-    Path,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="DIR",
-        help="Where figures go. The same command goes on where it was stopped.",
-    ),
+    Path, opt.to_folder(help="Where figures go. The same command goes on where it was stopped.")
 ]
 Restart = Annotated[bool, typer.Option("--restart", help="Measure everything again.")]
 

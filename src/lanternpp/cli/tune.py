@@ -62,12 +62,7 @@ Measured = Annotated[
 ]
 Folder = Annotated[
     Path | None,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="DIR",
-        help="Where measurements go; default: out/tune/MODEL-METHOD. The same command goes on.",
-    ),
+    opt.to_folder(help="Where measurements go; default: out/tune/MODEL-METHOD. The same command goes on."),
 ]
 Restart = Annotated[bool, typer.Option("--restart", help="Forget what the folder holds.")]
 RaceIt = Annotated[
