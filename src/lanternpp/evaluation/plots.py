@@ -99,5 +99,10 @@ def finished(made: Any, axes: Any, x: str, y: str, bottom: float | None = None) 
     axes.set(xlabel=x, ylabel=y)
     if bottom is not None:
         axes.set_ylim(bottom=bottom)
-    made.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    legend(made, axes)
     return made
+
+
+def legend(made: Any, axes: Any) -> None:
+    """The names of the lines, beside the axes."""
+    made.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)

@@ -104,7 +104,7 @@ class Target(nn.Module, ABC):
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
         """b conditions (None: the null condition) as [branches * b, T, D], conditional rows first."""
 
-    def check(self, condition: str) -> None:
+    def check(self, condition: str | None) -> None:
         """What `prompt` says of a condition, its InputError or its warnings; cheaper where a family can."""
         self.prompt([condition], 1)
 

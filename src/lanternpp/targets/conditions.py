@@ -24,7 +24,7 @@ class Condition(nn.Module, ABC):
         """b conditions (None: the null condition) -> [branches * b, T, D], conditional rows first."""
 
     @abstractmethod
-    def check(self, condition: str) -> None:
+    def check(self, condition: str | None) -> None:
         """InputError where a condition cannot be followed."""
 
     def open(self, text: Text) -> None:
@@ -61,9 +61,10 @@ class ClassCondition(Condition):
             self.table(torch.tensor(ids, device=at))[:, None], torch.zeros(len(ids), device=at).long()
         )
 
-    def check(self, condition: str) -> None:
+    def check(self, condition: str | None) -> None:
         """Whether the class exists."""
-        class_of(condition, self.classes)
+        if condition is not None:
+            class_of(condition, self.classes)
 
 
 class TextCondition(Condition):
@@ -108,9 +109,10 @@ class TextCondition(Condition):
         embeds = self.fc2(F.gelu(self.fc1(given), approximate="tanh"))
         return Prompt(embeds, torch.tensor(start, device=embeds.device))
 
-    def check(self, condition: str) -> None:
+    def check(self, condition: str | None) -> None:
         """Whether the encoder reads the text; its features are kept where `expect` has said so."""
-        self._features(condition)
+        if condition is not None:
+            self._features(condition)
 
     def _features(self, text: str) -> Tensor:
         """[n, caption_dim] of a text; n at most the slots."""

@@ -163,7 +163,7 @@ class LanguageTarget(Target):
         ids, start = left_padded(rows, self.slots, self.token_table.device)
         return Prompt(self.token_table[ids], start)
 
-    def check(self, condition: str) -> None:
+    def check(self, condition: str | None) -> None:
         """Its tokens alone."""
         check_tokens(max(self._tokens(condition)), len(self.token_table), self.text.path)
 

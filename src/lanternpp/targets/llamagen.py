@@ -167,7 +167,7 @@ class LlamaGenTarget(Target):
         """Classes or texts -> [branches * b, T, D]; the unconditional rows are padded like their texts."""
         return self.condition.prompt(conditions, branches)
 
-    def check(self, condition: str) -> None:
+    def check(self, condition: str | None) -> None:
         """Whether a class exists, or what the text encoder makes of a text."""
         self.condition.check(condition)
 

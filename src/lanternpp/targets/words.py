@@ -169,7 +169,7 @@ class WordsTarget(Target):
             embeds = torch.cat((embeds, self.prefix(ids, torch.ones_like(null))))
         return Prompt(embeds, torch.zeros(embeds.shape[0], dtype=torch.int64, device=ids.device))
 
-    def check(self, condition: str) -> None:
+    def check(self, condition: str | None) -> None:
         """Its words alone."""
         self._ids([condition])
 
