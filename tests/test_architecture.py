@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trees": {"types", "registry"},
     "targets": {"nn", "vq", "types"},
     "drafters": {"nn", "targets.base", "types"},
-    "engine": {*BASES, "proposers.base", "nn", "types"},
+    "engine": {*BASES, "accept.variation", "proposers.base", "nn", "types"},
     "proposers": {
         *BASES,
         *("engine.cache", "engine.guidance", "engine.noise", "engine.sampling"),

@@ -15,6 +15,7 @@ from lanternpp.accept.cool import Cool
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.accept.variation import tv_cost
 from lanternpp.engine.decode import Engine, generate
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
@@ -81,7 +82,7 @@ def test_spent_is_the_distance_of_the_enumerated_law(rule, residual):
     enumerated = torch.stack([one_child(made, p, q) for p, q in zip(P, Q, strict=True)])
     assert torch.allclose(enumerated.sum(-1), torch.ones(len(P)).double())
     assert torch.allclose(made.law(P, Q), enumerated, atol=1e-12)
-    assert torch.allclose(made.spent(P, Q), distance(enumerated, P), atol=1e-12)
+    assert torch.allclose(tv_cost(made, P, Q), distance(enumerated, P), atol=1e-12)
 
 
 @every_rule
@@ -90,15 +91,15 @@ def test_the_fast_forms_agree_with_the_general_ones(rule, residual):
     made = MAKE[rule](residual)
     own = torch.where(Q > 0, made.own(P, Q), 0)
     assert torch.allclose(own, torch.where(Q > 0, Acceptance.own(made, P, Q), 0), atol=1e-12)
-    assert torch.allclose(made.spent(P, Q), distance(Acceptance.law(made, P, Q), P), atol=1e-12)
-    single = made.spent(P.float(), Q.float())
-    assert torch.allclose(single.double(), made.spent(P, Q), atol=1e-5)
+    assert torch.allclose(tv_cost(made, P, Q), distance(Acceptance.law(made, P, Q), P), atol=1e-12)
+    single = tv_cost(made, P.float(), Q.float())
+    assert torch.allclose(single.double(), tv_cost(made, P, Q), atol=1e-5)
 
 
 @every_rule
 def test_optimal_is_never_further_from_p_than_paper_and_never_than_q(rule):
     """For one child they are even equal: what the papers' residual leaves out, acceptance has overspent."""
-    best, paper = MAKE[rule]("optimal").spent(P, Q), MAKE[rule]("paper").spent(P, Q)
+    best, paper = tv_cost(MAKE[rule]("optimal"), P, Q), tv_cost(MAKE[rule]("paper"), P, Q)
     assert (best <= paper + 1e-12).all() and (best <= distance(P, Q) + 1e-12).all()
     assert torch.allclose(best, paper, atol=1e-12) or rule == "cool 2, level 4"
 
@@ -108,7 +109,7 @@ def test_no_other_correction_of_the_same_acceptance_is_nearer(rule):
     """The distance can be no less than the mass let out beyond p, whatever is drawn after a refusal."""
     made = MAKE[rule]("optimal")
     beyond = (torch.minimum(Q, Acceptance.own(made, P, Q)) - P).clamp(min=0).sum(-1)
-    assert torch.allclose(made.spent(P, Q), beyond, atol=1e-12)
+    assert torch.allclose(tv_cost(made, P, Q), beyond, atol=1e-12)
 
 
 @every_rule
@@ -116,13 +117,13 @@ def test_no_other_correction_of_the_same_acceptance_is_nearer(rule):
 def test_what_the_format_forces_costs_nothing(rule, residual):
     forced = torch.eye(VOCAB, dtype=torch.float64)
     for q in (Q[:VOCAB], forced.roll(1, 0)):
-        assert MAKE[rule](residual).spent(forced, q).abs().max() < 1e-12
+        assert tv_cost(MAKE[rule](residual), forced, q).abs().max() < 1e-12
 
 
 def test_an_exact_rule_spends_nothing():
-    assert Exact().spent(P, Q).eq(0).all()
+    assert tv_cost(Exact(), P, Q).eq(0).all()
     for made in (Lantern(TABLE, 0.0), LanternPlusPlus(TABLE, 1.0), Cool(1.0), Cool(0.6)):
-        assert made.spent(P, Q).max() < 1e-12
+        assert tv_cost(made, P, Q).max() < 1e-12
 
 
 def test_a_papers_bound_holds_for_a_candidate_and_not_for_what_is_drawn():
@@ -132,9 +133,9 @@ def test_a_papers_bound_holds_for_a_candidate_and_not_for_what_is_drawn():
         bent = Lantern(TABLE, delta).relax(P, torch.full((len(P),), x))
         assert distance(bent, P).max() <= delta + 1e-12
     for residual in ("paper", "optimal"):
-        assert Lantern(TABLE, delta, residual).spent(P, Q).max() > delta
+        assert tv_cost(Lantern(TABLE, delta, residual), P, Q).max() > delta
     assert (
-        LanternPlusPlus(TABLE, 2.0, "optimal").spent(P, Q).max() <= 0.5
+        tv_cost(LanternPlusPlus(TABLE, 2.0, "optimal"), P, Q).max() <= 0.5
     )  # at most p(x) more, at most [q - p]+
 
 
@@ -185,7 +186,7 @@ def test_a_point_mass_costs_the_mass_it_gains(rule, residual):
     point = torch.zeros_like(P)
     point[:, code] = 1
     gained = made.relax(P, torch.full((len(P),), code))[:, code] - P[:, code]
-    assert torch.allclose(made.spent(P, point), gained, atol=1e-12)
+    assert torch.allclose(tv_cost(made, P, point), gained, atol=1e-12)
 
 
 def test_a_greedy_choice_costs_one_where_it_is_not_the_most_probable():

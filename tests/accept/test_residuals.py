@@ -13,6 +13,7 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.accept.cool import Cool
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.accept.variation import tv_cost
 from lanternpp.engine.verify import without
 
 CASES = 120
@@ -45,7 +46,7 @@ def enumerate_node(rule: Acceptance, p, q, tries: int):
     """The law [V] of the code decided, the mean of what was spent, and the mass let out by acceptance [V]."""
     if not tries or not q.sum():
         return p[0], 0.0, torch.zeros_like(p[0])
-    law, spent, let_out = torch.zeros_like(p[0]), float(rule.spent(p, q)), torch.zeros_like(p[0])
+    law, spent, let_out = torch.zeros_like(p[0]), float(tv_cost(rule, p, q)), torch.zeros_like(p[0])
     for x in q[0].nonzero()[:, 0].tolist():
         code, chance = torch.tensor([x]), float(q[0, x])
         bent = rule.relax(p, code)

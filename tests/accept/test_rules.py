@@ -16,6 +16,7 @@ from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
 from lanternpp.accept.mixture import Mixture
+from lanternpp.accept.variation import tv_cost
 from lanternpp.errors import InputError
 
 VOCAB, K = 40, 12
@@ -106,7 +107,7 @@ def test_a_code_the_format_forces_is_never_relaxed(name, delta):
         for x in range(VOCAB):
             for at in (rule.at(0), rule.at(3)):
                 assert torch.equal(at.relax(forced, torch.full((VOCAB,), x)), forced)
-        assert rule.spent(forced, laws(VOCAB, 0.1)).max() < 1e-12
+        assert tv_cost(rule, forced, laws(VOCAB, 0.1)).max() < 1e-12
 
 
 NOTHING = [Exact(), Lantern(TABLE, 0.0), LanternPlusPlus(TABLE, 1.0), Cactus(0.0), Mixture(0.0)]
@@ -142,7 +143,7 @@ def test_a_mixture_is_one_and_costs_its_share_of_the_distance():
     for level, share in ((0, 0.3), (2, 0.3 * math.exp(-0.8))):
         rule, p, q = Mixture(0.3, 0.4).at(level), P[:120], q[:120]
         assert torch.allclose(rule.law(p, q), (1 - share) * p + share * q)
-        assert torch.allclose(rule.spent(p, q), share * (p - q).abs().sum(-1) / 2)
+        assert torch.allclose(tv_cost(rule, p, q), share * (p - q).abs().sum(-1) / 2)
         assert torch.allclose(torch.minimum(rule.law(p, q), q), torch.minimum(rule.own(p, q), q))
 
 
@@ -150,7 +151,7 @@ def test_a_mixture_is_one_and_costs_its_share_of_the_distance():
 def test_every_relaxation_can_fall_with_the_level(name):
     made = Dials(lambda k: TABLE[:, :k], 12, {"cool": 2.0}.get(name, 0.6), lam=3.0, nu=0.5)
     rule, p, q = NAMED[name].build(made), P[:120], laws(120, 2.0)
-    spent = [rule.at(level).spent(p, q).mean() for level in range(5)]
+    spent = [tv_cost(rule.at(level), p, q).mean() for level in range(5)]
     assert rule.at(0).relax(p, CODE[:120]).equal(rule.relax(p, CODE[:120]))
     assert all(b <= a for a, b in pairwise(spent)) and spent[4] < 0.6 * spent[0]
     levels = torch.arange(5).view(5, 1).expand(5, 120)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lanternpp import Pipeline
+from lanternpp.accept.variation import tv_cost
 from lanternpp.errors import InputError
 from lanternpp.settings import resolve
 
@@ -183,8 +184,8 @@ def test_what_an_own_rule_spends_is_estimated_where_the_codes_are_many(own_rules
         rule.floor = floor
         own = rule.own(p, q.where(q > p, 0))
         exact = (torch.minimum(q, own) - p).clamp(min=0).sum(-1)
-        found = rule.spent(p, q)
-        assert torch.equal(found, rule.spent(p, q))
+        found = tv_cost(rule, p, q)
+        assert torch.equal(found, tv_cost(rule, p, q))
         assert (found - exact).abs().max() <= 0.12 * (q - p).clamp(min=0).sum(-1).max()
         assert (found > 0.01).all() == (exact > 0.01).all()
-    assert rule.spent(p, p).abs().max() == 0
+    assert tv_cost(rule, p, p).abs().max() == 0

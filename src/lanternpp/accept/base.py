@@ -17,8 +17,6 @@ from torch import Tensor
 from lanternpp.errors import InputError
 
 RESIDUALS = ("paper", "optimal")
-ENUMERATED = 1024  # codes up to which what an outsider's rule spends is computed code by code
-SAMPLED = 64  # codes that stand for all of them beyond that
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,7 @@ class Acceptance(ABC):
     dials: ClassVar[frozenset[str] | None] = None  # the fields of `Dials` that it reads; None: any
     lossless: bool = False
     optimal: bool = False  # what is drawn after a refusal: the best correction, or the papers' own
+    least: bool = False  # whether the papers' own correction ends as near to p as the best one does
 
     @classmethod
     @abstractmethod
@@ -114,50 +113,6 @@ class Acceptance(ABC):
         for level in range(levels):
             laws = self.at(level).law(p, q).where((depth == level)[..., None], laws)
         return laws
-
-    def beyond(self, p: Tensor, q: Tensor) -> Tensor:
-        """The mass that acceptance lets out beyond p, sum [a - p]+, [...]; p and q [..., V].
-
-        Estimated where the rule has no `own` of its own and the codes are many: see `_sampled`.
-        """
-        if self._slow(p):
-            return self._sampled(p, q)
-        own = self.own(p, q.where(q > p, 0))  # where q <= p nothing can be
-        return (torch.minimum(q, own) - p).clamp_(min=0).sum(-1)
-
-    def spent(self, p: Tensor, q: Tensor) -> Tensor:
-        """The total variation between p and the law of judging one child drawn from q, [...]; p and q [..., V].
-
-        With the optimal residual it is `beyond`, the least that acceptance leaves possible. Of a rule without an `own`
-        and a `spent` of its own, over more than `ENUMERATED` codes, it is an estimate of that least with either
-        residual: judging every code takes V passes over V codes, seconds for a child of thousands.
-        """
-        if self.lossless:
-            return torch.zeros_like(p[..., 0])
-        if self.optimal or self._slow(p):
-            return self.beyond(p, q)
-        return (self.law(p, q) - p).abs_().sum(-1) / 2
-
-    def _slow(self, p: Tensor) -> bool:
-        """Whether asking for every code one by one is too much."""
-        return type(self).own is Acceptance.own and p.shape[-1] > ENUMERATED
-
-    def _sampled(self, p: Tensor, q: Tensor) -> Tensor:
-        """`beyond` from `SAMPLED` codes, spread evenly over the mass [q - p]+ that could be let out, [B].
-
-        A code y contributes a share [min(q, own) - p]+ / [q - p]+ of its mass; their mean has no bias beyond that of
-        an even spread, and at most 0.5 / sqrt(SAMPLED) of the mass as its error.
-        """
-        most = (q - p).clamp(min=0)
-        total = most.cumsum(-1, dtype=torch.float64)
-        places = (torch.arange(SAMPLED, device=p.device) + 0.5) / SAMPLED
-        codes = torch.searchsorted(total, (places * total[:, -1:]).contiguous(), right=True)
-        codes = codes.clamp_(max=p.shape[-1] - 1).T  # [m, B]
-        own = self.relax(p.expand(SAMPLED, -1, -1), codes).gather(-1, codes[..., None])[..., 0].T
-        at = codes.T
-        let_out = torch.minimum(q.gather(1, at), own) - p.gather(1, at)
-        share = let_out.clamp_(min=0) / most.gather(1, at).clamp_(min=torch.finfo(p.dtype).tiny)
-        return share.mean(1) * total[:, -1].to(p.dtype)
 
 
 def check_relax(rule: Acceptance, named: str, vocab: int, levels: int, like: Tensor) -> None:

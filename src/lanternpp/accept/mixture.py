@@ -46,10 +46,6 @@ class Mixture(Fading):
         """The mixture itself."""
         return self.own(p, q)
 
-    def beyond(self, p: Tensor, q: Tensor) -> Tensor:
-        """Its distance from p, whether q covers it or not."""
-        return (self.own(p, q) - p).clamp_(min=0).sum(-1)
-
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
         """The mixture with a drafter that is sure of the code."""
         return self.own(p, torch.zeros_like(p).scatter_(-1, code[..., None], 1))

@@ -18,7 +18,14 @@ class NeighbourAcceptance(Fading):
     """Moves onto the code the mass of its nearest codebook neighbours, as many as a budget allows.
 
     table [V, k] holds the k nearest codes of every code, nearest first, itself excluded.
+
+    The papers' residual costs no more than the optimal one. With M = sum [p - q]+ and S = sum [a - p]+, a refusal has
+    probability M - S. The papers' residual of x is [p - q]+ without its lenders A, over M less what they held of it, at
+    most p(A); and S >= p(A), as a refused x had all of A let out. So no code gets more than [p - q]+, which is all that
+    S being the distance takes.
     """
+
+    least = True
 
     def __init__(self, table: Tensor, residual: str | None = None, nu: float = 0.0):
         self.table, self.nu = table, decay(nu)
@@ -68,16 +75,6 @@ class NeighbourAcceptance(Fading):
                 if not len(code):
                     break
         return own.T.reshape(p.shape)
-
-    def spent(self, p: Tensor, q: Tensor) -> Tensor:
-        """The same for both residuals, so the papers' needs no enumeration.
-
-        With M = sum [p - q]+ and S = sum [a - p]+, a refusal has probability M - S. The papers' residual of x
-        is [p - q]+ without its lenders A, over M less what they held of it, at most p(A); and S >= p(A), as a
-        refused x had all of A let out. So no code gets more than [p - q]+, which is all that S being the
-        distance takes.
-        """
-        return self.beyond(p, q)
 
 
 def _lend(mass: Tensor, total: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:

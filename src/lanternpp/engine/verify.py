@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
+from lanternpp.accept.variation import tv_cost
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.types import Draft, Verdict
@@ -136,7 +137,7 @@ def _cost(sampling: Sampling, rule: Acceptance, p: Tensor, q: Tensor, code: Tens
     """The total variation from p [B, V] that judging one child cost, [B]."""
     if sampling.greedy:
         return (good & (code != p.argmax(-1))).to(p.dtype)
-    return rule.spent(p, q).to(p.dtype)
+    return tv_cost(rule, p, q).to(p.dtype)
 
 
 def verdict_of(
