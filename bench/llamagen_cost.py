@@ -23,9 +23,9 @@ from lanternpp.devices import pick_device, pick_dtype
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.nn.packed import pack
-from lanternpp.proposers.base import Proposer
 from lanternpp.proposers.nothing import Nothing
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.targets.llamagen import LlamaGenConfig, LlamaGenTarget

@@ -25,7 +25,6 @@ SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = "lanternpp"
 MOST_LINES = 300
 
-BASES = {"accept.base", "trees.base", "drafters.base", "targets.base"}
 LIBRARY = {"errors", "types", "registry", "devices", "methods", "nn", "vq", "accept", "trees", "targets"}
 LIBRARY |= {"drafters", "proposers", "engine", "hub", "models", "settings", "tuned", "pipeline", "picture"}
 LIBRARY |= {"names", "progress", "cluster", "default_method", "results", "arguments", "engines", "published"}
@@ -50,15 +49,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trees": {"types", "registry"},
     "targets": {"nn", "vq", "types"},
     "drafters": {"nn", "targets.base", "types"},
-    "engine": {*BASES, "accept.variation", "proposers.base", "nn", "types"},
+    "engine": {"accept.base", "accept.variation", "trees.base", "targets.base", "nn", "types"},
     "proposers": {
-        *BASES,
-        *("engine.cache", "engine.guidance", "engine.noise", "engine.sampling"),
-        *("nn.decoder", "registry", "trees.chain", "types"),
+        *("engine.proposer", "engine.cache", "engine.guidance", "engine.noise", "engine.sampling"),
+        *("trees.base", "trees.chain", "drafters.base", "targets.base", "nn.decoder", "registry", "types"),
     },
     "settings": {
         *("arguments", "registry", "methods", "accept", "trees", "proposers", "engine.verifiers"),
-        *("drafters.base", "targets.base"),
+        *("engine.proposer", "drafters.base", "targets.base"),
     },
     "hub": set(),
     "models": {"registry", "hub", "devices", "targets", "drafters", "nn"},

@@ -198,20 +198,17 @@ class Model:
             target.pack()
         return target
 
-    @property
-    def drafter(self) -> Drafter:
-        """The drafter that looks beyond a code at a time; InputError as `drafting`."""
-        return self.drafting("drafter")
-
     def holds(self, kind: str) -> bool:
         """Whether there is a network of this kind to draft with; it is not read."""
         return self.other is not None or holds(self.folder, kind)
 
-    def drafting(self, kind: str) -> Drafter:
-        """The other folder's drafter, or the model's own in its folder `kind`, read once.
+    def network(self, kind: str) -> Drafter | Target:
+        """What `Proposer.needs` names, read once: a smaller target, or the other folder's drafter or the model's own.
 
         InputError names what is wrong with a file, or that it is another target's.
         """
+        if kind == "independent":
+            return self.smaller
         if kind not in self._drafters:
             self._drafters[kind] = self._drafter(kind)
         return self._drafters[kind]

@@ -246,7 +246,7 @@ class Pipeline:
 
     def _new_engine(self, settings: Settings) -> Engine:
         model = self._model(settings.compile)
-        proposer = build_proposer(settings, model.drafting, lambda: model.smaller)
+        proposer = build_proposer(settings, model.network)
         rule = build_rule(settings, self.table)
         if type(rule) not in RULES.values():
             like = next(model.target.parameters())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
@@ -14,11 +14,11 @@ from lanternpp.accept.base import Acceptance, Dials
 from lanternpp.dials import DIALS as TABLE
 from lanternpp.dials import DRAFT, EVERY, RULE, dials, names, spoken
 from lanternpp.drafters.base import Drafter
+from lanternpp.engine.proposer import Parts, Proposer
 from lanternpp.engine.verifiers import TOKEN, VERIFIERS, Drafts, Verifier, best, unfit
 from lanternpp.errors import InputError
 from lanternpp.methods import method as named_method
 from lanternpp.proposers import PROPOSERS
-from lanternpp.proposers.base import Parts, Proposer
 from lanternpp.registry import Given, check_class, find, importable, unknown
 from lanternpp.schema import Between, bounded, checked, hints
 from lanternpp.targets.base import Target
@@ -115,10 +115,8 @@ def best_verifier(settings: Settings) -> str | None:
 
 def _drafts(settings: Settings, proposer: type[Proposer] | None = None) -> Drafts:
     """What decides how these settings' drafts may be verified; proposer: another than they name."""
-    entry = proposer or find("proposer", settings.proposer, PROPOSERS)
-    check_class("proposer", settings.proposer, entry, Proposer)
-    rule = _rule(settings)
-    return Drafts(entry.guesses(_parts(settings)), rule, settings.temperature == 0, settings.residual)
+    guesses = (proposer or _proposer(settings)).guesses(_parts(settings))
+    return Drafts(guesses, _rule(settings), settings.temperature == 0, settings.residual)
 
 
 def retreed(settings: Settings, tree: str | None) -> Settings:
@@ -191,44 +189,14 @@ def _rule(settings: Settings) -> Acceptance | type[Acceptance]:
     return entry
 
 
-def build_proposer(
-    settings: Settings, drafter: Callable[[str], Drafter], smaller: Callable[[], Target]
-) -> Proposer:
-    """The proposer, with the network it asks for. InputError where a dial is wrong."""
-    parts = _parts(settings, drafter, smaller)
-    entry = find("proposer", settings.proposer, PROPOSERS)
-    check_class("proposer", settings.proposer, entry, Proposer)
-    made: Proposer = entry.build(parts)
-    # a drafter may have asked for another proposer than the one that the settings name
+def build_proposer(settings: Settings, network: Callable[[str], Drafter | Target]) -> Proposer:
+    """The proposer, with the network that it needs, by its kind. InputError where a dial is wrong."""
+    entry, parts = _proposer(settings), _parts(settings)
+    made = entry.build(replace(parts, network=network(entry.needs)) if entry.needs else parts)
+    # a drafter may have named another proposer than the settings do
     if wrong := unfit(_drafts(settings, type(made)), settings.verify or TOKEN):
         raise InputError(wrong)
     return made
-
-
-def build_verifier(settings: Settings) -> Verifier:
-    """What verifies the drafts."""
-    made: Verifier = find("verifier", settings.verify or TOKEN, VERIFIERS)
-    return made
-
-
-def _no_network(*folder: str) -> NoReturn:
-    raise AssertionError("how guesses are made was asked for, not a network")
-
-
-def _parts(
-    settings: Settings,
-    drafter: Callable[[str], Drafter] = _no_network,
-    smaller: Callable[[], Target] = _no_network,
-) -> Parts:
-    """What a proposer is built from."""
-    return Parts(
-        drafter,
-        smaller,
-        tree=lambda: build_tree(settings.tree or TREE),
-        window=settings.window,
-        coupling=settings.coupling,
-        fresh=settings.fresh,
-    )
 
 
 def network_wanted(settings: Settings) -> str | None:
@@ -236,18 +204,29 @@ def network_wanted(settings: Settings) -> str | None:
 
     None is read. Raises InputError where a dial of the proposer is wrong.
     """
+    entry, parts = _proposer(settings), _parts(settings)
+    if entry.needs is None:
+        entry.build(parts)
+    return entry.needs
 
-    class WantedError(Exception):
-        """What the proposer asks for."""
 
-    def ask(kind: str = "independent") -> NoReturn:
-        raise WantedError(kind)
+def _proposer(settings: Settings) -> type[Proposer]:
+    """The proposer that settings name."""
+    entry: type[Proposer] = find("proposer", settings.proposer, PROPOSERS)
+    check_class("proposer", settings.proposer, entry, Proposer)
+    return entry
 
-    try:
-        build_proposer(settings, ask, ask)
-    except WantedError as wanted:
-        return str(wanted)
-    return None
+
+def _parts(settings: Settings) -> Parts:
+    """What a proposer is built from, but for its network."""
+    tree = build_tree(settings.tree or TREE)
+    return Parts(tree, None, settings.window, settings.coupling, settings.fresh)
+
+
+def build_verifier(settings: Settings) -> Verifier:
+    """What verifies the drafts."""
+    made: Verifier = find("verifier", settings.verify or TOKEN, VERIFIERS)
+    return made
 
 
 def _unread(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from laws import chi_square
@@ -12,11 +14,13 @@ from lanternpp.accept.lantern_pp import LanternPlusPlus
 from lanternpp.engine.decode import Engine, generate
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
+from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
-from lanternpp.proposers.base import Parts
 from lanternpp.proposers.jacobi import COUPLINGS, FRESH, Jacobi
 from lanternpp.proposers.nothing import Nothing
+from lanternpp.trees.shapes import chain
+from lanternpp.trees.static import StaticTree
 
 CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]])
 ALL = [(coupling, fresh) for coupling in COUPLINGS for fresh in FRESH]
@@ -147,10 +151,10 @@ def test_a_fresh_guess_is_drawn_from_what_was_asked_for():
 
 
 def test_options_are_checked_and_default_to_sjd():
-    parts = Parts(drafter=None, smaller=None, tree=None)
+    parts = Parts(StaticTree(chain(1)))
     made = Jacobi.build(parts)
     assert (made.window, made.coupling, made.fresh, made.size, made.depth) == (16, "none", "uniform", 17, 16)
-    made = Jacobi.build(Parts(None, None, None, 3, "gumbel", "above"))
+    made = Jacobi.build(replace(parts, window=3, coupling="gumbel", fresh="above"))
     assert (made.window, made.coupling, made.fresh) == (3, "gumbel", "above")
     for wrong in ((0,), (257,), (4, "minimal"), (4, "none", "old")):
         with pytest.raises(InputError):

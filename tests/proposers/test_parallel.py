@@ -7,8 +7,8 @@ from toys import ToyTarget, parallel
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Sampling
-from lanternpp.proposers.base import Parts
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.training.features import visible
@@ -106,5 +106,5 @@ def test_levels_beyond_the_trained_ones_repeat_the_last_query():
 @pytest.mark.parametrize("named", [TreeProposer, Parallel])
 def test_a_drafter_brings_its_own_proposer(named):
     drafter = parallel(ToyTarget())
-    parts = Parts(lambda folder: drafter, lambda: None, lambda: StaticTree(EAGLE))
+    parts = Parts(StaticTree(EAGLE), drafter)
     assert type(named.build(parts)) is Parallel

@@ -135,7 +135,7 @@ def drafter_of(model: Path, **known: Any) -> None:
 def read(model: Path, dtype: torch.dtype = torch.float32) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", DrafterWarning)
-        assert Model(model, None, CPU, dtype).drafter
+        assert Model(model, None, CPU, dtype).network("drafter")
 
 
 def test_a_drafter_knows_its_target(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from toys import MarkovTarget, OtherMarkovDrafter, admit_all, parallel
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
-from lanternpp.proposers.base import Proposer
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.static import StaticTree

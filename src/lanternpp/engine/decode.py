@@ -15,10 +15,10 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
+from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import Verifier
 from lanternpp.engine.verify import verify
-from lanternpp.proposers.base import Proposer
 from lanternpp.targets.base import Target
 from lanternpp.types import Admission, Draft, Look, Prompt, Tree, Verdict
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from lanternpp.accept.base import Acceptance, quick
 from lanternpp.engine.block import verify_block
 from lanternpp.engine.noise import Noise
+from lanternpp.engine.proposer import Guesses
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import verify
-from lanternpp.proposers.base import Guesses
 from lanternpp.types import Draft, Verdict
 
 Verifier = Callable[[Draft, Tensor, Sampling, Acceptance, Noise, bool], Verdict]

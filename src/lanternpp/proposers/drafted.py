@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -11,32 +12,56 @@ from lanternpp.drafters.base import Drafter
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
+from lanternpp.engine.proposer import Guesses, Parts, Proposer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.nn.decoder import Memory
-from lanternpp.proposers.base import Guesses, Parts, Proposer, grown
+from lanternpp.registry import imported
 from lanternpp.targets.base import Target
-from lanternpp.trees.base import TreeBuilder
+from lanternpp.trees.base import Extend, TreeBuilder
 from lanternpp.types import Draft, Frontier, Look, Nodes
 
 
-class Drafted(Proposer):
-    """Looks beyond codes with a drafter and draws their children from what it says.
+class OnTree(Proposer):
+    """Grows a tree with a network of its own, and draws children from what that says at their parent."""
+
+    dials = frozenset({"tree", "verify"})
+    drafter: Any
+
+    def __init__(self, drafter: Drafter | Target, builder: TreeBuilder):
+        self.drafter, self.builder = drafter, builder
+        self.size, self.depth = builder.size, builder.depth
+
+    @classmethod
+    def build(cls, parts: Parts) -> Self:
+        """From a network and a tree builder; a drafter may name another proposer than this one."""
+        network = parts.network
+        kind = imported("proposer", network.proposer) if isinstance(network, Drafter) else cls
+        made: Self = kind(network, parts.tree)
+        return made
+
+    @classmethod
+    def guesses(cls, parts: Parts) -> Guesses:
+        """Its tree's: what earlier passes refused is in the distributions alone."""
+        drawn = parts.tree.drawn
+        return Guesses(
+            parts.tree.chain, None if drawn else "offers the likeliest codes instead of drawing them"
+        )
+
+    def grow(self, q: Tensor, extend: Extend, noise: Noise) -> Draft:
+        """A draft from what the root's children are drawn from, q [B, V]."""
+
+        def children(q: Tensor, count: int, level: int) -> Tensor:
+            return self.sampling.children(q, count, noise, Noise.DRAFT + level)
+
+        return self.builder.grow(self.root, q, extend, children)
+
+
+class Drafted(OnTree):
+    """Looks beyond codes with a drafter, a pass for each level.
 
     The root is in the drafter's cache before a draft begins: what is known of its children came with the
     last pass over what was decided.
     """
-
-    dials = frozenset({"tree", "verify"})
-
-    def __init__(self, drafter: Drafter | Target, builder: TreeBuilder):
-        self.builder = builder
-        self.size, self.depth = builder.size, builder.depth
-        self._decoder, self._like = drafter.decoder, next(drafter.parameters())
-
-    @classmethod
-    def guesses(cls, parts: Parts) -> Guesses:
-        """Its tree's."""
-        return grown(parts)
 
     @property
     @abstractmethod
@@ -54,8 +79,8 @@ class Drafted(Proposer):
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Make room for a batch: the drafter's cache and the features of the nodes of a draft."""
         super().open(target, sampling, guidance, batch)
-        self.target, self.sampling, self.guidance = target, sampling, guidance
-        like, rows, shape = self._like, guidance.branches * batch, self._decoder.config
+        like, rows = next(self.drafter.parameters()), guidance.branches * batch
+        shape = self.drafter.decoder.config
         room = self.slots + target.length + max(self.builder.scratch, self.depth + 1)
         self.cache = Cache(shape, rows, room, like)
         self.features = torch.zeros(
@@ -68,12 +93,8 @@ class Drafted(Proposer):
 
     def propose(self, noise: Noise) -> Draft:
         """Grow a tree from the root."""
-
-        def children(q: Tensor, count: int, level: int) -> Tensor:
-            return self.sampling.children(q, count, noise, Noise.DRAFT + level)
-
         q = self._probs(self.features[:, :1], torch.zeros_like(self.root[:, None]))[:, 0]
-        return self.builder.grow(self.root, q, self._extend, children)
+        return self.grow(q, self._extend, noise)
 
     def observe(self, look: Look) -> None:
         """Run the drafter over what was decided, with the target's own features."""

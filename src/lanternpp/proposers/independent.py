@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,10 +11,8 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.nn.decoder import Memory
-from lanternpp.proposers.base import Parts
 from lanternpp.proposers.drafted import Drafted
 from lanternpp.targets.base import Target
-from lanternpp.trees.base import TreeBuilder
 from lanternpp.types import Admission, Nodes
 
 LIKENESS = 0.05  # of two copies of a codebook, in lengths of it: their storage may differ
@@ -24,15 +21,8 @@ LIKENESS = 0.05  # of two copies of a codebook, in lengths of it: their storage 
 class Independent(Drafted):
     """Reads the same prompt, in its own way, and guesses what it would draw itself, guided as the target is."""
 
-    def __init__(self, drafter: Target, builder: TreeBuilder):
-        super().__init__(drafter, builder)
-        self.drafter = drafter
-
-    @classmethod
-    def build(cls, parts: Parts) -> Self:
-        """From a smaller target and a tree builder."""
-        tree = parts.tree()
-        return cls(parts.smaller(), tree)
+    needs = "independent"
+    drafter: Target
 
     @property
     def slots(self) -> int:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
+from lanternpp.engine.proposer import Guesses, Parts, Proposer
 from lanternpp.engine.sampling import Sampling, draw
 from lanternpp.errors import InputError
-from lanternpp.proposers.base import Guesses, Parts, Proposer
 from lanternpp.targets.base import Target
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Admission, Draft, Look
@@ -70,7 +70,7 @@ class Jacobi(Proposer):
         super().open(target, sampling, guidance, batch)
         like, window, vocab = next(target.parameters()), self.window, target.vocab
         dtype = like.dtype if like.element_size() == 8 else torch.float32
-        self.sampling, self.width = sampling, target.width
+        self.width = target.width
         self._tree = chain_tree(batch, window, like.device)
         self._ahead = torch.arange(window, device=like.device)
         self.codes = torch.zeros(batch, window, dtype=torch.int64, device=like.device)

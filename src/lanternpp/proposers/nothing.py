@@ -6,8 +6,8 @@ from typing import Self
 
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
+from lanternpp.engine.proposer import Parts, Proposer
 from lanternpp.engine.sampling import Sampling
-from lanternpp.proposers.base import Parts, Proposer
 from lanternpp.targets.base import Target
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Draft

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 from torch import Tensor
 
@@ -12,42 +10,24 @@ from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
-from lanternpp.proposers.base import Guesses, Parts, Proposer, grown
-from lanternpp.registry import imported
+from lanternpp.proposers.drafted import OnTree
 from lanternpp.targets.base import Target
-from lanternpp.trees.base import TreeBuilder
 from lanternpp.types import Admission, Draft, Frontier, Look
 
 
-class Parallel(Proposer):
+class Parallel(OnTree):
     """Before every pass of the target, one of the drafter, over what was decided since and a query per level.
 
     Its cache has one row per sample and runs one position behind the target's, as EAGLE's does. What was
     decided waits, with the target's guided features there, until the next draft.
     """
 
-    dials = frozenset({"tree", "verify"})
-
-    def __init__(self, drafter: QueryDrafter, builder: TreeBuilder):
-        self.drafter, self.builder = drafter, builder
-        self.size, self.depth = builder.size, builder.depth
-
-    @classmethod
-    def build(cls, parts: Parts) -> Self:
-        """From a drafter and a tree builder; a drafter may ask for another proposer than this one."""
-        tree, drafter = parts.tree(), parts.drafter("parallel")
-        made: Self = imported("proposer", drafter.proposer)(drafter, tree)
-        return made
-
-    @classmethod
-    def guesses(cls, parts: Parts) -> Guesses:
-        """Its tree's: what earlier passes refused is in the distributions alone."""
-        return grown(parts)
+    needs = "parallel"
+    drafter: QueryDrafter
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Make room for a batch: the drafter's cache, and what waits to be looked at."""
         super().open(target, sampling, guidance, batch)
-        self.target, self.sampling, self.guidance = target, sampling, guidance
         like, depth, dim = next(self.drafter.parameters()), self.depth, self.drafter.decoder.config.dim
         span = 2 * depth  # what waits, one level more than the draft has, and the queries
         self.cache = Cache(self.drafter.decoder.config, batch, target.slots + target.length + span, like)
@@ -82,16 +62,13 @@ class Parallel(Proposer):
         index = self.count[:, None] + self._line[: self.depth]
         index.clamp_(max=self.target.length - 1)  # [B, depth] the code of the image that each level guesses
 
-        def children(q: Tensor, count: int, level: int) -> Tensor:
-            return self.sampling.children(q, count, noise, Noise.DRAFT + level)
-
         def extend(at: Frontier) -> Tensor:
             here, told = slice(at.level, at.level + 1), self.told[at.codes]
             turned = self.drafter.turn(levels[:, here], asked[:, here], told)
             return self._probs(turned, index[:, here])
 
         q = self._probs(levels[:, :1], index[:, :1])[:, 0]
-        return self.builder.grow(self.root, q, extend, children)
+        return self.grow(q, extend, noise)
 
     def observe(self, look: Look) -> None:
         """Keep what was decided, with the target's own features, for the next draft."""

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 from torch import Tensor
 
 from lanternpp.drafters.base import Drafter
 from lanternpp.nn.decoder import Memory
-from lanternpp.proposers.base import Parts
 from lanternpp.proposers.drafted import Drafted
-from lanternpp.registry import imported
-from lanternpp.trees.base import TreeBuilder
 from lanternpp.types import Admission, Nodes
 
 
@@ -23,16 +18,8 @@ class TreeProposer(Drafted):
     cache runs one position behind the target's.
     """
 
-    def __init__(self, drafter: Drafter, builder: TreeBuilder):
-        super().__init__(drafter, builder)
-        self.drafter = drafter
-
-    @classmethod
-    def build(cls, parts: Parts) -> Self:
-        """From a drafter and a tree builder; a drafter may ask for another proposer than this one."""
-        tree, drafter = parts.tree(), parts.drafter("drafter")
-        made: Self = imported("proposer", drafter.proposer)(drafter, tree)
-        return made
+    needs = "drafter"
+    drafter: Drafter
 
     @property
     def slots(self) -> int:

@@ -13,8 +13,8 @@ from lanternpp.accept.exact import Exact
 from lanternpp.engine.decode import Engine, generate
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
+from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
-from lanternpp.proposers.base import Proposer
 from lanternpp.targets.base import Target
 from lanternpp.types import Draft, Verdict
 

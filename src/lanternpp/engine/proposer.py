@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from lanternpp.drafters.base import Drafter
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
@@ -23,9 +21,8 @@ from lanternpp.types import Admission, Draft, Look
 class Parts:
     """What a proposer may be built from; each takes what it needs."""
 
-    drafter: Callable[[str], Drafter]  # by the folder of a model that holds it, where none is named
-    smaller: Callable[[], Target]  # another target of the same codes
-    tree: Callable[[], TreeBuilder]
+    tree: TreeBuilder
+    network: Any = None  # what `Proposer.needs` names, a `Drafter` or a smaller `Target`; None for `guesses`
     window: int | None = None
     coupling: str | None = None
     fresh: str | None = None
@@ -45,6 +42,9 @@ class Proposer(ABC):
     """Offers drafts of `size` nodes, the root included, and `depth` levels below it."""
 
     dials: ClassVar[frozenset[str] | None] = None  # the fields of a method that it reads; None: any
+    needs: ClassVar[str | None] = None
+    """The network that it is built with, by the folder of a model that holds it: "drafter", "parallel", or "independent",
+    a smaller target of the same codes; None: it is built without."""
     size: int
     depth: int
     root: Tensor  # [B] the code each draft starts from
@@ -53,15 +53,16 @@ class Proposer(ABC):
     @classmethod
     @abstractmethod
     def build(cls, parts: Parts) -> Self:
-        """A proposer of these parts; InputError where one is missing."""
+        """A proposer of these parts; InputError where a dial is wrong."""
 
     @classmethod
     def guesses(cls, parts: Parts) -> Guesses:
-        """How one of these parts comes by its guesses; it reads no network. InputError as `build`."""
+        """How one of these parts, among which there is no network yet, comes by its guesses."""
         return Guesses()
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Make room for a batch; called once, before anything else."""
+        self.target, self.sampling, self.guidance = target, sampling, guidance
         self.root = torch.zeros(batch, dtype=torch.int64, device=next(target.parameters()).device)
         self.count = torch.ones_like(self.root)
 
@@ -78,9 +79,3 @@ class Proposer(ABC):
         """Learn what was decided."""
         self.root.copy_(look.verdict.bonus)
         self.count += look.verdict.kept
-
-
-def grown(parts: Parts) -> Guesses:
-    """The guesses of a proposer that grows a tree, each drawn from what its drafter says at its parent."""
-    tree = parts.tree()
-    return Guesses(tree.chain, None if tree.drawn else "offers the likeliest codes instead of drawing them")
