@@ -68,7 +68,7 @@ class SlowEngine:
         return (self.count >= LENGTH).nonzero()[:, 0].tolist()
 
     def harvest(self, slot: int) -> Harvest:
-        return Harvest(self.codes[slot].clone(), [1] * LENGTH, None)
+        return Harvest(slot, self.codes[slot].clone(), [1] * LENGTH, None)
 
     def drop(self, slot: int) -> None:
         self.count[slot] = LENGTH

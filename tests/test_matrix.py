@@ -16,7 +16,8 @@ from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
 from lanternpp.accept.mixture import Mixture
-from lanternpp.engine.decode import Engine, Harvest, generate
+from lanternpp.engine.batching import generate
+from lanternpp.engine.decode import Engine, Harvest
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import VERIFIERS

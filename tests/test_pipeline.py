@@ -18,7 +18,7 @@ import lanternpp
 from lanternpp import InputError, Pipeline
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.cool import Cool
-from lanternpp.engine.decode import drawing, generate
+from lanternpp.engine.batching import drawing, generate
 from lanternpp.engines import tensor_bytes
 from lanternpp.proposers.nothing import Nothing
 from lanternpp.trees.dynamic import DynamicTree

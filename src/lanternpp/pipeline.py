@@ -19,7 +19,8 @@ from lanternpp.accept import RULES
 from lanternpp.accept.base import check_relax
 from lanternpp.default_method import Chosen, choose
 from lanternpp.devices import INT8, pick_device, pick_dtype
-from lanternpp.engine.decode import Engine, Harvest, drawing
+from lanternpp.engine.batching import drawing
+from lanternpp.engine.decode import Engine, Harvest
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engines import BYTES, EngineCache

@@ -12,7 +12,7 @@ from PIL import Image
 
 from lanternpp.tuning import batches
 from lanternpp.tuning.journal import LINES
-from lanternpp.tuning.lane import Lane
+from lanternpp.tuning.lane import BatchRunner
 
 SMALL = ("--batch-sizes", "1,2", "--rounds", 2, "--dtype", "float32", "--prompts", "p.txt", "-o", "t")
 
@@ -29,8 +29,8 @@ def own(model, tmp_path, elsewhere, monkeypatch) -> Path:
 def test_every_way_is_measured_at_every_size_and_a_stop_loses_one_turn(run, own, monkeypatch):
     asked = ("throughput", "--model", own, *SMALL, "--proposer", "parallel", "--tree", "chain-3", "--json")
     turns = []
-    turn = Lane.turn
-    monkeypatch.setattr(Lane, "turn", lambda lane: turns.append(lane.engine.batch) or turn(lane))
+    turn = BatchRunner.turn
+    monkeypatch.setattr(BatchRunner, "turn", lambda self: turns.append(self.engine.batch) or turn(self))
     outcome = run(*asked)
     assert outcome.code == 0, outcome.err
     told = json.loads(outcome.out)

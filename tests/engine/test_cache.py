@@ -8,8 +8,9 @@ from toys import OracleDrafter, ToyTarget, eagle
 
 from lanternpp.accept.exact import Exact
 from lanternpp.engine import cache
+from lanternpp.engine.batching import generate
 from lanternpp.engine.cache import Cache
-from lanternpp.engine.decode import Engine, generate
+from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.nn.decoder import Decoder, DecoderConfig

@@ -18,6 +18,7 @@ from lanternpp.accept.lantern_pp import LanternPlusPlus
 from lanternpp.accept.mixture import Mixture
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import VERIFIERS
 from lanternpp.proposers.independent import Independent
@@ -100,6 +101,7 @@ EVERY = [*product(PROPOSERS, ["exact"]), *product(["tree"], list(RULES)[1:]), ("
 @pytest.mark.parametrize(("sampling", "cfg"), [("greedy", 3.0), ("T=1", 1.0), ("warped", 3.0)])
 def test_a_step_reads_nothing_back(proposer, rule, sampling, cfg):
     made = engine(DEVICE, proposer, rule, sampling, cfg, measure=True)
+    made.observers.append(AcceptanceByRank(made.target.length))
     made.step()  # makes the tree's constants
     with Watch():
         made.step()

@@ -10,7 +10,8 @@ from laws import chi_square
 from toys import MarkovTarget, ToyTarget, counts, smaller
 
 from lanternpp.accept.exact import Exact
-from lanternpp.engine.decode import Engine, generate
+from lanternpp.engine.batching import generate
+from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError

@@ -7,6 +7,7 @@ from toys import ToyTarget, parallel
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.observers import Observer
 from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.parallel import Parallel
@@ -14,6 +15,7 @@ from lanternpp.proposers.tree import TreeProposer
 from lanternpp.training.features import visible
 from lanternpp.trees.shapes import EAGLE
 from lanternpp.trees.static import StaticTree
+from lanternpp.types import Look
 
 SAMPLING = Sampling(0.8, 8)
 
@@ -30,15 +32,24 @@ def engine(target, cfg: float, batch: int = 1, queries: int = 4) -> Engine:
     return Engine(target, proposer, Exact(), SAMPLING, Guidance(cfg), batch)
 
 
+class Outputs(Observer):
+    """What the target showed in every pass."""
+
+    def __init__(self) -> None:
+        self.seen: list[Look] = []
+
+    def verified(self, output: Look, count: torch.Tensor) -> None:
+        self.seen.append(output)
+
+
 def step_and_recall(loop: Engine) -> torch.Tensor:
     """A step, and what its pass showed at the places behind those it decided: [depth, D], 0 beyond the draft."""
-    looks = []
-    look, loop.look = loop.look, lambda draft: looks.append((draft, *look(draft))) or looks[0][1:]
-    before = int(loop.count[0])
+    outputs, before = Outputs(), int(loop.count[0])
+    loop.observers.append(outputs)
     loop.step()
-    loop.look = look
-    (draft, features, _), kept = looks[0], int(loop.count[0]) - before
-    features, depths = loop.guidance.merge(features)[0], draft.tree.depth[0].tolist()
+    loop.observers.remove(outputs)
+    (output,), kept = outputs.seen, int(loop.count[0]) - before
+    features, depths = loop.guidance.merge(output.features)[0], output.draft.tree.depth[0].tolist()
     spine = [features[depths.index(d)] if d in depths else features[0] * 0 for d in range(12)]
     return torch.stack(spine[kept : kept + loop.proposer.depth])
 

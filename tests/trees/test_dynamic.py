@@ -18,7 +18,8 @@ from toys import (
 )
 
 from lanternpp.accept.exact import Exact
-from lanternpp.engine.decode import Engine, generate
+from lanternpp.engine.batching import generate
+from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError

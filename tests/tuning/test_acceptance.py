@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import MarkovTarget, OtherMarkovDrafter, admit_all, parallel
+from toys import MarkovTarget, OtherMarkovDrafter, parallel
 
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.decode import Engine
@@ -15,7 +15,7 @@ from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.static import StaticTree
 from lanternpp.tuning.acceptance import WEIGHT, Counts
-from lanternpp.tuning.probe import _Witness, probe
+from lanternpp.tuning.probe import probe
 
 CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]], dtype=torch.float64)
 FAR = torch.tensor([[0.1, 0.2, 0.7], [0.6, 0.2, 0.2], [0.3, 0.3, 0.4]], dtype=torch.float64)
@@ -30,37 +30,6 @@ def engine(batch: int, grid: int = 2, at_once: bool = False) -> Engine:
     return Engine(target, proposer, Exact(), Sampling(), Guidance(), batch)
 
 
-def first_two(p: torch.Tensor, q: torch.Tensor) -> tuple[float, float]:
-    """How often the first child drawn from q is kept, and the second is judged and kept; by enumeration."""
-    first = float(torch.minimum(p, q).sum())
-    left = (p - q).clamp(min=0) / (p - q).clamp(min=0).sum()
-    second = 0.0
-    for code in range(len(p)):
-        refused = float(q[code] - torch.minimum(p, q)[code])
-        rest = q.clone()
-        rest[code] = 0
-        second += refused * float(torch.minimum(left, rest / rest.sum()).sum())
-    return first, second
-
-
-def test_what_is_counted_is_what_can_be_enumerated() -> None:
-    batch = 20_000
-    loop = engine(batch)
-    witness = _Witness(loop, [(), *SHAPE])
-    admit_all(loop, torch.arange(batch))
-    room = witness.room()
-    loop.step()
-    witness.note(room)
-    rows = [first_two(CHAIN[root], FAR[root]) for root in range(3)]
-    first, second = (float(CHAIN[0] @ torch.tensor([row[i] for row in rows]).double()) for i in (0, 1))
-    tried, kept = witness.counts.tried, witness.counts.kept
-    assert tried[0, 0] == witness.passes == batch and tried[0, 1] == batch - kept[0, 0]
-    assert float(kept[0, 0]) / batch == pytest.approx(first, abs=0.015)
-    assert float(kept[0, 1]) / batch == pytest.approx(second, abs=0.015)
-    assert tried[1, 0] == kept[0, 0] + kept[0, 1]
-    assert witness.codes == batch + kept.sum()
-
-
 @pytest.mark.parametrize("at_once", [False, True])
 def test_the_end_of_a_picture_is_not_counted_as_a_refusal(at_once: bool) -> None:
     loop, plain = engine(1, 3, at_once), engine(1, 3)
@@ -72,15 +41,11 @@ def test_the_end_of_a_picture_is_not_counted_as_a_refusal(at_once: bool) -> None
     assert min(drawn.begin, drawn.draft, drawn.look, drawn.judge, drawn.plain_step) > 0
 
 
-def test_a_walk_says_which_children_were_refused() -> None:
-    counts = Counts.none(3, 4)
-    counts.add([(), (2,)], 1)  # two refused, the third kept, and its only child refused
-    counts.add([()], 4)
-    assert counts.tried.tolist() == [[2, 2, 2, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
-    assert counts.kept.tolist() == [[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
-    assert torch.equal(
-        Counts.of([([[1.0, 1.0]], [[1.0, 0.0]])] * 2, 2, 3).tried[0], torch.tensor([2.0, 2, 0])
-    )
+def test_countings_of_any_size_add_up() -> None:
+    small, large = ([[1.0, 1.0]], [[1.0, 0.0]]), ([[2.0, 0, 1], [1, 1, 0]], [[0.0, 0, 1], [1, 0, 0]])
+    whole = Counts.of([small, large], 3, 4)
+    assert whole.tried.tolist() == [[3, 1, 1, 0], [1, 1, 0, 0], [0] * 4]
+    assert whole.kept.tolist() == [[1, 0, 1, 0], [1, 0, 0, 0], [0] * 4]
 
 
 def test_many_counts_speak_for_themselves_and_few_follow_the_curve() -> None:
@@ -100,7 +65,7 @@ def test_many_counts_speak_for_themselves_and_few_follow_the_curve() -> None:
 
 
 def test_nothing_counted_is_no_trouble() -> None:
-    table = Counts.none(3, 4).table()
+    table = Counts.of([], 3, 4).table()
     assert table.isfinite().all() and ((table > 0) & (table < 1)).all()
     certain = Counts(torch.full((3, 4), 500.0).double(), torch.full((3, 4), 500.0).double()).table()
     assert (certain > 0.9).all() and (certain < 1).all()

@@ -9,7 +9,7 @@ from models import write_model
 
 from lanternpp import Pipeline
 from lanternpp.tuning.batches import Cell, Choice
-from lanternpp.tuning.lane import Lane, usual_conditions
+from lanternpp.tuning.lane import BatchRunner, usual_conditions
 from lanternpp.tuning.throughput import Throughput, markdown
 
 PROMPTS = ("a red tulip", "a tulip")
@@ -22,15 +22,17 @@ def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     return Pipeline.from_pretrained(str(folder), dtype="float32", device="cpu")
 
 
-def test_a_lane_draws_the_pictures_that_generate_draws_and_is_always_full(pipe) -> None:
+def test_a_batch_kept_full_draws_the_pictures_that_generate_draws(pipe) -> None:
     settings = pipe.settings("eagle", batch_size=2)
     finished = []
-    lane = Lane(pipe.new_engine(settings), PROMPTS, 7, lambda codes: finished.append(codes[0].tolist()))
-    first, second = lane.turn(), lane.turn()
+    batch = BatchRunner(
+        pipe.new_engine(settings), PROMPTS, 7, lambda codes: finished.append(codes[0].tolist())
+    )
+    first, second = batch.turn(), batch.turn()
     for turn in (first, second):
         assert turn["codes"] >= 2 * pipe.target.length and turn["seconds"] > 0
-        assert turn["codes"] >= turn["passes"] >= turn["codes"] / (1 + lane.engine.proposer.depth)
-    wanted = [PROMPTS[i % 2] for i in range(len(lane.begun))]
+        assert turn["codes"] >= turn["passes"] >= turn["codes"] / (1 + batch.engine.proposer.depth)
+    wanted = [PROMPTS[i % 2] for i in range(len(batch.begun))]
     alone = pipe(wanted, seed=[7 + i for i in range(len(wanted))], method="eagle", batch_size=2)
     assert len(finished) >= 2 and all(codes in alone.codes.tolist() for codes in finished)
 

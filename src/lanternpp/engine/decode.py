@@ -5,7 +5,6 @@ Plain AR is the same loop with an empty tree, so a speed-up divides two runs of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +14,7 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
+from lanternpp.engine.observers import Observer, Phase
 from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import Verifier
@@ -27,6 +27,7 @@ from lanternpp.types import Admission, Draft, Look, Prompt, Tree, Verdict
 class Harvest:
     """One finished sample."""
 
+    slot: int  # of the engine, where it was
     codes: Tensor  # [length] int64
     accepted: list[int]  # codes decided by each pass, the prefill first
     tv_spent: float | None = None  # total variation that relaxing cost, summed; None: not measured
@@ -48,7 +49,8 @@ class Engine:
     ):
         like = next(target.parameters())
         self.measure = measure and not rule.lossless
-        self.drawing = False  # for `drawing` below
+        self.drawing = False  # whether `batching.drawing` runs on it
+        self.observers: list[Observer] = []
         self.target, self.proposer, self.rule = target, proposer, rule
         self.sampling, self.guidance, self.batch, self.verifier = sampling, guidance, batch, verifier
         room = target.slots + target.length + proposer.size
@@ -89,30 +91,50 @@ class Engine:
         root = self.sampling.draw(self.sampling.probs(logits[:, 0]), noise)
         self.codes[slot, 0] = root[0]
         self.count[slot] = self.passes[slot] = self.accepted[slot, 0] = 1
-        self.proposer.begin(Admission(slot, rows, condition, prompt, features, root))
+        new = Admission(slot, rows, condition, prompt, features, root)
+        self._enter("draft")
+        self.proposer.begin(new)
+        self._enter("rest")
+        for observer in self.observers:
+            observer.admitted(new)
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Draft, look at the whole draft in one pass of the target, keep a path."""
+        """Draft, run the target over the whole draft in one pass, keep a path."""
         rows, noise = self.guidance.rows, self.noise.ahead(self.proposer.depth)
+        self._enter("draft")
         draft = self.proposer.propose(noise)
-        features, logits = self.look(draft)
-        verdict = self.judge(draft, logits, noise)
+        self._enter("pass")
+        features, logits = self._target_forward(draft)
+        self._enter("verify")
+        verdict = self._verify(draft, logits, noise)
+        output = Look(draft, features, logits, verdict)
+        self._enter("observe")
+        for observer in self.observers:
+            observer.verified(output, self.count)
+        self._enter("rest")
         self.cache.commit(None if draft.tree.chain else rows(verdict.path), rows(verdict.kept))
         self._append(verdict)
-        self.proposer.observe(Look(draft, features, logits, verdict))
+        self._enter("draft")
+        self.proposer.observe(output)
+        self._enter("rest")
 
-    def look(self, draft: Draft) -> tuple[Tensor, Tensor]:
+    def _target_forward(self, draft: Draft) -> tuple[Tensor, Tensor]:
         """One pass of the target over a draft: features [R, N, D], guided and constrained logits [B, N, V]."""
         rows, target = self.guidance.rows, self.target
         nodes = self.cache.nodes(rows(draft.tree.depth), rows(draft.tree.mask))
         features = target(rows(target.embed(draft.codes)), nodes, self.cache)
         return features, target.constrain(self.guidance.merge(target.head(features)), self._index(draft.tree))
 
-    def judge(self, draft: Draft, logits: Tensor, noise: Noise) -> Verdict:
+    def _verify(self, draft: Draft, logits: Tensor, noise: Noise) -> Verdict:
         """What is kept of a draft: no more than the image has room for, nothing for a finished sample."""
         verdict = self.verifier(draft, logits, self.sampling, self.rule, noise, self.measure)
         return replace(verdict, kept=torch.minimum(verdict.kept, self.target.length - self.count))
+
+    def _enter(self, phase: Phase) -> None:
+        """Tell the observers which part of the work begins."""
+        for observer in self.observers:
+            observer.entered(phase)
 
     def decided(self) -> list[int]:
         """Codes decided at each slot; all of them at an idle one. The one host read of the loop."""
@@ -132,7 +154,7 @@ class Engine:
         """The codes of a finished sample."""
         accepted = self.accepted[slot, : int(self.passes[slot])].tolist()
         spent = 0.0 if self.rule.lossless else float(self.spent[slot]) if self.measure else None
-        return Harvest(self.codes[slot, : self.target.length].clone(), accepted, spent)
+        return Harvest(slot, self.codes[slot, : self.target.length].clone(), accepted, spent)
 
     def _index(self, tree: Tree) -> Tensor:
         """Which code of the image the logits at each node decide, [B, N]."""
@@ -147,54 +169,3 @@ class Engine:
             self.spent += (verdict.spent * (self._ahead < verdict.kept[:, None])).sum(1)
         self.passes += verdict.kept > 0
         self.count += verdict.kept
-
-
-def drawing(
-    engine: Engine,
-    conditions: Sequence[str | None],
-    seeds: Sequence[int],
-    progress: Callable[[int, int], None] | None = None,
-) -> Iterator[tuple[int, Harvest]]:
-    """Draw one sample per condition and seed, `engine.batch` at a time: (place in the list, sample), as they finish.
-
-    A slot that finishes takes the next of the list. progress is called with (decided codes, all codes) after every step,
-    of what the loop reads anyway. Raises RuntimeError where the engine is drawing already.
-    """
-    if engine.drawing:
-        raise RuntimeError("this engine is drawing already; make one for each thread and each generator")
-    waiting = iter(range(len(conditions)))
-    running: dict[int, int] = {}
-    finished, length = 0, engine.target.length
-    engine.drawing = True
-    try:
-        counts = engine.decided()
-        while finished < len(conditions):
-            for slot in [slot for slot, count in enumerate(counts) if count >= length]:
-                if slot in running:
-                    finished += 1
-                    yield running.pop(slot), engine.harvest(slot)
-                new = next(waiting, None)
-                if new is not None:
-                    running[slot] = new
-                    engine.admit(slot, conditions[new], seeds[new])
-            if running:
-                engine.step()
-                counts = engine.decided()
-            if progress:
-                decided = sum(counts[slot] for slot in running)
-                progress(finished * length + decided, len(conditions) * length)
-    finally:
-        engine.drawing = False
-        for slot in running:  # nobody waits for them any more
-            engine.count[slot] = length
-
-
-def generate(
-    engine: Engine,
-    conditions: Sequence[str | None],
-    seeds: Sequence[int],
-    progress: Callable[[int, int], None] | None = None,
-) -> list[Harvest]:
-    """Draw one sample per condition and seed, in order; as `drawing`."""
-    drawn = dict(drawing(engine, conditions, seeds, progress))
-    return [drawn[i] for i in range(len(conditions))]

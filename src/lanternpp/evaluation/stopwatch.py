@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import wraps
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from lanternpp.engine.decode import Engine
+from lanternpp.engine.observers import Observer, Phase
 
 PHASES = ("draft", "pass", "verify", "rest")
 
 
-class Stopwatch:
-    """Times the parts of an engine's steps from outside; `rest` is what a whole run took beyond them.
+class Stopwatch(Observer):
+    """Times the parts of an engine's steps; `rest` is what a whole run took beyond them.
 
     On a GPU it puts events on the stream, so that nothing waits for it: a part's time then includes what the
     device waits for the host.
@@ -23,40 +23,25 @@ class Stopwatch:
 
     def __init__(self, engine: Engine):
         self.cuda = engine.codes.device.type == "cuda"
-        self._spans: list[tuple[str, Any, Any]] = []
-        for owner, name, phase in (
-            (engine.proposer, "propose", "draft"),
-            (engine.proposer, "observe", "draft"),
-            (engine.proposer, "begin", "draft"),
-            (engine, "look", "pass"),
-            (engine, "judge", "verify"),
-        ):
-            setattr(owner, name, self._timed(getattr(owner, name), phase))
+        self.observed = 0.0  # seconds of the last `rest` that other observers took
+        self._marks: list[tuple[Phase, Any]] = []
+        engine.observers.append(self)
+
+    def entered(self, phase: Phase) -> None:
+        """Note when."""
+        now: Any = torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter()
+        if self.cuda:
+            now.record()
+        self._marks.append((phase, now))
 
     def take(self, seconds: float) -> dict[str, float]:
         """Seconds in each of PHASES since the last call, of a run that took `seconds` in all."""
         if self.cuda:
             torch.cuda.synchronize()
-        spent = dict.fromkeys(PHASES, 0.0)
-        for phase, began, ended in self._spans:
+        spent = dict.fromkeys((*PHASES, "observe"), 0.0)
+        for (phase, began), (_, ended) in pairwise(self._marks):
             spent[phase] += began.elapsed_time(ended) / 1000 if self.cuda else ended - began
-        self._spans.clear()
-        spent["rest"] = max(seconds - sum(spent.values()), 0.0)
+        self._marks.clear()
+        self.observed = spent.pop("observe")
+        spent["rest"] = max(seconds - sum(spent[phase] for phase in PHASES[:-1]), 0.0)
         return spent
-
-    def _now(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _timed(self, part: Callable[..., Any], phase: str) -> Callable[..., Any]:
-        @wraps(part)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = self._now()
-            result = part(*args, **kwargs)
-            self._spans.append((phase, began, self._now()))
-            return result
-
-        return timed

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from lanternpp.arguments import DrawOptions
-from lanternpp.engine.decode import drawing
+from lanternpp.engine.batching import drawing
 from lanternpp.errors import InputError
 from lanternpp.many.orders import Facts, Order
 from lanternpp.picture import png_bytes

@@ -15,8 +15,10 @@ from torch import Tensor
 from lanternpp.accept.exact import Exact
 from lanternpp.drafters.base import QueryDrafter
 from lanternpp.drafters.parallel import ParallelDrafter
-from lanternpp.engine.decode import Engine
+from lanternpp.engine.batching import drawing
+from lanternpp.engine.decode import Engine, Harvest
 from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.observers import Observer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.nn.checkpoints import digest
 from lanternpp.nn.packed import pack
@@ -45,28 +47,32 @@ class Rollout:
     start: int  # the first slot of the conditional prompt
 
 
-class Recorder(Parallel):
-    """A proposer that keeps what each pass showed, by slot of the batch."""
+class Recorder(Observer):
+    """Keeps what each pass showed, by slot of the batch."""
 
-    def __init__(self, drafter: QueryDrafter, depth: int):
-        super().__init__(drafter, StaticTree(chain(depth)))
+    def __init__(self, guidance: Guidance):
+        self.guidance = guidance
         self.passes: dict[int, list[tuple[int, Tensor]]] = {}
         self.prompts: dict[int, tuple[Tensor, int]] = {}
 
-    def begin(self, new: Admission) -> None:
-        """A sample enters."""
-        super().begin(new)
+    def admitted(self, new: Admission) -> None:
+        """The features of its prompt."""
         self.passes[new.slot] = []
         features = self.guidance.merge(new.features)[0].to(new.features.dtype)
         self.prompts[new.slot] = features, int(new.prompt.start[0])
 
-    def observe(self, look: Look) -> None:
-        """A pass ends."""
-        features = self.guidance.merge(look.features).to(look.features.dtype)
-        for slot, kept in enumerate(look.verdict.kept.tolist()):
+    def verified(self, output: Look, count: Tensor) -> None:
+        """The features of a whole draft, and how many of its codes were kept."""
+        features = self.guidance.merge(output.features).to(output.features.dtype)
+        for slot, kept in enumerate(output.verdict.kept.tolist()):
             if kept:
                 self.passes[slot].append((kept, features[slot].clone()))
-        super().observe(look)
+
+    def rollout(self, text: str | None, drawn: Harvest) -> Rollout:
+        """The run of a finished sample."""
+        kept, features = zip(*self.passes[drawn.slot], strict=True)
+        passes = torch.tensor(kept, dtype=torch.int16), torch.stack(features)
+        return Rollout(text, drawn.codes.to(torch.int32), *passes, *self.prompts[drawn.slot])
 
 
 def record(
@@ -80,25 +86,12 @@ def record(
     sampling: Sampling | None = None,
 ) -> Iterator[Rollout]:
     """A rollout per text, as they finish; seeds run from `seed` on."""
-    recorder = Recorder(drafter, depth)
-    engine = Engine(target, recorder, Exact(), sampling or Sampling(), Guidance(cfg), batch)
-    waiting, running = list(range(len(texts))), dict[int, int]()
-    while waiting or running:
-        for slot in engine.done():
-            if slot in running:
-                yield _rollout(engine, recorder, slot, texts[running.pop(slot)])
-            if waiting:
-                running[slot] = waiting.pop(0)
-                engine.admit(slot, texts[running[slot]], seed + running[slot])
-        if running:
-            engine.step()
-
-
-def _rollout(engine: Engine, recorder: Recorder, slot: int, text: str | None) -> Rollout:
-    kept, features = zip(*recorder.passes[slot], strict=True)
-    prompt, start = recorder.prompts[slot]
-    codes = engine.harvest(slot).codes.to(torch.int32)
-    return Rollout(text, codes, torch.tensor(kept, dtype=torch.int16), torch.stack(features), prompt, start)
+    proposer, guidance = Parallel(drafter, StaticTree(chain(depth))), Guidance(cfg)
+    engine = Engine(target, proposer, Exact(), sampling or Sampling(), guidance, batch)
+    recorder = Recorder(guidance)
+    engine.observers.append(recorder)
+    for index, drawn in drawing(engine, texts, range(seed, seed + len(texts))):
+        yield recorder.rollout(texts[index], drawn)
 
 
 def replay(rollout: Rollout, levels: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lanternpp.accept.exact import Exact
 from lanternpp.devices import half_width
-from lanternpp.engine.decode import Engine, generate
+from lanternpp.engine.batching import generate
+from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
-
-from lanternpp.trees.shapes import Path
 
 WEIGHT = 20.0  # trials that the smooth guess counts for
 LEAST = 1e-4  # no child is certain, or hopeless
@@ -23,13 +20,6 @@ class Counts:
     kept: Tensor
 
     @classmethod
-    def none(cls, depth: int, ranks: int) -> Counts:
-        """Nothing counted yet."""
-        return cls(
-            torch.zeros(depth, ranks, dtype=torch.float64), torch.zeros(depth, ranks, dtype=torch.float64)
-        )
-
-    @classmethod
     def of(
         cls,
         rows: Iterable[tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]],
@@ -37,24 +27,12 @@ class Counts:
         ranks: int,
     ) -> Counts:
         """The sum of several countings, each two nested lists [d, k] of any size up to [depth, ranks]."""
-        whole = cls.none(depth, ranks)
+        whole = cls(*torch.zeros(2, depth, ranks, dtype=torch.float64))
         for tried, kept in rows:
             for mine, other in ((whole.tried, tried), (whole.kept, kept)):
                 for d, row in enumerate(other):
                     mine[d, : len(row)] += torch.tensor(row, dtype=torch.float64)
         return whole
-
-    def add(self, walk: Sequence[Path], children: int) -> None:
-        """One walk: the paths it kept, the root's () first, and how many children its last node has.
-
-        The children of lower rank than a kept one were refused; of the last node all were. A child that could
-        not be tried, because the drafter had no other code to offer, counts as refused.
-        """
-        for above, path in pairwise(walk):
-            self.tried[len(above), : path[-1] + 1] += 1
-            self.kept[len(above), path[-1]] += 1
-        if children:
-            self.tried[len(walk[-1]), :children] += 1
 
     def table(self) -> Tensor:
         """The acceptances [D, K]: what was counted, drawn towards a smooth guess by `WEIGHT` trials of it."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.decode import Engine
 from lanternpp.errors import InputError
 from lanternpp.evaluation.speed import BASELINE
@@ -30,7 +31,7 @@ from lanternpp.trees.shapes import SHAPES, chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.tuned import tuned_path
 from lanternpp.tuning.journal import Journal
-from lanternpp.tuning.lane import Conditions, Lane, machine
+from lanternpp.tuning.lane import BatchRunner, Conditions, machine
 
 CHAINS = (1, 2, 4, 6, 8)
 MARGIN = 0.03  # what a tree must gain over plain decoding, and over the method's own tree
@@ -210,16 +211,14 @@ class _Calibration:
         """Codes decided by every pass that had room for its whole draft."""
         engine = self._engine(retreed(self.settings, tree), COUNTED)
         count, length = len(self.prompts), engine.target.length
-        for slot in range(COUNTED):
-            engine.admit(slot, self.prompts[slot * max(count, COUNTED) // COUNTED % count], SEED + slot)
-            yield None
-        while len(engine.done()) < COUNTED:
-            engine.step()
-            yield None
+        asked = [self.prompts[i * max(count, COUNTED) // COUNTED % count] for i in range(COUNTED)]
         found: list[int] = []
-        for drawn in map(engine.harvest, range(COUNTED)):
-            decided = drawn.accepted[0]
-            for kept in drawn.accepted[1:]:
+        for sample in ContinuousBatch(engine, zip(asked, range(SEED, SEED + COUNTED), strict=True)).run():
+            if sample is None:
+                yield None
+                continue
+            decided, *accepted = sample[1].accepted
+            for kept in accepted:
                 if decided + engine.proposer.depth + 1 <= length or not found:
                     found.append(kept)
                 decided += kept
@@ -227,15 +226,15 @@ class _Calibration:
 
     def _time(self, rows: int, tree: str | None) -> Iterator[dict[str, Any] | None]:
         """A tree's steps beside plain ones, each in the same moment as the other."""
-        plain = Lane(self._engine(plainly(self.settings), rows), self.prompts, SEED)
-        tried = Lane(self._engine(retreed(self.settings, tree), rows), self.prompts, SEED)
+        plain = BatchRunner(self._engine(plainly(self.settings), rows), self.prompts, SEED)
+        tried = BatchRunner(self._engine(retreed(self.settings, tree), rows), self.prompts, SEED)
         pairs: list[tuple[float, float]] = []
         while len(pairs) < WARM + STEPS and not (len(pairs) >= WARM + LEAST and sum(map(sum, pairs)) > LONG):
-            for lane in (tried, plain):
-                yield from lane.entering()
-            one = tried.step()
+            for batch in (tried, plain):
+                yield from batch.entering()
+            one = tried.timed_step()
             yield None
-            pairs.append((one, plain.step()))
+            pairs.append((one, plain.timed_step()))
             yield None
         del pairs[:WARM]
         begun = {"begin": median(tried.begun), "plain_begin": median(plain.begun)}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count, cycle
 
 import torch
 from torch import Tensor
 
+from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.decode import Engine
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
 from lanternpp.evaluation.speed import device_name
@@ -17,8 +19,8 @@ from lanternpp.tuning.run import processor
 Conditions = Sequence[str | None]
 
 
-class Lane:
-    """An engine, what it draws in turn, and what is done with the codes of a finished picture."""
+class BatchRunner(ContinuousBatch):
+    """A batch that draws the same conditions again and again, and what is done with the codes of a finished picture."""
 
     def __init__(
         self,
@@ -27,30 +29,27 @@ class Lane:
         seed: int,
         finish: Callable[[Tensor], object] | None = None,
     ):
-        self.engine, self.conditions, self.seed, self.finish = engine, conditions, seed, finish
+        super().__init__(engine, zip(cycle(conditions), count(seed), strict=False))
+        self.finish = finish
         self.begun: list[float] = []  # seconds of every prefill
-        self._running: set[int] = set()
 
     def entering(self) -> Iterator[None]:
         """Let finished pictures out and new ones in, one at a time."""
-        for slot in self.engine.done():
-            if slot in self._running and self.finish:
-                self.finish(self.engine.harvest(slot).codes[None])
-            began, place = now(self.engine), len(self.begun)
-            self.engine.admit(slot, self.conditions[place % len(self.conditions)], self.seed + place)
-            self.begun.append(now(self.engine) - began)
-            self._running.add(slot)
-            yield
-
-    def refill(self) -> int:
-        """`entering` at once; how many came in."""
-        return sum(1 for _ in self.entering())
-
-    def step(self) -> float:
-        """Seconds of one step; what comes in before it is off the clock."""
-        self.refill()
         began = now(self.engine)
-        self.engine.step()
+        for finished in self.refill():
+            if finished is None:
+                self.begun.append(now(self.engine) - began)
+                yield
+            elif self.finish:
+                self.finish(finished[1].codes[None])
+            began = now(self.engine)
+
+    def timed_step(self) -> float:
+        """Seconds of one step; what comes in before it is off the clock."""
+        for _ in self.entering():
+            pass
+        began = now(self.engine)
+        self.step()
         return now(self.engine) - began
 
     def turn(self) -> dict[str, float]:
@@ -61,9 +60,10 @@ class Lane:
         codes, passes, goal = 0, 0, self.engine.batch * self.engine.target.length
         began = now(self.engine)
         while codes < goal:
-            entered, before = self.refill(), int(self.engine.count.sum())
-            self.engine.step()
-            codes += entered + int(self.engine.count.sum()) - before
+            entered = sum(1 for _ in self.entering())
+            before = sum(self.counts)
+            self.step()
+            codes += entered + sum(self.counts) - before
             passes += entered + self.engine.batch
         return {"seconds": now(self.engine) - began, "codes": codes, "passes": passes}
 

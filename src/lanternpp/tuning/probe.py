@@ -14,11 +14,9 @@ from typing import Any
 import torch
 
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.noise import Noise
+from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.evaluation.stopwatch import PHASES, Stopwatch
-from lanternpp.trees.shapes import Path, Shape
-from lanternpp.tuning.acceptance import Counts
-from lanternpp.types import Draft, Verdict
+from lanternpp.trees.shapes import Shape
 
 TRIM = 0.2  # of the steps at either end, left out of a mean: what else the machine did
 
@@ -39,44 +37,12 @@ class Probe:
     passes: int  # of full drafts, all samples together, the prefill apart
     codes: int  # that they decided
     judged: float  # children judged per pass
-    tried: list[list[float]]  # [d, k], as `Counts`
+    tried: list[list[float]]  # [d, k], as `AcceptanceByRank` counts them
     kept: list[list[float]]
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary."""
         return asdict(self)
-
-
-class _Witness:
-    """Sees every verdict of an engine on a tree of known paths."""
-
-    def __init__(self, engine: Engine, paths: Sequence[Path]):
-        self.engine, self.paths = engine, list(paths)
-        depth = max(map(len, paths))
-        self.children = [sum(p[:-1] == path and p != () for p in paths) for path in paths]
-        self.counts = Counts.none(max(depth, 1), max(*self.children, 1))
-        self.passes = self.codes = 0
-        judge = engine.judge
-
-        def watched(draft: Draft, logits: torch.Tensor, noise: Noise) -> Verdict:
-            self.last = judge(draft, logits, noise)
-            return self.last
-
-        engine.judge = watched  # type: ignore[method-assign]
-
-    def room(self) -> list[bool]:
-        """Which samples have room for a whole draft: what the end of the image cuts off is not refused."""
-        depth = self.engine.proposer.depth
-        return (self.engine.count + depth + 1 <= self.engine.target.length).tolist()
-
-    def note(self, room: list[bool]) -> None:
-        """Count the last verdict's walks."""
-        for fine, path, kept in zip(room, self.last.path.tolist(), self.last.kept.tolist(), strict=True):
-            if fine and kept:
-                walk = path[:kept]
-                self.counts.add([self.paths[node] for node in walk], self.children[walk[-1]])
-                self.passes += 1
-                self.codes += kept
 
 
 class _Timed:
@@ -96,10 +62,11 @@ class _Timed:
         return begin / self.engine.batch
 
     def step(self) -> None:
-        """One step."""
+        """One step, without the time of counting what it kept."""
         began = now(self.engine)
         self.engine.step()
-        self.spans.append(self.watch.take(now(self.engine) - began))
+        span = self.watch.take(now(self.engine) - began)
+        self.spans.append(span | {"rest": span["rest"] - self.watch.observed})
 
     def took(self, *parts: str) -> float:
         """Seconds that parts of a step took."""
@@ -125,22 +92,20 @@ def probe(
 
     shape: of the engine's static tree. One condition and seed for each sample of the batch.
     """
-    paths = [(), *sorted(shape, key=lambda p: (len(p), p))]
     tree, other = _Timed(engine), _Timed(plain)
-    witness = _Witness(engine, paths)
+    counts = AcceptanceByRank(engine.target.length)
+    engine.observers.append(counts)
     begin, plain_begin = tree.admit(conditions, seeds), other.admit(conditions, seeds)
     while len(engine.done()) < engine.batch:
-        room = witness.room()
         other.stand_at(engine.count.clamp(max=engine.target.length - 1))
         tree.step()
         other.step()
-        witness.note(room)
     began = now(engine)
     pixels(torch.stack([engine.harvest(slot).codes for slot in range(engine.batch)]))
     finished = (now(engine) - began) / engine.batch
-    tried = witness.counts.tried
+    passes, tried = int(counts.passes), counts.tried.double()
     return Probe(
-        [list(path) for path in paths[1:]],
+        [list(path) for path in sorted(shape, key=lambda p: (len(p), p))],
         plain_begin,
         other.took("pass"),
         other.took(*PHASES),
@@ -149,11 +114,11 @@ def probe(
         tree.took("pass"),
         tree.took("verify", "rest"),
         finished,
-        witness.passes,
-        witness.codes,
-        float(tried.sum()) / max(witness.passes, 1),
+        passes,
+        int(counts.codes),
+        float(tried.sum()) / max(passes, 1),
         tried.tolist(),
-        witness.counts.kept.tolist(),
+        counts.kept.double().tolist(),
     )
 
 

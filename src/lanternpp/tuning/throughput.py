@@ -17,7 +17,7 @@ from lanternpp.pipeline import Pipeline, versions
 from lanternpp.settings import Settings
 from lanternpp.tuning.batches import Choice, Tell, plainly
 from lanternpp.tuning.journal import Journal
-from lanternpp.tuning.lane import Conditions, Lane, machine
+from lanternpp.tuning.lane import BatchRunner, Conditions, machine
 
 PLAIN, FIXED, CHOSEN = "plain", "fixed", "chosen"
 WARM = 3  # steps before the first turn of a batch
@@ -75,25 +75,25 @@ class Throughput:
         every = {rows: list(dict.fromkeys(self.ways(rows).values())) for rows in self.rows}
         done, total = 0, rounds * sum(rows * len(ways) for rows, ways in every.items())
         for rows, ways in every.items():
-            lanes: dict[Settings, Lane] = {}
+            batches: dict[Settings, BatchRunner] = {}
             turns: dict[Settings, list[dict[str, float]]] = {way: [] for way in ways}
             for turn in range(rounds):
                 for way in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
                     if tell:
                         tell(done, total)
                     key = {"rows": rows, "method": way.method, "tree": way.tree, "round": turn}
-                    turns[way].append(self.journal.once(key, partial(self._turn, lanes, way)))
+                    turns[way].append(self.journal.once(key, partial(self._turn, batches, way)))
                     done += rows
             made += [self._rate(kind, way, turns) for kind, way in self.ways(rows).items()]
         return made
 
-    def _turn(self, lanes: dict[Settings, Lane], way: Settings) -> dict[str, float]:
-        if way not in lanes:
+    def _turn(self, batches: dict[Settings, BatchRunner], way: Settings) -> dict[str, float]:
+        if way not in batches:
             engine = self.pipe.new_engine(way)
-            lanes[way] = Lane(engine, self.conditions, self.seed, self.pipe.images)
+            batches[way] = BatchRunner(engine, self.conditions, self.seed, self.pipe.images)
             for _ in range(WARM):
-                lanes[way].step()
-        return lanes[way].turn()
+                batches[way].timed_step()
+        return batches[way].turn()
 
     def _rate(self, kind: str, way: Settings, turns: dict[Settings, list[dict[str, float]]]) -> Rate:
         plain = [turn["codes"] / turn["seconds"] for turn in turns[plainly(way)]]

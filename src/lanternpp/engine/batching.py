@@ -1,0 +1,86 @@
+"""Continuous batching: where a sample is finished, the next request takes its slot of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from lanternpp.engine.decode import Engine, Harvest
+
+
+class ContinuousBatch:
+    """An engine, and the requests, each a condition and a seed, that pass through its slots."""
+
+    def __init__(self, engine: Engine, requests: Iterable[tuple[str | None, int]]):
+        self.engine, self._requests = engine, enumerate(requests)
+        self.running: dict[int, int] = {}  # slot -> index of its request
+        self.counts = engine.decided()
+
+    def refill(self) -> Iterator[tuple[int, Harvest] | None]:
+        """Take out what is finished, as (index of its request, sample), and admit what is next, slot by slot.
+
+        Yields None after each admission.
+        """
+        for slot in [slot for slot, count in enumerate(self.counts) if count >= self.engine.target.length]:
+            if slot in self.running:
+                yield self.running.pop(slot), self.engine.harvest(slot)
+            following = next(self._requests, None)
+            if following is not None:
+                self.running[slot], (condition, seed) = following
+                self.engine.admit(slot, condition, seed)
+                self.counts[slot] = 1
+                yield None
+
+    def step(self) -> None:
+        """One step of the engine, and the one host read of the loop."""
+        self.engine.step()
+        self.counts = self.engine.decided()
+
+    def run(self) -> Iterator[tuple[int, Harvest] | None]:
+        """Every sample as `refill` gives it, until all are finished; None after each admission and each step."""
+        while True:
+            yield from self.refill()
+            if not self.running:
+                return
+            self.step()
+            yield None
+
+
+def drawing(
+    engine: Engine,
+    conditions: Sequence[str | None],
+    seeds: Sequence[int],
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[tuple[int, Harvest]]:
+    """Draw one sample per condition and seed, `engine.batch` at a time: (place in the list, sample), as they finish.
+
+    progress is called with (decided codes, all codes) after every admission and every step. Raises RuntimeError where the
+    engine is drawing already.
+    """
+    if engine.drawing:
+        raise RuntimeError("this engine is drawing already; make one for each thread and each generator")
+    batch = ContinuousBatch(engine, zip(conditions, seeds, strict=True))
+    finished, length = 0, engine.target.length
+    engine.drawing = True
+    try:
+        for sample in batch.run():
+            if sample:
+                finished += 1
+                yield sample
+            elif progress:
+                decided = sum(batch.counts[slot] for slot in batch.running)
+                progress(finished * length + decided, len(conditions) * length)
+    finally:
+        engine.drawing = False
+        for slot in batch.running:
+            engine.drop(slot)
+
+
+def generate(
+    engine: Engine,
+    conditions: Sequence[str | None],
+    seeds: Sequence[int],
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Harvest]:
+    """Draw one sample per condition and seed, in order; as `drawing`."""
+    drawn = dict(drawing(engine, conditions, seeds, progress))
+    return [drawn[i] for i in range(len(conditions))]

@@ -1,0 +1,65 @@
+"""Observers of an engine: they see every sample that enters and every pass, and change nothing of what they see."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lanternpp.types import Admission, Look
+
+Phase = Literal["draft", "pass", "verify", "observe", "rest"]
+
+
+class Observer:
+    """Called by every engine that has it in `observers`; each method does nothing here."""
+
+    def entered(self, phase: Phase) -> None:
+        """A part of a step or of an admission begins, and the one before it ends."""
+
+    def admitted(self, new: Admission) -> None:
+        """A sample has entered, and its first code is decided."""
+
+    def verified(self, output: Look, count: Tensor) -> None:
+        """A draft is verified and nothing of it is committed yet; count [B] codes are decided so far."""
+
+
+class AcceptanceByRank(Observer):
+    """Counts how often children are kept, by the depth of their parent and their rank among its children.
+
+    tried: the children that verification came to, their parent kept and no sibling before them. kept: those of them
+    that were kept. A child that repeats a sibling's code, because the drafter had no other to offer, is never judged;
+    it counts as refused. For a tree search it must: the search asks what a place in the tree is worth, and
+    such a place was in the draft and decided nothing. Only passes with room for a whole draft are counted, as what the
+    end of an image cuts off is not refused. All of it is counted on the device, and nothing is read from there.
+    """
+
+    tried: Tensor  # [D, K] int64; there from the first pass on, as are the others
+    kept: Tensor  # [D, K] int64
+    passes: Tensor  # [] int64 that were counted, all samples together
+    codes: Tensor  # [] int64 that these decided
+
+    def __init__(self, length: int):
+        self.length = length  # codes of an image
+
+    def verified(self, output: Look, count: Tensor) -> None:
+        """Count the children along every kept path."""
+        verdict, table = output.verdict, output.draft.tree.children
+        above, below = verdict.path[:, :-1], verdict.path[:, 1:, None]
+        depth, ranks = above.shape[1], table.shape[2]
+        if not hasattr(self, "tried"):
+            self.tried = torch.zeros(depth, ranks, dtype=torch.int64, device=count.device)
+            self.kept = torch.zeros_like(self.tried)
+            self.passes, self.codes = torch.zeros_like(count[0]), torch.zeros_like(count[0])
+        whole = count + depth + 1 <= self.length  # [B]
+        level = torch.arange(depth, device=count.device)
+        reached = (verdict.kept[:, None] > level) & whole[:, None]  # [B, D] whether the parent was kept
+        children = table.gather(1, above[..., None].expand(-1, -1, ranks))  # [B, D, K]
+        good = (children == below) & (verdict.kept[:, None] > level + 1)[..., None]
+        first = good.cumsum(-1) - good.long() == 0  # no sibling before it was kept
+        tried = (children >= 0) & first & reached[..., None]
+        self.tried += tried.sum(0)
+        self.kept += (tried & good).sum(0)
+        self.passes += whole.sum()
+        self.codes += (verdict.kept * whole).sum()

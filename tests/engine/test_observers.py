@@ -1,0 +1,118 @@
+"""Observers: what they are shown, and acceptances counted on a tree whose law is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toys import MarkovTarget, OtherMarkovDrafter, admit_all
+
+from lanternpp.accept.exact import Exact
+from lanternpp.engine.batching import generate
+from lanternpp.engine.decode import Engine
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.observers import AcceptanceByRank, Observer
+from lanternpp.engine.sampling import Sampling
+from lanternpp.proposers.tree import TreeProposer
+from lanternpp.trees.static import StaticTree
+from lanternpp.types import Admission, Draft, Look, Tree, Verdict
+
+CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]], dtype=torch.float64)
+FAR = torch.tensor([[0.1, 0.2, 0.7], [0.6, 0.2, 0.2], [0.3, 0.3, 0.4]], dtype=torch.float64)
+SHAPE = ((0,), (1,), (0, 0), (1, 0))
+
+
+def engine(batch: int, grid: int = 2) -> Engine:
+    target = MarkovTarget(CHAIN, grid)
+    proposer = TreeProposer(OtherMarkovDrafter(target, FAR), StaticTree(SHAPE))
+    return Engine(target, proposer, Exact(), Sampling(), Guidance(), batch)
+
+
+def first_two(p: torch.Tensor, q: torch.Tensor) -> tuple[float, float]:
+    """How often the first child drawn from q is kept, and the second is judged and kept; by enumeration."""
+    first = float(torch.minimum(p, q).sum())
+    left = (p - q).clamp(min=0) / (p - q).clamp(min=0).sum()
+    second = 0.0
+    for code in range(len(p)):
+        refused = float(q[code] - torch.minimum(p, q)[code])
+        rest = q.clone()
+        rest[code] = 0
+        second += refused * float(torch.minimum(left, rest / rest.sum()).sum())
+    return first, second
+
+
+def test_what_is_counted_is_what_can_be_enumerated() -> None:
+    batch = 20_000
+    loop = engine(batch)
+    counts = AcceptanceByRank(loop.target.length)
+    loop.observers.append(counts)
+    admit_all(loop, torch.arange(batch))
+    loop.step()
+    rows = [first_two(CHAIN[root], FAR[root]) for root in range(3)]
+    first, second = (float(CHAIN[0] @ torch.tensor([row[i] for row in rows]).double()) for i in (0, 1))
+    tried, kept = counts.tried, counts.kept
+    assert tried[0, 0] == counts.passes == batch and tried[0, 1] == batch - kept[0, 0]
+    assert float(kept[0, 0]) / batch == pytest.approx(first, abs=0.015)
+    assert float(kept[0, 1]) / batch == pytest.approx(second, abs=0.015)
+    assert tried[1, 0] == kept[0, 0] + kept[0, 1]
+    assert counts.codes == batch + kept.sum()
+
+
+# A root with four children, the second of which repeats the first's code; the third has two children, the other leaves.
+PARENT = [-1, 0, 0, 0, 0, 3, 3]
+CODES = [9, 4, 4, 5, 6, 7, 8]
+CHILDREN = [[1, 2, 3, 4], *[[-1] * 4] * 2, [5, 6, -1, -1], *[[-1] * 4] * 3]
+
+
+def output(path: list[int], kept: int) -> Look:
+    """A pass over that draft, of which the first `kept` nodes of a path were kept."""
+    none = torch.zeros(1, 7, 1)
+    depth = torch.tensor([[0, 1, 1, 1, 1, 2, 2]])
+    tree = Tree(torch.tensor([PARENT]), depth, torch.tensor([CHILDREN]), none.bool(), (4, 2))
+    nodes = torch.tensor([path])
+    verdict = Verdict(nodes, torch.tensor([kept]), nodes, nodes[:, 0])
+    return Look(Draft(tree, torch.tensor([CODES]), None), none, none, verdict)
+
+
+def test_a_path_says_which_children_were_refused() -> None:
+    counts = AcceptanceByRank(10)
+    counts.verified(output([0, 3, 3], 2), torch.tensor([1]))  # then both children of node 3 are refused
+    assert counts.tried.tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]], "the child that repeats a code was refused"
+    assert counts.kept.tolist() == [[0, 0, 1, 0], [0] * 4]
+    counts.verified(output([0, 3, 6], 3), torch.tensor([7]))
+    counts.verified(output([0, 0, 0], 1), torch.tensor([7]))
+    assert counts.tried.tolist() == [[3, 3, 3, 1], [2, 2, 0, 0]]
+    assert counts.kept.tolist() == [[0, 0, 2, 0], [0, 1, 0, 0]]
+    before = counts.tried.tolist()
+    counts.verified(output([0, 3, 3], 2), torch.tensor([8]))  # no room for a whole draft
+    counts.verified(output([0, 0, 0], 0), torch.tensor([10]))  # a finished sample
+    assert counts.tried.tolist() == before and (int(counts.passes), int(counts.codes)) == (3, 2 + 3 + 1)
+
+
+class Log(Observer):
+    """Everything that an engine shows."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def entered(self, phase: str) -> None:
+        self.seen.append(phase)
+
+    def admitted(self, new: Admission) -> None:
+        self.seen.append((new.slot, new.condition))
+
+    def verified(self, output: Look, count: torch.Tensor) -> None:
+        self.seen.append((int(count[0]), int(output.verdict.kept[0])))
+
+
+def test_an_observer_sees_every_admission_and_every_pass_and_changes_nothing() -> None:
+    plain, watched, log = engine(1), engine(1), Log()
+    watched.observers += [log, AcceptanceByRank(watched.target.length)]
+    (alone,), (seen,) = (generate(one, ["a"], [3]) for one in (plain, watched))
+    assert torch.equal(alone.codes, seen.codes) and alone.accepted == seen.accepted
+    assert log.seen[:3] == ["draft", "rest", (0, "a")]
+    decided = 1
+    for i, kept in enumerate(seen.accepted[1:]):
+        step = ["draft", "pass", "verify", "observe", (decided, kept), "rest", "draft", "rest"]
+        assert log.seen[3 + 8 * i : 11 + 8 * i] == step
+        decided += kept
+    assert decided == watched.target.length and len(log.seen) == 3 + 8 * (len(seen.accepted) - 1)
