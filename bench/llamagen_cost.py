@@ -25,6 +25,7 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
+from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.packed import pack
 from lanternpp.proposers.nothing import Nothing
 from lanternpp.proposers.tree import TreeProposer
@@ -139,7 +140,9 @@ def share(target: Bare) -> Bare:
 def eagle(target: LlamaGenTarget, tree: str) -> TreeProposer:
     """A random drafter of the target's width."""
     shape, like = target.config.decoder, target.codes_in.weight
-    drafter = EagleDrafter(EagleConfig(shape.dim, shape.heads, shape.hidden), target.decoder.turns)
+    drafter = EagleDrafter(
+        EagleConfig.like(DecoderConfig(shape.dim, 1, shape.heads, shape.hidden)), target.decoder.turns
+    )
     drafter.requires_grad_(False).eval().to(like.device, like.dtype)
     pack(drafter)
     return TreeProposer(drafter, build_tree(tree))

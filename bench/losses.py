@@ -124,7 +124,7 @@ def train(name: str, seed: int, model: Path, data: Path, asked: argparse.Namespa
 def times(names: list[str], asked: argparse.Namespace, rounds: int = 5) -> str:
     """Processor seconds of a step, the target's pass in it: the least of some steps, the rows in turn."""
     from lanternpp.training.drafter import DrafterSettings, DrafterTask
-    from lanternpp.training.material import gather
+    from lanternpp.training.material.gather import gather
     from lanternpp.training.parallel import ParallelSettings, ParallelTask
     from lanternpp.training.run import Plan
 

@@ -15,7 +15,8 @@ import torch
 import torch._dynamo  # what an optimizer would import; here, once for all processes
 
 from lanternpp.cli import main
-from lanternpp.training import cached, codes, drafter, parallel, rollouts, runs, samples  # noqa: F401 (once)
+from lanternpp.training import drafter, parallel, rollouts  # noqa: F401 (once)
+from lanternpp.training.material import cached, codes, runs, samples  # noqa: F401
 from lanternpp.tuning import run  # noqa: F401
 
 HERE = str(Path(__file__).parent)

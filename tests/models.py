@@ -10,6 +10,7 @@ import torch
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.nn import checkpoints
+from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.targets.words import WordsConfig, WordsTarget
 from lanternpp.vq.model import VQ, VQConfig
 
@@ -59,12 +60,12 @@ def write_model(folder: Path, grid: int = 4) -> Path:
     target = WordsTarget(words, vq)
     checkpoints.save(folder / "target", {"kind": "words", **asdict(words)}, target.folded()[1])
     write_smaller(folder / "independent", WordsConfig(**SMALLER | {"grid": grid}), vq)
-    eagle = EagleConfig(dim=32, heads=2, hidden=48)
+    eagle = EagleConfig.like(DecoderConfig(32, 1, 2, 48))
     drafter = EagleDrafter(eagle, target.decoder.turns)
-    checkpoints.save(folder / "drafter", {"kind": "eagle", **asdict(eagle)}, drafter.state_dict())
-    shape = ParallelConfig(dim=32, heads=2, hidden=48, queries=3, turn=16)
+    checkpoints.save(folder / "drafter", {"kind": "eagle", **eagle.flat()}, drafter.state_dict())
+    shape = ParallelConfig.like(DecoderConfig(32, 1, 2, 48), queries=3, turn=16)
     parallel = ParallelDrafter(shape, target.decoder.turns)
-    checkpoints.save(folder / "parallel", {"kind": "parallel", **asdict(shape)}, parallel.state_dict())
+    checkpoints.save(folder / "parallel", {"kind": "parallel", **shape.flat()}, parallel.state_dict())
     (folder / "defaults.json").write_text(
         '{"cfg": 2.0, "method": "lantern++", "methods": {"lantern": {"neighbours": 8}, "lantern++": {"neighbours": 8},'
         ' "lantern-static": {"neighbours": 8}, "lantern-jacobi": {"neighbours": 8}}}'

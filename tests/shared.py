@@ -9,8 +9,8 @@ import torch
 
 from lanternpp.training.drafter import DrafterSettings, train
 from lanternpp.training.hardware import pick
+from lanternpp.training.material.samples import Own
 from lanternpp.training.run import Plan
-from lanternpp.training.samples import Own
 
 
 def learn(model: str, rank: int, size: int, port: int) -> None:

@@ -27,7 +27,17 @@ MOST_LINES = 300
 
 LIBRARY = {"errors", "types", "registry", "devices", "methods", "nn", "vq", "accept", "trees", "targets"}
 LIBRARY |= {"drafters", "proposers", "engine", "hub", "models", "settings", "tuned", "pipeline", "picture"}
-LIBRARY |= {"names", "progress", "cluster", "default_method", "results", "arguments", "engines", "published"}
+LIBRARY |= {
+    "names",
+    "progress",
+    "cluster",
+    "default_method",
+    "results",
+    "arguments",
+    "engines",
+    "published",
+    "runlog",
+}
 
 # What each room may import: rooms or single modules. A room may always import itself, and these.
 ANYWHERE = {"errors", "schema", "jsonfile", "dials"}
@@ -37,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "jsonfile": set(),
     "dials": set(),
     "types": set(),
+    "runlog": {"nn.checkpoints"},
     "registry": set(),
     "names": set(),
     "progress": set(),

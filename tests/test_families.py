@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from lanternpp.errors import InputError
 from lanternpp.methods import METHODS
 from lanternpp.models import read_target
 from lanternpp.nn import checkpoints
+from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.pipeline import Result
 
 PROMPT = "a photo of the red tulip"
@@ -55,14 +56,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = place / family.folder
         family.write(folder)
         family.write(folder / "independent")
-        shape = EagleConfig(LANGUAGE["hidden_size"], LANGUAGE["num_attention_heads"], 48)
+        shape = EagleConfig.like(
+            DecoderConfig(LANGUAGE["hidden_size"], 1, LANGUAGE["num_attention_heads"], 48)
+        )
         torch.manual_seed(1)
         target = read_target(folder, torch.float32)
         drafter = EagleDrafter(shape, target.decoder.turns)
-        checkpoints.save(folder / "drafter", {"kind": "eagle", **asdict(shape)}, drafter.state_dict())
-        many = ParallelConfig.like(target.decoder.config, 1, 3, 8)
+        checkpoints.save(folder / "drafter", {"kind": "eagle", **shape.flat()}, drafter.state_dict())
+        many = ParallelConfig.like(target.decoder.config, queries=3, turn=8)
         tensors = ParallelDrafter(many, target.decoder.turns).state_dict()
-        checkpoints.save(folder / "parallel", {"kind": "parallel", **asdict(many)}, tensors)
+        checkpoints.save(folder / "parallel", {"kind": "parallel", **many.flat()}, tensors)
     return place
 
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from hub import Hub, hub
 
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.nn import checkpoints
+from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.rope import line_table
 
 PROMPT = "a photo of the red tulip"
@@ -67,10 +67,10 @@ def write_shelf(shelf: Path) -> None:
     write_chameleon(shelf / "Lumina-mGPT-7B-64", lumina=True)
     write_janus(shelf / "janus", authors=True)
     write_emu3(shelf / "emu3", hub=True)
-    shape = EagleConfig(LANGUAGE["hidden_size"], LANGUAGE["num_attention_heads"], 48)
+    shape = EagleConfig.like(DecoderConfig(LANGUAGE["hidden_size"], 1, LANGUAGE["num_attention_heads"], 48))
     torch.manual_seed(1)
     drafter = EagleDrafter(shape, line_table(8, 8))
-    checkpoints.save(shelf / "eagle", {"kind": "eagle", **asdict(shape)}, drafter.state_dict())
+    checkpoints.save(shelf / "eagle", {"kind": "eagle", **shape.flat()}, drafter.state_dict())
 
 
 def command(verb: str, name: str, *more: object) -> list[str]:

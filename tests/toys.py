@@ -207,7 +207,9 @@ def parallel(target: ToyTarget, queries: int = 4) -> ParallelDrafter:
     dim = target.embed(torch.zeros(1, 1, dtype=torch.int64)).shape[-1]
     heads = max(1, dim // 8)
     turns = grid_table(target.slots, target.width, dim // heads)
-    drafter = ParallelDrafter(ParallelConfig(dim, heads, 24, queries=queries, turn=12), turns)
+    drafter = ParallelDrafter(
+        ParallelConfig.like(DecoderConfig(dim, 1, heads, 24), queries=queries, turn=12), turns
+    )
     for weight in drafter.parameters():
         weight.data.mul_(4 if weight.dim() == 2 else 1)
     return drafter.double().eval().requires_grad_(False)
@@ -217,7 +219,7 @@ def eagle(target: Target, seed: int = 1) -> EagleDrafter:
     """A random EAGLE drafter of the toy's width."""
     torch.manual_seed(seed)
     shape = target.decoder.config
-    config = EagleConfig(dim=shape.dim, heads=shape.heads, hidden=shape.hidden)
+    config = EagleConfig.like(DecoderConfig(shape.dim, 1, shape.heads, shape.hidden))
     return EagleDrafter(config, target.decoder.turns).double().eval().requires_grad_(False)
 
 

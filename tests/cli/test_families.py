@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from PIL import Image
 
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.nn import checkpoints
+from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.rope import line_table
 
 PROMPT = "a photo of the red tulip"
@@ -28,10 +28,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_chameleon(place / "Lumina-mGPT-7B-64", lumina=True)
     write_janus(place / "janus")
     write_emu3(place / "emu3")
-    shape = EagleConfig(LANGUAGE["hidden_size"], LANGUAGE["num_attention_heads"], 48)
+    shape = EagleConfig.like(DecoderConfig(LANGUAGE["hidden_size"], 1, LANGUAGE["num_attention_heads"], 48))
     torch.manual_seed(1)
     drafter = EagleDrafter(shape, line_table(8, 8))
-    checkpoints.save(place / "drafter", {"kind": "eagle", **asdict(shape)}, drafter.state_dict())
+    checkpoints.save(place / "drafter", {"kind": "eagle", **shape.flat()}, drafter.state_dict())
     return place
 
 

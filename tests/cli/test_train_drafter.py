@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from lanternpp.nn import checkpoints
-from lanternpp.training import codes, samples
+from lanternpp.training.material import codes, samples
 
 PROMPT = {"c2i": "7", "t2i": "a red tulip", "janus": "a photo of the red tulip"}
 SMALL = ("--steps", 2, "--checks", 1, "--batch-size", 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import checkpoints as llamagen
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.nn import checkpoints
+from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.rope import line_table
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -115,9 +115,9 @@ def refused(outcome: object, said: list[str], folder: Path) -> None:
 def test_a_drafter_of_another_width_is_refused_in_one_line(
     run, anole: Path, tmp_path: Path, elsewhere: Path
 ) -> None:
-    shape = EagleConfig(64, 4, 48)
+    shape = EagleConfig.like(DecoderConfig(64, 1, 4, 48))
     drafter = EagleDrafter(shape, line_table(8, 16))
-    checkpoints.save(tmp_path / "wide", {"kind": "eagle", **asdict(shape)}, drafter.state_dict())
+    checkpoints.save(tmp_path / "wide", {"kind": "eagle", **shape.flat()}, drafter.state_dict())
     llamagen.write_drafter(tmp_path / "published")
     for name in ("wide", "published"):  # ours, and one that EAGLE's code wrote
         outcome = run("generate", "a photo", "--model", anole, "--drafter", tmp_path / name)

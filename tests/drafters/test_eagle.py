@@ -5,6 +5,7 @@ from toys import ToyTarget, eagle
 
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.engine.cache import Cache
+from lanternpp.nn.decoder import DecoderConfig
 
 
 def pair(count: int = 10):
@@ -44,9 +45,7 @@ def test_it_is_one_layer_over_a_linear_map_of_the_pair():
 
 def test_its_options_are_those_of_the_checkpoints():
     turns = ToyTarget().decoder.turns
-    bare = EagleDrafter(
-        EagleConfig(16, 2, 24, layers=2, bias=False, first_norm=False, final_norm=True), turns
-    )
+    bare = EagleDrafter(EagleConfig(DecoderConfig(16, 2, 2, 24, first_norm=False), bias=False), turns)
     assert bare.fc.bias is None and len(bare.decoder.blocks) == 2
     assert isinstance(bare.decoder.blocks[0].attention_norm, torch.nn.Identity)
     assert not isinstance(bare.decoder.blocks[1].attention_norm, torch.nn.Identity)

@@ -22,12 +22,16 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 5, 3), nn.Linear(4, 6), nn.BatchNorm1d(6))
 
 
+def fill(module: nn.Module, folder: Path) -> None:
+    Source.open(folder / checkpoints.WEIGHTS).fill(module, [SAME], torch.float32)
+
+
 def test_float32_round_trip_is_exact_with_its_config(tmp_path: Path) -> None:
     one, two = net(), net()
     with torch.no_grad():
         two[0].weight.zero_()
     checkpoints.save(tmp_path, {"kind": "toy", "sizes": [1, 2]}, one.state_dict())
-    checkpoints.load_into(two, tmp_path)
+    fill(two, tmp_path)
     assert checkpoints.load_config(tmp_path) == {"kind": "toy", "sizes": [1, 2]}
     assert all(torch.equal(tensor, two.state_dict()[name]) for name, tensor in one.state_dict().items())
 
@@ -81,11 +85,11 @@ def test_faults_are_listed_by_name_and_file(tmp_path: Path) -> None:
     tensors["0.weight"] = torch.zeros(5, 3, 2, 2)
     checkpoints.save(tmp_path, {}, tensors)
     with pytest.raises(InputError, match=r"missing 1\.bias") as caught:
-        checkpoints.load_into(net(), tmp_path)
+        fill(net(), tmp_path)
     tensors |= {"2.weight": torch.ones(6, dtype=torch.int64)}
     checkpoints.save(tmp_path / "ints", {}, tensors)
     with pytest.raises(InputError, match=r"2\.weight holds int64 where weights are expected"):
-        checkpoints.load_into(net(), tmp_path / "ints")
+        fill(net(), tmp_path / "ints")
     for part in ("unexpected extra", "0.weight is (5, 3, 2, 2) where (5, 3, 3, 3)", checkpoints.WEIGHTS):
         assert part in str(caught.value)
 
@@ -93,7 +97,7 @@ def test_faults_are_listed_by_name_and_file(tmp_path: Path) -> None:
 def test_at_most_ten_faults_are_listed(tmp_path: Path) -> None:
     checkpoints.save(tmp_path, {}, {f"t{i}": torch.zeros(1) for i in range(14)})
     with pytest.raises(InputError, match="and 4 more"):
-        checkpoints.load_into(nn.Module(), tmp_path)
+        fill(nn.Module(), tmp_path)
 
 
 def test_truncated_foreign_and_missing_files_are_refused(tmp_path: Path) -> None:

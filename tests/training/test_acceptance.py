@@ -12,8 +12,8 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.models import read_target
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.training.acceptance import watch
-from lanternpp.training.codes import Codes, Split
 from lanternpp.training.drafter import DrafterSettings, DrafterTask
+from lanternpp.training.material.codes import Codes, Split
 from lanternpp.trees import build_tree
 
 PROMPTS = ["a", "bb", "ccc", "dddd"]

@@ -16,9 +16,9 @@ from lanternpp.nn import checkpoints
 from lanternpp.nn.sources import Source
 from lanternpp.targets.words import WordsConfig, WordsTarget
 from lanternpp.training import losses
-from lanternpp.training.codes import Codes, Split
 from lanternpp.training.drafter import DrafterSettings, DrafterTask, train
 from lanternpp.training.features import Captions, lessons
+from lanternpp.training.material.codes import Codes, Split
 from lanternpp.training.run import Plan
 from lanternpp.vq.folder import read_vq
 

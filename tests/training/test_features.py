@@ -16,8 +16,8 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.models import read_target
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.training.codes import Split
 from lanternpp.training.features import Captions, lessons, visible
+from lanternpp.training.material.codes import Split
 from lanternpp.trees import build_tree
 
 LONG = "the sea at sunset " * 9 + "the red tulip"  # over 32 tokens: shorter prompts are padded beside it

@@ -10,7 +10,7 @@ from lanternpp.errors import InputError
 from lanternpp.models import read_target
 from lanternpp.nn import checkpoints
 from lanternpp.targets.words import WordsConfig, WordsTarget
-from lanternpp.training.codes import Codes, Split
+from lanternpp.training.material.codes import Codes, Split
 from lanternpp.training.parallel import Lessons, ParallelSettings, ParallelTask, train
 from lanternpp.training.run import Plan
 from lanternpp.vq.folder import read_vq

@@ -20,7 +20,7 @@ from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.errors import InputError
 from lanternpp.models import Model, read_target
 from lanternpp.nn import checkpoints
-from lanternpp.training import shards
+from lanternpp.training.material import shards
 from lanternpp.training.state import rewind
 
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def test_a_full_disk_leaves_no_piece_of_a_shard(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(shards, "save_file", full)
     with pytest.raises(InputError, match=r"00000\.safetensors could not be written, the disk is full"):
-        shards.Shards(tmp_path, 1).write(0, {"x": torch.zeros(4)}, {})
+        shards.write_file(tmp_path / "00000.safetensors", {"x": torch.zeros(4)}, {})
     assert not list(tmp_path.iterdir())
 
 
@@ -128,7 +128,7 @@ def drafter_of(model: Path, **known: Any) -> None:
     config = EagleConfig.like(target.decoder.config)
     torch.manual_seed(0)
     weights = EagleDrafter(config, target.decoder.turns).state_dict()
-    about = {"kind": "eagle", **vars(config), "target": {**mark(target), **known}}
+    about = {"kind": "eagle", **config.flat(), "target": {**mark(target), **known}}
     checkpoints.save(model / "drafter", about, weights)
 
 

@@ -10,9 +10,9 @@ from toys import ToyTarget, parallel
 from lanternpp.engine.guidance import Guidance
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.training.features import lessons
+from lanternpp.training.material.runs import Rollout, record, replay
 from lanternpp.training.parallel import ParallelSettings
 from lanternpp.training.rollouts import RolloutTask, grow
-from lanternpp.training.runs import Rollout, record, replay
 
 TEXTS = ["hill", "sea", "stone", "clouds", "a"]
 

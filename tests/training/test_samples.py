@@ -16,11 +16,12 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.models import read_target
-from lanternpp.training import parallel, rollouts, samples
+from lanternpp.training import parallel, rollouts
 from lanternpp.training.drafter import DrafterSettings, train
+from lanternpp.training.material import samples
+from lanternpp.training.material.samples import Asked, Own, asked, own_codes, parted
 from lanternpp.training.parallel import ParallelSettings
 from lanternpp.training.run import Plan
-from lanternpp.training.samples import Asked, Own, asked, own_codes, parted
 
 CPU = torch.device("cpu")
 WORDS = Asked(("a red tulip", "red tulip"), ("tulip",))

@@ -14,9 +14,9 @@ import torch
 
 from lanternpp.errors import InputError
 from lanternpp.models import read_target
-from lanternpp.training import codes as cache
-from lanternpp.training.codes import Codes, Split, Variants, read_codes, unigram
 from lanternpp.training.data import Order
+from lanternpp.training.material import codes as cache
+from lanternpp.training.material.codes import Codes, Split, Variants, read_codes, unigram
 from lanternpp.training.run import Plan
 from lanternpp.training.target import (
     TargetSettings,
@@ -79,11 +79,14 @@ def test_a_kill_while_encoding_leaves_nothing_half_written(data: Path, model: Pa
         import os, signal
         from pathlib import Path
         import torch
-        from lanternpp.training import codes
+        from lanternpp.training.material import codes, shards
+        save = shards.save_file
         def save_file(tensors, path, metadata):
+            if path.parent.name != "codes":
+                return save(tensors, path, metadata)
             Path(path).write_bytes(b"half of it")
             os.kill(os.getpid(), signal.SIGKILL)
-        codes.save_file = save_file
+        shards.save_file = save_file
         codes.read_codes(Path({str(data)!r}), Path({str(model)!r}), 1, torch.device("cpu"))
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

@@ -114,7 +114,7 @@ def drafter(
     from lanternpp.training import drafter as eagle
     from lanternpp.training import parallel
     from lanternpp.training import rollouts as runs
-    from lanternpp.training.samples import Own
+    from lanternpp.training.material.samples import Own
     from lanternpp.training.teacher import drafter_folder
 
     check_self(own, data, prompts=prompts, samples=samples)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
@@ -13,8 +15,8 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn.configs import Codes, config_as
-from lanternpp.nn.decoder import Decoder, Memory
-from lanternpp.nn.sources import Source
+from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
+from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.schema import Length
 from lanternpp.targets.base import Target
 from lanternpp.types import Nodes
@@ -22,10 +24,45 @@ from lanternpp.types import Nodes
 ALIKE = 0.98  # least cosine of a target's probe with that of the target a drafter was trained for
 
 
+@dataclass(frozen=True)
+class DrafterConfig:
+    """The shape of a drafter: its decoder, and in a subclass what else it has.
+
+    config.json holds all of it in one flat object; of the decoder, the fields `shared` and `chosen`.
+    """
+
+    decoder: DecoderConfig
+
+    shared: ClassVar[tuple[str, ...]] = (  # fields of the decoder that a new drafter takes from its target
+        *("dim", "heads", "hidden", "kv_heads", "norm_eps", "qk_norm", "head_dim"),
+    )
+    chosen: ClassVar[dict[str, Any]] = {"layers": 1}  # other fields, and what they are where nobody says
+
+    @classmethod
+    def like(cls, shape: DecoderConfig, layers: int = 1, **own: Any) -> Self:
+        """A drafter for a target of this shape; `own`: the fields of the subclass."""
+        same = {name: getattr(shape, name) for name in cls.shared}
+        return cls(DecoderConfig(**(same | cls.chosen | {"layers": layers})), **own)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], source: Path) -> Self:
+        """What config.json, read from `source`, says. InputError where it cannot be used."""
+        given = {name: config.get(name) for name in (*cls.shared, *cls.chosen)}
+        fields = cls.chosen | {name: value for name, value in given.items() if value is not None}
+        return config_as(cls, {**config, "decoder": config_as(DecoderConfig, fields, source)}, source)
+
+    def flat(self) -> dict[str, Any]:
+        """What config.json holds."""
+        own = asdict(self)
+        decoder = own.pop("decoder")
+        return {name: decoder[name] for name in (*self.shared, *self.chosen)} | own
+
+
 class Drafter(nn.Module, ABC):
     """Predicts the target's next feature from the code one ahead and the feature here."""
 
     decoder: Decoder
+    config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
     about: ClassVar[str] = ""  # the checkpoints it reads, for the message about one that nobody reads
     proposer: ClassVar[str] = "lanternpp.proposers.tree:TreeProposer"  # what drafts with it: (drafter, tree)
 
@@ -37,7 +74,12 @@ class Drafter(nn.Module, ABC):
     @classmethod
     def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:
         """The drafter in `source` for this target, on the CPU; InputError where it is another target's."""
-        raise NotImplementedError
+        config = cls.config_class.of(source.config, source.path)
+        check_fit(source, config.decoder.dim, target)
+        with blank(source.path):
+            drafter = cls(config, target.decoder.turns)
+        source.fill(drafter, [SAME], dtype)
+        return drafter
 
     def sees(self, prompt: Tensor) -> Tensor:
         """What it sees of a prompt whose inputs one ahead are [R, T - 1, D]; the same shape."""

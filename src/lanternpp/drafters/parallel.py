@@ -11,81 +11,44 @@ thought of the refused end of the last draft is a hint of what it will think the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.drafters.base import QueryDrafter, check_fit
-from lanternpp.nn.configs import Epsilon, HeadDim, Heads, Hidden, Layers, Slots, Width, config_as
-from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
-from lanternpp.nn.sources import SAME, Source, blank
-from lanternpp.targets.base import Target
+from lanternpp.drafters.base import DrafterConfig, QueryDrafter
+from lanternpp.nn.configs import Slots, Width
+from lanternpp.nn.decoder import Decoder, Memory
 from lanternpp.types import Nodes
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
-    """The shape of a parallel drafter; dim is its target's."""
+class ParallelConfig(DrafterConfig):
+    """The shape of a parallel drafter."""
 
-    dim: Width
-    heads: Heads
-    hidden: Hidden
-    layers: Layers = 1
-    kv_heads: Heads | None = None
-    norm_eps: Epsilon = 1e-5
-    qk_norm: bool = False
-    head_dim: HeadDim = 0  # 0: dim / heads
     queries: Slots = 7  # levels beyond the first; deeper ones repeat the last query
     turn: Width = 256  # width of the layers that see the code drafted before
-
-    @classmethod
-    def like(cls, shape: DecoderConfig, layers: int, queries: int, turn: int) -> Self:
-        """A drafter for a target of this shape."""
-        heads: dict[str, Any] = {"kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
-        norms: dict[str, Any] = {"norm_eps": shape.norm_eps, "qk_norm": shape.qk_norm}
-        return cls(shape.dim, shape.heads, shape.hidden, layers, **heads, **norms, queries=queries, turn=turn)
 
 
 class ParallelDrafter(QueryDrafter):
     """fc(2D -> D), a decoder, and a query for every level beyond the first."""
 
+    config_class = ParallelConfig
     about = "folders written by lanternpp train drafter --kind parallel"
     proposer = "lanternpp.proposers.parallel:Parallel"
 
     def __init__(self, config: ParallelConfig, turns: Tensor):
         super().__init__()
         self.config = config
-        dim = config.dim
+        dim = config.decoder.dim
         self.fc = nn.Linear(2 * dim, dim)
         self.queries = nn.Parameter(torch.empty(config.queries, dim))
         nn.init.normal_(self.queries, std=0.02)
-        shape = DecoderConfig(
-            dim,
-            config.layers,
-            config.heads,
-            config.hidden,
-            config.kv_heads,
-            norm_eps=config.norm_eps,
-            head_dim=config.head_dim,
-            qk_norm=config.qk_norm,
-        )
-        self.decoder = Decoder(shape, turns)
+        self.decoder = Decoder(config.decoder, turns)
         self.hint = nn.Linear(dim, dim, bias=False)
         self.down = nn.Linear(dim, config.turn)
         self.before = nn.Linear(dim, config.turn, bias=False)
         self.up = nn.Linear(config.turn, dim)
-
-    @classmethod
-    def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:
-        """The drafter in `source` for this target."""
-        config = config_as(ParallelConfig, source.config, source.path)
-        check_fit(source, config.dim, target)
-        with blank(source.path):
-            drafter = cls(config, target.decoder.turns)
-        source.fill(drafter, [SAME], dtype)
-        return drafter
 
     def forward(
         self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory, hints: Tensor | None = None

@@ -41,7 +41,7 @@ class PublishedDrafter(EagleDrafter):
 
     def __init__(self, config: EagleConfig, turns: Tensor):
         super().__init__(config, turns)
-        self.entry = nn.Parameter(torch.zeros(1, config.dim))
+        self.entry = nn.Parameter(torch.zeros(1, config.decoder.dim))
 
     @classmethod
     def claims(cls, source: Source) -> bool:
@@ -52,9 +52,10 @@ class PublishedDrafter(EagleDrafter):
     def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:
         """The drafter in `source` for this target."""
         config = shape_of(source, target)
-        if config.dim != target.decoder.config.dim:
+        dim = config.decoder.dim
+        if dim != target.decoder.config.dim:
             raise InputError(
-                f"drafter {source.path} is {config.dim} wide and the target {target.decoder.config.dim}; "
+                f"drafter {source.path} is {dim} wide and the target {target.decoder.config.dim}; "
                 "use a drafter trained for this target"
             )
         with blank(source.path):
@@ -109,4 +110,4 @@ def shape_of(source: Source, target: Target) -> EagleConfig:
         "norm_eps": said.rms_norm_eps,
         "qk_norm": NORM in shapes,
     }
-    return config_as(EagleConfig, config, source.path)
+    return EagleConfig.of(config, source.path)

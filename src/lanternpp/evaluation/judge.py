@@ -22,6 +22,7 @@ from lanternpp.errors import InputError
 from lanternpp.jsonfile import parse_json
 from lanternpp.nn import checkpoints
 from lanternpp.nn.configs import StageBlocks, Stages, Width, Words, config_as
+from lanternpp.nn.shards import check_finite
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.schema import Between, checked
 
@@ -145,7 +146,7 @@ def read_reference(folder: Path, judge: nn.Module) -> Reference:
     try:
         with safe_open(path, framework="pt") as file:
             note, features = file.metadata() or {}, file.get_tensor("features").float()
-        checkpoints.check_finite("features", features, path)
+        check_finite("features", features, path)
         texts = checked("texts", parse_json(note.get("texts", "[]"), "texts"), tuple[str, ...])
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({error}); give --reference DIR") from None

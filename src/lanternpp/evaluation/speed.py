@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from lanternpp import runlog
 from lanternpp.errors import InputError
 from lanternpp.evaluation.stopwatch import Stopwatch
-from lanternpp.jsonfile import LINES, parse_json, read_object, read_text
+from lanternpp.jsonfile import read_object
 from lanternpp.methods import check_method
 from lanternpp.nn import checkpoints
 from lanternpp.picture import save_png
@@ -174,8 +175,7 @@ class Race:
                 self.draw(entry, prompt, seed)  # so that nothing is made for the first time in a timed one
                 watches[entry.label] = Stopwatch(self.engines[entry.label])
             turns.append(self._turn(folder, entry, watches[entry.label], prompt, seed))
-            with (folder / TURNS).open("a", encoding="utf-8") as log:
-                log.write(json.dumps(vars(turns[-1])) + "\n")
+            runlog.append(folder / TURNS, vars(turns[-1]))
         return turns
 
     def _turn(self, folder: Path, entry: Entry, watch: Stopwatch, prompt: int, seed: int) -> Turn:
@@ -240,19 +240,6 @@ def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
 
 def read_turns(folder: Path) -> list[Turn]:
     """The turns a folder holds; a last line cut short by a kill is taken off."""
-    path = folder / TURNS
-    if not path.exists():
-        return []
-    remedy = "choose another folder with -o"
-    text = read_text(path, remedy, LINES)
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        checkpoints.write_text(path, whole)
-    turns = []
-    for number, line in enumerate(whole.splitlines(), 1):
-        at = f"{path}, line {number},"
-        try:
-            turns.append(checked("its turn", parse_json(line, at, remedy), Turn))
-        except InputError as error:
-            raise InputError(f"{at} is damaged ({error}): {remedy}") from None
-    return turns
+    return runlog.read_rows(
+        folder / TURNS, lambda row: checked("its turn", row, Turn), "choose another folder with -o"
+    )

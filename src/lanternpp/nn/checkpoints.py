@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import math
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -14,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.jsonfile import read_object
 from lanternpp.nn.pickled import read_pt as read_pt
-from lanternpp.nn.stores import STORES, Store, check_scales, pack, unpack
+from lanternpp.nn.shards import SafeShard, read_tensors
+from lanternpp.nn.stores import STORES, Store, check_scales, is_scale, pack
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -69,73 +69,12 @@ def load_config(folder: str | Path) -> dict[str, Any]:
     return read_object(path)
 
 
-def load_into(module: nn.Module, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Fill `module` from a model folder; every name and shape must agree. `dtype` casts the module first."""
-    path = Path(folder) / WEIGHTS
-    fill(module, read_safetensors(path), path, dtype)
-
-
-def fill(
-    module: nn.Module, tensors: Mapping[str, Tensor], source: str | Path, dtype: torch.dtype | None = None
-) -> None:
-    """Copy `tensors` into `module`; missing, unexpected and misshaped names are listed with `source`."""
-    if dtype is not None:
-        module.to(dtype)
-    own = module.state_dict()
-    faults = [f"missing {name}" for name in own if name not in tensors]
-    faults += [f"unexpected {name}" for name in tensors if name not in own]
-    faults += [
-        f"{name} is {tuple(tensors[name].shape)} where {tuple(tensor.shape)} is expected"
-        for name, tensor in own.items()
-        if name in tensors and tensors[name].shape != tensor.shape
-    ]
-    faults += [
-        fault
-        for name, tensor in own.items()
-        if name in tensors and (fault := unlike(name, tensors[name], tensor))
-    ]
-    if faults:
-        more = f", and {len(faults) - 10} more" if len(faults) > 10 else ""
-        raise InputError(f"{source} does not fit {type(module).__name__}: {', '.join(faults[:10])}{more}.")
-    module.load_state_dict(dict(tensors))
-
-
 def read_safetensors(path: str | Path) -> dict[str, Tensor]:
     """Every tensor of a safetensors file, on the CPU, fewer bits undone to float32."""
-    path = Path(path)
-    if not path.is_file():
-        raise InputError(f"{path} is missing: a model folder holds {CONFIG} and {WEIGHTS}.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            packed = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{path} is truncated or no safetensors file ({error}): fetch it again.") from None
-    check_scales(packed, path)
-    tensors = unpack(packed)
-    for name, tensor in tensors.items():
-        check_finite(name, tensor, path)
-    return tensors
-
-
-def check_finite(name: str, tensor: Tensor, source: str | Path) -> None:
-    """InputError where a tensor of weights holds NaN or infinity; one pass, cheaper than the copy that follows."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return
-    ends = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
-    if not all(map(math.isfinite, (ends.min.item(), ends.max.item()))):
-        raise InputError(
-            f"{source}: {name} holds NaN or infinity, so nothing can be drawn with it: fetch it again."
-        )
-
-
-def unlike(name: str, given: Tensor, own: Tensor) -> str:
-    """What is wrong with the kind of numbers that a tensor holds for its place; empty where nothing is."""
-    if given.is_floating_point() == own.is_floating_point() and given.is_complex() == own.is_complex():
-        return ""
-    kind = str(given.dtype).removeprefix("torch.")
-    return (
-        f"{name} holds {kind} where {'weights' if own.is_floating_point() else 'whole numbers'} are expected"
-    )
+    file = SafeShard(Path(path))
+    metas = file.metas()
+    check_scales(metas, file.path)
+    return dict(read_tensors(file, [name for name in metas if not is_scale(name, metas)], metas))
 
 
 def write_pt(path: str | Path, content: Mapping[str, Any]) -> None:

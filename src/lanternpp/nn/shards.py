@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from lanternpp.errors import InputError
 from lanternpp.jsonfile import read_json
 from lanternpp.nn.pickled import is_zipped, read_pt
+from lanternpp.nn.stores import SCALE, restored, scaled
 
 SAFE = ".safetensors"
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
@@ -209,3 +211,30 @@ def indexed(index: Path) -> list[Shard]:
             f"{index} lists shards that are missing: {', '.join(gone[:10])}{more}; fetch them again."
         )
     return [shard(index.parent / name) for name in names]
+
+
+def read_tensors(
+    file: Shard, names: Iterable[str], metas: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The named tensors of a file, one at a time, fewer bits undone to float32.
+
+    InputError where one holds NaN or infinity.
+    """
+    with file.opened() as get:
+        for name in names:
+            tensor = get(name)
+            if scaled(name, metas):
+                tensor = restored(tensor, get(name + SCALE))
+            check_finite(name, tensor, file.path)
+            yield name, tensor
+
+
+def check_finite(name: str, tensor: Tensor, source: str | Path) -> None:
+    """InputError where a tensor of weights holds NaN or infinity; one pass, cheaper than the copy that follows."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    ends = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
+    if not all(map(math.isfinite, (ends.min.item(), ends.max.item()))):
+        raise InputError(
+            f"{source}: {name} holds NaN or infinity, so nothing can be drawn with it: fetch it again."
+        )

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import CONFIG, check_finite, load_config, unlike
-from lanternpp.nn.shards import Shard, shards
-from lanternpp.nn.stores import SCALE, check_scales, is_scale, meant, restored, scaled
+from lanternpp.nn.checkpoints import CONFIG, load_config
+from lanternpp.nn.shards import Shard, read_tensors, shards
+from lanternpp.nn.stores import check_scales, is_scale, meant, scaled
 
 CHUNK = 1 << 26  # bytes read before a file is opened anew, which lets go of what was read
 
@@ -258,20 +258,10 @@ class Source:
                     group.append(name)
                     size += meta.nbytes
                 if size >= CHUNK:
-                    yield from self._group(file, group, metas)
+                    yield from read_tensors(file, group, metas)
                     group, size = [], 0
-            yield from self._group(file, group, metas)
-
-    def _group(self, file: Shard, names: list[str], metas: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        if not names:
-            return
-        with file.opened() as get:
-            for name in names:
-                tensor = get(name)
-                if scaled(name, metas):
-                    tensor = restored(tensor, get(name + SCALE))
-                check_finite(name, tensor, file.path)
-                yield name, tensor
+            if group:
+                yield from read_tensors(file, group, metas)
 
 
 def misfit(piece: Piece, meta: Tensor, own: Tensor) -> str:
@@ -285,4 +275,8 @@ def misfit(piece: Piece, meta: Tensor, own: Tensor) -> str:
     if given.shape != place.shape:
         gives = "" if given.shape == meta.shape else f", which gives {tuple(given.shape)}"
         return f"{piece.upstream} is {tuple(meta.shape)}{gives} where {tuple(place.shape)} is expected"
-    return unlike(piece.upstream, meta, own)
+    if meta.is_floating_point() == own.is_floating_point() and meta.is_complex() == own.is_complex():
+        return ""
+    kind = str(meta.dtype).removeprefix("torch.")
+    expected = "weights" if own.is_floating_point() else "whole numbers"
+    return f"{piece.upstream} holds {kind} where {expected} are expected"

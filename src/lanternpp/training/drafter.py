@@ -20,15 +20,15 @@ from lanternpp.proposers.tree import TreeProposer
 from lanternpp.targets.base import Target
 from lanternpp.training import hardware
 from lanternpp.training.acceptance import watch
-from lanternpp.training.cached import Features, features_of
-from lanternpp.training.codes import Codes, Variants
 from lanternpp.training.data import Order, spread
 from lanternpp.training.features import Captions, lessons, visible
 from lanternpp.training.losses import acceptance, both, refusal, soft_cross_entropy
-from lanternpp.training.material import gather
+from lanternpp.training.material.cached import Features, features_of
+from lanternpp.training.material.codes import Codes, Variants
+from lanternpp.training.material.gather import gather
+from lanternpp.training.material.samples import Own
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Plan, Task, averaged, run
-from lanternpp.training.samples import Own
 from lanternpp.training.team import team
 from lanternpp.trees import build_tree
 
@@ -108,7 +108,7 @@ class DrafterTask(Task):
         self.target = target.to(device).eval().requires_grad_(False)
         drafter = self.begin(layers)
         self.settings = {
-            **asdict(self.config),
+            **self.config.flat(),
             **asdict(settings),
             "data": codes.data["codes"],
             "target": origin,
@@ -127,10 +127,7 @@ class DrafterTask(Task):
         self.drawn: Tensor | None = None
         self.features: Features | None = None
         if cache is not None:
-            with team().leader_first():
-                self.features = features_of(
-                    target, self.train, origin, codes.train, codes.data["codes"], cache
-                )
+            self.features = features_of(target, self.train, origin, codes.train, codes.data["codes"], cache)
 
     def begin(self, layers: int) -> EagleDrafter:
         """A drafter to train, and its config."""
@@ -255,7 +252,7 @@ class DrafterTask(Task):
         """The averaged drafter."""
         return {
             "kind": "eagle",
-            **asdict(self.config),
+            **self.config.flat(),
             "target": mark(self.target),
         }, self.average.state_dict()
 

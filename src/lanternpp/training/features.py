@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.targets.base import PromptWarning, Target
-from lanternpp.training.codes import Split
+from lanternpp.training.material.codes import Split
 
 
 class Captions:

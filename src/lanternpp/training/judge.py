@@ -14,14 +14,14 @@ from lanternpp.errors import InputError
 from lanternpp.evaluation.judge import JUDGE, Judge, JudgeConfig, read_judge, write_reference
 from lanternpp.evaluation.pictures import Gallery, Item, squares
 from lanternpp.nn import checkpoints
-from lanternpp.nn.stores import Store
+from lanternpp.nn.stores import Store, pack, unpack
 from lanternpp.picture import Panel, comparison
 from lanternpp.training import hardware
-from lanternpp.training.codes import named, tokenizer_of
 from lanternpp.training.data import Order, Pictures, describe, read_rows
 from lanternpp.training.labelled import Lesson, lesson, vary, vocabulary
+from lanternpp.training.material.codes import named, tokenizer_of
+from lanternpp.training.material.redrawn import redrawn
 from lanternpp.training.pictures import to_bytes
-from lanternpp.training.redrawn import redrawn
 from lanternpp.training.run import Plan, Task, averaged, run
 from lanternpp.vq.model import channels_last
 
@@ -142,7 +142,7 @@ class JudgeTask(Task):
     def final(self) -> dict[str, Any]:
         """The figures of the weights as they will lie on disk, and how many pictures they come from."""
         stored = averaged(self.average)
-        tensors = checkpoints.unpack(checkpoints.pack(stored.state_dict(), self.store))
+        tensors = unpack(pack(stored.state_dict(), self.store))
         stored.load_state_dict(tensors)
         scores, _ = self.look(stored, self.lessons["val"])  # type: ignore[arg-type]
         right = scores.argmax(-1) == self.lessons["val"].labels

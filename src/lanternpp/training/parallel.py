@@ -16,12 +16,12 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
 from lanternpp.targets.base import Target
 from lanternpp.training import hardware
-from lanternpp.training.codes import Codes, Variants
 from lanternpp.training.data import Order, spread
 from lanternpp.training.features import Captions, lessons
-from lanternpp.training.material import gather
+from lanternpp.training.material.codes import Codes, Variants
+from lanternpp.training.material.gather import gather
+from lanternpp.training.material.samples import Own
 from lanternpp.training.run import Plan, Task, averaged, run
-from lanternpp.training.samples import Own
 from lanternpp.training.team import team
 
 
@@ -86,9 +86,9 @@ class ParallelTask(Task):
         self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
         self.target = target.to(device).eval().requires_grad_(False)
         shape = target.decoder.config
-        self.config = ParallelConfig.like(shape, layers, settings.levels - 1, settings.turn)
+        self.config = ParallelConfig.like(shape, layers, queries=settings.levels - 1, turn=settings.turn)
         self.settings = {
-            **asdict(self.config),
+            **self.config.flat(),
             **asdict(settings),
             "data": codes.data["codes"],
             "target": origin,
@@ -219,7 +219,7 @@ class ParallelTask(Task):
         """The averaged drafter."""
         return {
             "kind": "parallel",
-            **asdict(self.config),
+            **self.config.flat(),
             "target": mark(self.target),
         }, self.average.state_dict()
 

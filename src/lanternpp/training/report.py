@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lanternpp import runlog
 from lanternpp.nn import checkpoints
 from lanternpp.progress import times
 
@@ -90,10 +91,8 @@ class Report:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """A row of the log."""
-        if self.silent:
-            return
-        with self.log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        if not self.silent:
+            runlog.append(self.log, row)
 
     @staticmethod
     def text(figures: Mapping[str, Any]) -> str:

@@ -17,13 +17,13 @@ from lanternpp.nn import checkpoints
 from lanternpp.nn.checkpoints import CONFIG, WEIGHTS, checksum, digest
 from lanternpp.nn.sources import Source
 from lanternpp.targets.base import Target
-from lanternpp.training.codes import Codes, Split
 from lanternpp.training.features import Captions
-from lanternpp.training.material import taught
+from lanternpp.training.material.codes import Codes, Split
+from lanternpp.training.material.gather import taught
+from lanternpp.training.material.runs import Rollout, recorded, replay, runs_key
+from lanternpp.training.material.samples import HELD, LEAST, MOST, Own, asked
 from lanternpp.training.parallel import Lessons, ParallelSettings, ParallelTask
 from lanternpp.training.run import Plan, run
-from lanternpp.training.runs import Rollout, recorded, replay, runs_key
-from lanternpp.training.samples import HELD, LEAST, MOST, Own, asked
 from lanternpp.training.state import foresee
 
 
@@ -175,9 +175,10 @@ def sums(folder: Path) -> str | None:
 
 def grow(drafter: ParallelDrafter, layers: int, target: Target) -> ParallelDrafter:
     """A drafter of at least so many layers in float32: those added change nothing until they are trained."""
-    config = drafter.config
-    grown = ParallelDrafter(replace(config, layers=max(layers, config.layers)), target.decoder.turns)
-    for name, parameter in grown.decoder.blocks[config.layers :].named_parameters():
+    config, shape = drafter.config, drafter.config.decoder
+    deeper = replace(config, decoder=replace(shape, layers=max(layers, shape.layers)))
+    grown = ParallelDrafter(deeper, target.decoder.turns)
+    for name, parameter in grown.decoder.blocks[shape.layers :].named_parameters():
         if name.endswith(("wo.weight", "w2.weight")):
             nn.init.zeros_(parameter)
     grown.load_state_dict(

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lanternpp import runlog
 from lanternpp.errors import InputError
-from lanternpp.jsonfile import LINES, parse_json, read_text
 from lanternpp.nn import checkpoints
 from lanternpp.schema import made
 from lanternpp.training.task import Plan, Task, groups
@@ -66,7 +66,7 @@ def restored(path: Path, content: Mapping[str, Any], task: Task, plan: Plan) -> 
     old, new = content.get("settings", {}), task.settings
     refuse(path, old, new, sorted(old.keys() | new.keys()))
     for name, module in task.modules().items():
-        checkpoints.fill(module, content["modules"][name], path)
+        module.load_state_dict(content["modules"][name])
     for name, optimizer in task.optimizers.items():
         optimizer.load_state_dict(content["optimizers"][name])
     task.restore(content["extra"])
@@ -97,18 +97,8 @@ def refuse(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], names: It
 
 
 def rewind(log: Path, step: int) -> None:
-    """Take out of a log what a killed run wrote after its last saved step; a line it broke off goes too."""
-    if not log.exists():
-        return
-    kept = []
-    for line in read_text(log, "remove it", LINES).splitlines():
-        try:
-            written = made(_Row, parse_json(line, "it"))
-        except (InputError, AttributeError):
-            continue
-        if written.step <= step:
-            kept.append(line + "\n")
-    checkpoints.write_text(log, "".join(kept))
+    """Take out of a log what a killed run wrote after its last saved step."""
+    runlog.keep_rows(log, lambda row: made(_Row, row).step <= step)
 
 
 def write_state(task: Task, state: State, plan: Plan) -> None:

@@ -22,8 +22,8 @@ from lanternpp.errors import InputError
 from lanternpp.proposers.nothing import Nothing
 from lanternpp.targets.words import SILENT, WordsConfig, WordsTarget
 from lanternpp.training import hardware
-from lanternpp.training.codes import Codes, Split, Variants, read_codes, tokenizer_of, unigram
 from lanternpp.training.data import Order, spread
+from lanternpp.training.material.codes import Codes, Split, Variants, read_codes, tokenizer_of, unigram
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Plan, Task, averaged, run
 from lanternpp.vq.folder import read_vq

@@ -15,8 +15,8 @@ from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import checksum
 from lanternpp.training import hardware, losses
 from lanternpp.training.adversarial import Discriminator, balance, hinge, matching
-from lanternpp.training.codes import tokenizer_of
 from lanternpp.training.data import Order, Pictures, describe
+from lanternpp.training.material.codes import tokenizer_of
 from lanternpp.training.perceptual import Perceptual
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Plan, Task, averaged, run

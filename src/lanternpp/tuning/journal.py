@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lanternpp import runlog
 from lanternpp.errors import InputError
 from lanternpp.evaluation.speed import RUN, begin
-from lanternpp.jsonfile import LINES as LINES_AT_MOST
-from lanternpp.jsonfile import parse_json, read_object, read_text
-from lanternpp.nn import checkpoints
+from lanternpp.jsonfile import read_object
 
 LINES = "measurements.jsonl"
 RACE, PICTURES = "race", "pictures"
@@ -31,21 +30,8 @@ class Journal:
         if restart:
             forget(folder)
         begin(folder, json.loads(json.dumps(run)), resume=True)
-        self._known: dict[str, Any] = {}
-        path = folder / LINES
-        if path.exists():
-            text = read_text(path, "begin anew with --restart", LINES_AT_MOST)
-            whole = text[: text.rfind("\n") + 1]  # a last line cut short by a kill is taken off
-            if whole != text:
-                checkpoints.write_text(path, whole)
-            for number, line in enumerate(whole.splitlines(), 1):
-                try:
-                    row = parse_json(line, "it")
-                    self._known[_name(row["key"])] = row["value"]
-                except (ValueError, TypeError, KeyError):
-                    raise InputError(
-                        f"{path}, line {number}, is damaged; begin anew with --restart"
-                    ) from None
+        rows = runlog.read_rows(folder / LINES, _row, "begin anew with --restart")
+        self._known: dict[str, Any] = dict(rows)
 
     def knows(self, key: Mapping[str, Any]) -> bool:
         """Whether it was measured already."""
@@ -56,10 +42,8 @@ class Journal:
         name = _name(key)
         if name not in self._known:
             value = measure()
-            line = json.dumps({"key": dict(key), "value": value}) + "\n"
             try:
-                with (self.folder / LINES).open("a", encoding="utf-8") as log:
-                    log.write(line)
+                runlog.append(self.folder / LINES, {"key": dict(key), "value": value})
             except OSError as error:
                 fault = f"{self.folder / LINES} cannot be written: {error.strerror}"
                 if not self.optional:
@@ -88,3 +72,7 @@ def forget(folder: Path) -> None:
 
 def _name(key: Mapping[str, Any]) -> str:
     return json.dumps(key, sort_keys=True)
+
+
+def _row(row: Any) -> tuple[str, Any]:
+    return _name(row["key"]), row["value"]

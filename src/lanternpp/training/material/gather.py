@@ -13,12 +13,11 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.targets.base import Target
-from lanternpp.training.codes import Codes, codes_key, codes_of, splits_of
-from lanternpp.training.samples import Own, asked, own_codes, own_key
+from lanternpp.training.material.codes import Codes, codes_key, codes_of, splits_of
+from lanternpp.training.material.samples import Own, asked, own_codes, own_key
 from lanternpp.training.state import foresee
 from lanternpp.training.task import Plan
 from lanternpp.training.teacher import Teacher, key_of, read_teacher
-from lanternpp.training.team import team
 
 
 @dataclass(frozen=True)
@@ -75,16 +74,14 @@ def gather(
         words = asked(own, data, teacher.place, target)
         guidance = Guidance(found.cfg)
         foresee(plan, known | {"data": own_key(found.origin, words, own, guidance, found.sampling)})
-        with team().leader_first():
-            codes = own_codes(target, found.origin, words, own, guidance, found.sampling, teacher.store)
+        codes = own_codes(target, found.origin, words, own, guidance, found.sampling, teacher.store)
         if teacher.packs:
             del target  # before it is read again: one of them at a time
             target = teacher.read()
     elif data is not None:
         reader = target.reader()
         foresee(plan, known | {"data": codes_key(splits_of(data), reader, crops, limit)})
-        with team().leader_first():
-            codes = codes_of(data, teacher.store, reader, crops, limit)
+        codes = codes_of(data, teacher.store, reader, crops, limit)
     else:
         raise InputError("a drafter learns from pictures, --data DIR, or from the target's own, --self.")
     return Material(teacher, target, found.origin, found.sampling, found.cfg, codes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ from torch import Tensor
 from lanternpp.nn.checkpoints import digest
 from lanternpp.targets.base import Target
 from lanternpp.training import hardware
-from lanternpp.training.codes import Split
 from lanternpp.training.features import Captions, lessons
-from lanternpp.training.report import Report
-from lanternpp.training.shards import Shards, check_room, in_bytes
+from lanternpp.training.material.codes import Split
+from lanternpp.training.material.shards import Shards, parts_of
 
 SHARD = 1 << 28  # bytes of a shard, about
 BATCH = 8
@@ -58,33 +56,22 @@ def features_of(
     size = variants * 2 * slots * target.decoder.config.dim * like.element_size()  # of a picture
     each = max(min(SHARD // size, pictures), 1)
     key = digest([origin, name, str(like.dtype), str(captions.slots), str(each), *codes.texts])
-    shards = Shards(store / f"features-{key}", -(-pictures // each))
-    missing = shards.missing
-    if not missing:
-        return Features(shards, each)
-    total = sum(min(each, pictures - number * each) for number in missing)
-    check_room(shards.folder, total * size, "the features of all pictures")
-    report = Report("features", store)
-    report.say(
-        f"keeping the target's features of {total} pictures x {variants}: {in_bytes(total * size)} in {shards.folder}"
-    )
-    began, done = time.monotonic(), 0
-    with report.bar(0.0):
-        for number in missing:
-            index = torch.arange(number * each, min((number + 1) * each, pictures))
-            parts = []
-            for part in index.split(BATCH):
-                parts.append(
-                    torch.stack([made(target, captions, codes, part, v) for v in range(variants)], 1)
-                )
-                done += len(part)
-                report.advance(time.monotonic() - began, done / total, f"{done}/{total} pictures")
-            shards.write(number, {"features": torch.cat(parts).to(like.dtype)}, {"pictures": len(index)})
-    return Features(shards, each)
+
+    def compute(shards: Shards) -> None:
+        line = f"keeping the target's features of {shards.count} pictures x {variants}: {shards.room}"
+        for part in shards.pending(line):
+            features = []
+            for index in shards.batches(BATCH):
+                made = [features_at(target, captions, codes, index, v) for v in range(variants)]
+                features.append(torch.stack(made, 1))
+            shards.write({"features": torch.cat(features).to(like.dtype)}, {"pictures": len(part)})
+
+    what = ("features", "the features of all pictures", size)
+    return Features(Shards(store / f"features-{key}", parts_of(pictures, each), *what).build(compute), each)
 
 
 @torch.no_grad()
-def made(target: Target, captions: Captions, codes: Split, index: Tensor, variant: int) -> Tensor:
+def features_at(target: Target, captions: Captions, codes: Split, index: Tensor, variant: int) -> Tensor:
     """Features of pictures index [B] in a variant: [B, 2, S, D] on the CPU."""
     drawn = codes.pick(index, torch.full_like(index, variant)).to(target.decoder.turns.device)
     prompts, start = captions(index, 2)

@@ -1,10 +1,10 @@
-"""A target's own pictures as what its drafter learns from: drawn without loss, kept as codes in shards."""
+"""Pictures that a target draws itself, by plain decoding, for its drafter to learn from; kept as codes in shards."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -19,10 +19,9 @@ from lanternpp.evaluation.prompts import PROMPTS, read_prompts
 from lanternpp.nn.checkpoints import digest
 from lanternpp.proposers.nothing import Nothing
 from lanternpp.targets.base import Target
-from lanternpp.training.codes import Codes, Split
 from lanternpp.training.data import read_rows
-from lanternpp.training.report import Report
-from lanternpp.training.shards import Shards, check_room, in_bytes
+from lanternpp.training.material.codes import Codes, Split
+from lanternpp.training.material.shards import Shards, parts_of
 
 HELD = 10  # of so many prompts one is held out to validate with
 LEAST, MOST = 4, 96  # pictures to validate with
@@ -100,22 +99,42 @@ def parted(texts: tuple[str, ...]) -> Asked:
 def own_codes(
     target: Target, key: str, words: Asked, own: Own, guidance: Guidance, sampling: Sampling, store: Path
 ) -> Codes:
-    """The codes of a target's own pictures, kept in `store`; what is missing is drawn now. `key`: the target's."""
+    """The codes of a target's own pictures, kept in `store`; what is missing is drawn now. `key`: the target's.
+
+    Plain autoregressive decoding draws them; picture i has the seed own.seed * 2**32 + i.
+    """
     texts, held = wanted(words, own)
-    count, size = len(texts) - held, own.batch * 4
-    parts = [list(range(first, min(first + size, count + held))) for first in range(0, count + held, size)]
+    count, batch = len(texts) - held, min(own.batch, len(texts))
     name = own_key(key, words, own, guidance, sampling)
-    shards = Shards(store / f"self-{name}", len(parts))
-    missing = shards.missing
-    if missing:
-        draw(target, texts, [parts[i] for i in missing], missing, shards, own, guidance, sampling)
-    codes = torch.cat([shards.read(number)[0]["codes"] for number in range(shards.count)])[:, None]
+
+    def draw(shards: Shards) -> None:
+        if target.vocab > 2**16:
+            raise InputError(f"a target of {target.vocab} codes is too large: training takes up to {2**16}.")
+        target.pack()
+        target.expect(len(set(texts)))
+        engine = Engine(target, Nothing(), Exact(), sampling, guidance, batch)
+        seconds = pace(engine, texts) * target.length * -(-shards.count // batch)
+        line = f"drawing {shards.count} pictures of {target.length} codes, guidance {guidance.scale:g}: {shards.room}"
+        for part in shards.pending(f"{line}, about {seconds / 60:.1f} min"):
+            chosen = texts[part.start : part.stop]
+            seeds = range((own.seed << 32) + part.start, (own.seed << 32) + part.stop)
+
+            def tell(now: int, of: int, size: int = len(part)) -> None:
+                shards.progress(now / of * size)
+
+            codes = torch.stack([harvest.codes for harvest in generate(engine, chosen, seeds, tell)])
+            shards.write({"codes": codes.to(torch.uint16)}, {"texts": chosen})
+        target.rest()
+
+    what = ("codes", "the codes of its own pictures", target.length * 2)
+    shards = Shards(store / f"self-{name}", parts_of(len(texts), own.batch * 4), *what).build(draw)
+    codes = torch.cat([tensors["codes"] for tensors, _ in shards.read()])[:, None]
     splits = [
         Split(codes[part], tuple(texts[part]), ("",) * len(texts[part]))
         for part in (slice(0, count), slice(count, None))
     ]
     facts = {"self": True, "train": count, "val": held, "prompts": len(words.train), "codes": name}
-    facts |= {"cfg": guidance.scale, "sampling": vars_of(sampling)}
+    facts |= {"cfg": guidance.scale, "sampling": asdict(sampling)}
     return Codes(splits[0], splits[1], facts)
 
 
@@ -130,51 +149,6 @@ def wanted(words: Asked, own: Own) -> tuple[list[str], int]:
 def own_key(key: str, words: Asked, own: Own, guidance: Guidance, sampling: Sampling) -> str:
     """The name of a target's own pictures."""
     return digest([key, *wanted(words, own)[0], f"{guidance} {sampling} {own.seed} {own.batch}"])
-
-
-def vars_of(sampling: Sampling) -> dict[str, float]:
-    """The dials of a sampling."""
-    return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-
-
-def draw(
-    target: Target,
-    texts: Sequence[str],
-    parts: Sequence[list[int]],
-    numbers: Sequence[int],
-    shards: Shards,
-    own: Own,
-    guidance: Guidance,
-    sampling: Sampling,
-) -> None:
-    """Draw the pictures of some shards, by plain AR. Picture i has the seed own.seed * 2**32 + i."""
-    if target.vocab > 2**16:
-        raise InputError(f"a target of {target.vocab} codes is too large: training takes up to {2**16}.")
-    total = sum(map(len, parts))
-    room = total * target.length * 2
-    check_room(shards.folder, room, "the codes of its own pictures")
-    target.pack()
-    target.expect(len(set(texts)))
-    engine = Engine(target, Nothing(), Exact(), sampling, guidance, min(own.batch, len(texts)))
-    report = Report("codes", shards.folder)
-    seconds = pace(engine, texts) * target.length * -(-total // engine.batch)
-    report.say(
-        f"drawing {total} pictures of {target.length} codes, guidance {guidance.scale:g}: {in_bytes(room)} in "
-        f"{shards.folder}, about {seconds / 60:.1f} min"
-    )
-    began, done = time.monotonic(), 0
-    with report.bar(0.0):
-        for number, part in zip(numbers, parts, strict=True):
-
-            def tell(now: int, of: int, before: int = done, count: int = len(part)) -> None:
-                share = (before + now / of * count) / total
-                report.advance(time.monotonic() - began, share, f"{share * total:.0f}/{total} pictures")
-
-            harvests = generate(engine, [texts[i] for i in part], [(own.seed << 32) + i for i in part], tell)
-            codes = torch.stack([harvest.codes for harvest in harvests])
-            shards.write(number, {"codes": codes.to(torch.uint16)}, {"texts": [texts[i] for i in part]})
-            done += len(part)
-    target.rest()
 
 
 def pace(engine: Engine, texts: Sequence[str], steps: int = 3) -> float:

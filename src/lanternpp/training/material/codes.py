@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lanternpp.devices import half_width
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import CONFIG, digest, replacing, sweep
-from lanternpp.training.data import Order, Pictures, Rows, generator, read_rows
-from lanternpp.training.report import Report
-from lanternpp.training.shards import Shards
+from lanternpp.nn.checkpoints import CONFIG, digest
+from lanternpp.training.data import Order, Pictures, Rows, describe, generator, read_rows
+from lanternpp.training.material.shards import Facts, Shards, Tensors, file_of, join, parts_of
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.reading import Reader
 
@@ -93,9 +87,15 @@ def codes_of(
     """The codes that `reader` sees in the pictures of `data`, from the folder `store` or encoded now into it."""
     rows = splits_of(data)
     path = store / f"{codes_key(rows, reader, crops, limit)}.safetensors"
-    if not path.is_file():
-        encode(data, rows, path, reader, crops, limit, batch)
-    return load(path)
+
+    def parse(tensors: Tensors, facts: Facts) -> Codes:
+        train, val = (
+            Split(tensors[name], tuple(facts[name]["texts"]), tuple(facts[name]["labels"]))
+            for name in ("train", "val")
+        )
+        return Codes(train, val, facts["data"])
+
+    return file_of(path, lambda: encode(data, rows, path, reader, crops, limit, batch), parse)
 
 
 def splits_of(data: Path) -> dict[str, Rows]:
@@ -111,85 +111,47 @@ def codes_key(rows: Mapping[str, Rows], reader: Reader, crops: int, limit: int |
     return digest([*reader.key, *(part.key for part in rows.values()), f"{crops} {limit}"])
 
 
-def load(path: Path) -> Codes:
-    """A cache file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            facts = json.loads(file.metadata()["facts"])
-            splits = {
-                name: Split(file.get_tensor(name), tuple(facts[name]["texts"]), tuple(facts[name]["labels"]))
-                for name in ("train", "val")
-            }
-    except Exception as error:  # whatever is wrong with a cache, the cure is the same
-        raise InputError(
-            f"{path} cannot be read ({error}): delete it to encode the pictures again."
-        ) from None
-    return Codes(splits["train"], splits["val"], facts["data"])
-
-
 def encode(
-    data: Path, rows: dict[str, Rows], path: Path, reader: Reader, crops: int, limit: int | None, batch: int
+    data: Path,
+    rows: Mapping[str, Rows],
+    path: Path,
+    reader: Reader,
+    crops: int,
+    limit: int | None,
+    batch: int,
 ) -> None:
-    """Encode both splits and write them as one file; until it is whole, what is done is kept in shards beside it."""
+    """Encode both splits and write them as one file: training pictures in all variants, the others in one."""
     if reader.codes > 2**16:
         raise InputError(f"a tokenizer of {reader.codes} codes is too large: training takes up to {2**16}.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    report = Report("codes", path.parent)
     pictures = {split: Pictures.read(data, split, reader.size, limit) for split in rows}
     train, val = pictures["train"], pictures["val"]
-    total = len(train) * crops * 2 + len(val)
-    report.say(
-        f"encoding {len(train)} pictures x {crops} crops x 2 ways, and {len(val)} to validate: "
-        f"{total} x {reader.length} codes, {total * reader.length * 2 / 2**20:.0f} MiB in {path}"
-    )
-    began, tally, spoken = time.monotonic(), 0, False
-    sweep(path.parent)
-    pieces = [
-        (name, variant, index)
-        for name, split in pictures.items()
-        for variant in range(1 if name == "val" else 2 * crops)
-        for index in torch.arange(len(split)).split(batch * PART)
+    shapes = {"train": (len(train), 2 * crops, reader.length), "val": (len(val), 1, reader.length)}
+    about = f"encoding {len(train)} pictures x {crops} crops x 2 ways, and {len(val)} to validate"
+
+    def compute(shards: Shards) -> None:
+        ready = {split: on_host.to(reader.device) for split, on_host in pictures.items()}
+        for part in shards.pending(f"{about}: {shards.count} x {reader.length} codes, {shards.room}"):
+            codes, on = [], ready[part.split]
+            for index in shards.batches(batch):
+                if part.split == "val":
+                    images = on.centre(index)
+                else:
+                    images = view(on, index, part.variant or 0, int(index[0]) // batch)
+                codes.append(reader.encode(images).cpu().to(torch.uint16))
+            shards.write({"codes": torch.cat(codes)})
+
+    facts: Facts = {split: named(rows[split], pictures[split], limit) for split in rows}
+    facts["data"] = describe(train, val, data) | {"crops": crops, "codes": path.stem}
+    parts = [
+        part
+        for split, (count, variants, _) in shapes.items()
+        for variant in range(variants)
+        for part in parts_of(count, batch * PART, split, variant)
     ]
-    shards = Shards(path.with_name(f"{path.stem}-{len(train)}-{len(val)}"), len(pieces))
-    missing = set(shards.missing)
-    left = total - sum(len(index) for i, (_, _, index) in enumerate(pieces) if i not in missing)
-    tensors = {
-        "train": torch.empty(len(train), 2 * crops, reader.length, dtype=torch.uint16),
-        "val": torch.empty(len(val), 1, reader.length, dtype=torch.uint16),
-    }
-    ready = {name: split.to(reader.device) for name, split in pictures.items()}
-    with report.bar(0.0):
-        for place, (name, variant, piece) in enumerate(pieces):
-            into = tensors[name][piece[0] : piece[-1] + 1, variant]
-            if place not in missing:
-                into.copy_(shards.read(place)[0]["codes"])
-                continue
-            for index, part in zip(piece.split(batch), into.split(batch), strict=True):
-                on, number = ready[name], int(index[0]) // batch
-                images = on.centre(index) if name == "val" else view(on, index, variant, number)
-                part.copy_(reader.encode(images))
-                tally += len(index)
-                gone = time.monotonic() - began
-                if not spoken and gone > 3:
-                    spoken = True
-                    report.say(
-                        f"{tally / gone:.0f} pictures a second: about {left / tally * gone / 60:.1f} min"
-                    )
-                report.advance(gone, (total - left + tally) / total, f"{total - left + tally}/{total}")
-            shards.write(place, {"codes": into}, {})
-    facts: dict[str, Any] = {name: named(rows[name], pictures[name], limit) for name in pictures}
-    facts["data"] = {
-        "folder": data.resolve().name,
-        "train": len(train),
-        "val": len(val),
-        "crops": crops,
-        "skipped": [*train.skipped, *val.skipped][:20],
-        "hash": digest([train.key, val.key]),
-        "codes": path.stem,
-    }
-    with replacing(path) as temporary:
-        save_file(tensors, temporary, metadata={"facts": json.dumps(facts)})
-    shutil.rmtree(shards.folder)
+    folder = path.with_name(f"{path.stem}-{len(train)}-{len(val)}")
+    shards = Shards(folder, parts, "codes", "the codes of the pictures", reader.length * 2)
+    shards.fill(compute)
+    join(path, shards, shapes, torch.uint16, facts)
 
 
 def view(pictures: Pictures, index: Tensor, variant: int, number: int) -> Tensor:

@@ -5,7 +5,6 @@ A drafter that hears what the target thought of refused codes can only learn it 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,9 +23,8 @@ from lanternpp.nn.checkpoints import digest
 from lanternpp.nn.packed import pack
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.targets.base import Target
-from lanternpp.training.material import Taught
-from lanternpp.training.report import Report
-from lanternpp.training.shards import Shards, check_room, in_bytes
+from lanternpp.training.material.gather import Taught
+from lanternpp.training.material.shards import Shards, parts_of
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Admission, Look
@@ -130,45 +128,28 @@ def recorded(
     What is missing is recorded now.
     """
     target = found.target
-    parts = [list(range(first, min(first + PART, len(texts)))) for first in range(0, len(texts), PART)]
-    shards = Shards(found.teacher.store / f"runs-{name}", len(parts))
-    missing = shards.missing
-    if missing:
-        count = sum(len(parts[i]) for i in missing)
-        size = target.length * target.decoder.config.dim * next(target.parameters()).element_size()
-        room = count * size * (depth + 1) // 2  # a pass keeps two codes at least, or little is gained
-        check_room(shards.folder, room, "the recorded runs")
+
+    def draw(shards: Shards) -> None:
         target.pack()
         pack(drafter)
-        report = Report("runs", shards.folder)
-        report.say(
-            f"recording {count} runs of the target with the drafter: up to {in_bytes(room)} in {shards.folder}"
-        )
-        began, done = time.monotonic(), 0
-        with report.bar(0.0):
-            for number in missing:
-                said = [texts[i] for i in parts[number]]
-                first = (seed << 32) + parts[number][0]
-                runs = []
-                for drawn in record(target, drafter, said, found.cfg, depth, batch, first, found.sampling):
-                    runs.append(drawn)
-                    done += 1
-                    report.advance(time.monotonic() - began, done / count, f"{done}/{count} runs")
-                _write(shards, number, runs)
-    return [run for number in range(shards.count) for run in _read(shards, number)]
+        for part in shards.pending(
+            f"recording {shards.count} runs of the target with the drafter: up to {shards.room}"
+        ):
+            said, first, runs = texts[part.start : part.stop], (seed << 32) + part.start, list[Rollout]()
+            for run in record(target, drafter, said, found.cfg, depth, batch, first, found.sampling):
+                runs.append(run)
+                shards.progress(len(runs))
+            tensors = {f"{i} {name}": getattr(run, name) for i, run in enumerate(runs) for name in PARTS}
+            shards.write(
+                tensors, {"texts": [run.text for run in runs], "starts": [run.start for run in runs]}
+            )
 
-
-def _write(shards: Shards, number: int, runs: Sequence[Rollout]) -> None:
-    tensors = {f"{i} {name}": getattr(run, name) for i, run in enumerate(runs) for name in PARTS}
-    shards.write(
-        number, tensors, {"texts": [run.text for run in runs], "starts": [run.start for run in runs]}
-    )
-
-
-def _read(shards: Shards, number: int) -> list[Rollout]:
-    tensors, facts = shards.read(number)
-    said = zip(facts["texts"], facts["starts"], strict=True)
+    size = target.length * target.decoder.config.dim * next(target.parameters()).element_size()
+    room = size * (depth + 1) // 2  # a pass keeps two codes at least, or little is gained
+    what = ("runs", "the recorded runs", room, "runs")
+    shards = Shards(found.teacher.store / f"runs-{name}", parts_of(len(texts), PART), *what).build(draw)
     return [
         Rollout(text, **{name: tensors[f"{i} {name}"] for name in PARTS}, start=start)
-        for i, (text, start) in enumerate(said)
+        for tensors, facts in shards.read()
+        for i, (text, start) in enumerate(zip(facts["texts"], facts["starts"], strict=True))
     ]

@@ -1,0 +1,1 @@
+"""What a training learns from: computed once, kept on disk in shards, and read back by every later run."""
