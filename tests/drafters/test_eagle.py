@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from toys import ToyTarget, eagle
 
+from lanternpp.drafters.base import DrafterConfig
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.drafters.parallel import ParallelConfig
 from lanternpp.engine.cache import Cache
+from lanternpp.models import ASSETS
+from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig
 
 
@@ -50,3 +55,12 @@ def test_its_options_are_those_of_the_checkpoints():
     assert isinstance(bare.decoder.blocks[0].attention_norm, torch.nn.Identity)
     assert not isinstance(bare.decoder.blocks[1].attention_norm, torch.nn.Identity)
     assert not isinstance(bare.decoder.norm, torch.nn.Identity)
+
+
+@pytest.mark.parametrize(("part", "kind"), [("drafter", EagleConfig), ("parallel", ParallelConfig)])
+def test_a_config_on_disk_is_flat_and_comes_back(part: str, kind: type[DrafterConfig]) -> None:
+    folder = ASSETS / "nature-128" / part
+    saved = checkpoints.load_config(folder)
+    flat = kind.of(saved, folder).flat()
+    assert all(flat[name] == saved[name] for name in flat.keys() & saved.keys())
+    assert kind.of(flat, folder).flat() == flat

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lanternpp.drafters.base import check_fit
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.errors import InputError
 from lanternpp.nn.configs import Epsilon, Heads, config_as
@@ -52,12 +53,7 @@ class PublishedDrafter(EagleDrafter):
     def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:
         """The drafter in `source` for this target."""
         config = shape_of(source, target)
-        dim = config.decoder.dim
-        if dim != target.decoder.config.dim:
-            raise InputError(
-                f"drafter {source.path} is {dim} wide and the target {target.decoder.config.dim}; "
-                "use a drafter trained for this target"
-            )
+        check_fit(source, config.decoder.dim, target)
         with blank(source.path):
             drafter = cls(config, target.decoder.turns)
         shape, paired = drafter.decoder.config, source.config.get("input_type") in PAIRED

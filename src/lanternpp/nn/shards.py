@@ -65,10 +65,12 @@ class Shard(ABC):
 class SafeShard(Shard):
     """A safetensors file."""
 
-    def metas(self) -> dict[str, Tensor]:
-        """From the header alone."""
+    def metas(self, any_names: bool = False) -> dict[str, Tensor]:
+        """From the header alone. any_names: those of no model, too many or too long, are taken as well."""
         with self._open() as file:
-            names = check_names(list(file.keys()), self.path)
+            names = list(file.keys())
+            if not any_names:
+                check_names(names, self.path)
             return {name: self._meta(name, file.get_slice(name)) for name in names}
 
     @contextmanager
@@ -143,14 +145,13 @@ def weights_of(content: Mapping[str, Any], deepest: int = DEEPEST) -> dict[str, 
     return {name: value.detach() for name, value in named if isinstance(value, Tensor)}
 
 
-def check_names(names: list[str], path: Path) -> list[str]:
+def check_names(names: list[str], path: Path) -> None:
     """The names of a file's tensors; InputError where they are too many or too long to be a model's."""
     longest = max(map(len, names), default=0)
     if len(names) > MOST or longest > LONGEST:
         raise InputError(
             f"{path} holds {len(names)} tensors with names of up to {longest} characters; at most {MOST} of {LONGEST} are read."
         )
-    return names
 
 
 def shard(path: Path) -> Shard:
