@@ -57,7 +57,7 @@ def features_of(
     each = max(min(SHARD // size, pictures), 1)
     key = digest([origin, name, str(like.dtype), str(captions.slots), str(each), *codes.texts])
 
-    def compute(shards: Shards) -> None:
+    def compute() -> None:
         line = f"keeping the target's features of {shards.count} pictures x {variants}: {shards.room}"
         for part in shards.pending(line):
             features = []
@@ -66,8 +66,9 @@ def features_of(
                 features.append(torch.stack(made, 1))
             shards.write({"features": torch.cat(features).to(like.dtype)}, {"pictures": len(part)})
 
-    what = ("features", "the features of all pictures", size)
-    return Features(Shards(store / f"features-{key}", parts_of(pictures, each), *what).build(compute), each)
+    folder, parts = store / f"features-{key}", parts_of(pictures, each)
+    shards = Shards(folder, parts, "features", "the features of all pictures", size)
+    return Features(shards.build(compute), each)
 
 
 @torch.no_grad()

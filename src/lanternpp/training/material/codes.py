@@ -128,7 +128,7 @@ def encode(
     shapes = {"train": (len(train), 2 * crops, reader.length), "val": (len(val), 1, reader.length)}
     about = f"encoding {len(train)} pictures x {crops} crops x 2 ways, and {len(val)} to validate"
 
-    def compute(shards: Shards) -> None:
+    def compute() -> None:
         ready = {split: on_host.to(reader.device) for split, on_host in pictures.items()}
         for part in shards.pending(f"{about}: {shards.count} x {reader.length} codes, {shards.room}"):
             codes, on = [], ready[part.split]

@@ -48,7 +48,7 @@ def write(path: Path, vq: VQ, train: Pictures, val: Pictures, index: Tensor, bat
     chosen, size = {"train": index, "val": torch.arange(len(val))}, vq.config.size
     shapes = {split: (len(which), 3, size, size) for split, which in chosen.items()}
 
-    def compute(shards: Shards) -> None:
+    def compute() -> None:
         ready = {"train": train.to(vq.codebook.device), "val": val.to(vq.codebook.device)}
         for part in shards.pending(
             f"drawing {shards.count} pictures again with the tokenizer, {shards.room}"

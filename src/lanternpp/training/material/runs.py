@@ -129,7 +129,7 @@ def recorded(
     """
     target = found.target
 
-    def draw(shards: Shards) -> None:
+    def draw() -> None:
         target.pack()
         pack(drafter)
         for part in shards.pending(
@@ -146,10 +146,10 @@ def recorded(
 
     size = target.length * target.decoder.config.dim * next(target.parameters()).element_size()
     room = size * (depth + 1) // 2  # a pass keeps two codes at least, or little is gained
-    what = ("runs", "the recorded runs", room, "runs")
-    shards = Shards(found.teacher.store / f"runs-{name}", parts_of(len(texts), PART), *what).build(draw)
+    folder, parts = found.teacher.store / f"runs-{name}", parts_of(len(texts), PART)
+    shards = Shards(folder, parts, "runs", "the recorded runs", room, "runs")
     return [
         Rollout(text, **{name: tensors[f"{i} {name}"] for name in PARTS}, start=start)
-        for tensors, facts in shards.read()
+        for tensors, facts in shards.build(draw).read()
         for i, (text, start) in enumerate(zip(facts["texts"], facts["starts"], strict=True))
     ]

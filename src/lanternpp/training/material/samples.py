@@ -107,7 +107,7 @@ def own_codes(
     count, batch = len(texts) - held, min(own.batch, len(texts))
     name = own_key(key, words, own, guidance, sampling)
 
-    def draw(shards: Shards) -> None:
+    def draw() -> None:
         if target.vocab > 2**16:
             raise InputError(f"a target of {target.vocab} codes is too large: training takes up to {2**16}.")
         target.pack()
@@ -126,9 +126,9 @@ def own_codes(
             shards.write({"codes": codes.to(torch.uint16)}, {"texts": chosen})
         target.rest()
 
-    what = ("codes", "the codes of its own pictures", target.length * 2)
-    shards = Shards(store / f"self-{name}", parts_of(len(texts), own.batch * 4), *what).build(draw)
-    codes = torch.cat([tensors["codes"] for tensors, _ in shards.read()])[:, None]
+    folder, parts = store / f"self-{name}", parts_of(len(texts), own.batch * 4)
+    shards = Shards(folder, parts, "codes", "the codes of its own pictures", target.length * 2)
+    codes = torch.cat([tensors["codes"] for tensors, _ in shards.build(draw).read()])[:, None]
     splits = [
         Split(codes[part], tuple(texts[part]), ("",) * len(texts[part]))
         for part in (slice(0, count), slice(count, None))

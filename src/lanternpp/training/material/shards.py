@@ -52,9 +52,10 @@ def parts_of(count: int, size: int, split: str = "", variant: int | None = None)
 
 
 class Shards:
-    """A folder with a shard for every part.
+    """A folder with a shard for every part; `build` computes those that are missing.
 
-    title: of the progress bar; contents: as the error about a full disk calls them; item_bytes: of an item on disk.
+    title: of the progress bar; contents: as the error about a full disk calls them; item_bytes: of an item on disk;
+    unit: what the progress bar counts.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Shards:
         item_bytes: int,
         unit: str = "pictures",
     ):
-        self.folder, self.parts, self.title, self.unit = folder, parts, title, unit
+        self.folder, self.parts, self.unit = folder, parts, unit
         self.contents, self.item_bytes = contents, item_bytes
         self.number, self.done, self.began = 0, 0, 0.0
         self.report = Report(title, folder)
@@ -81,21 +82,24 @@ class Shards:
         for number in range(len(self.parts)):
             yield read_file(self.path(number), lambda tensors, facts: (tensors, facts))
 
-    def build(self, compute: Callable[[Shards], None]) -> Shards:
+    def build(self, compute: Callable[[], None]) -> Shards:
         """These shards, after one process of several has computed the missing ones: see `fill`."""
         with team().leader_first():
             self.fill(compute)
         return self
 
-    def fill(self, compute: Callable[[Shards], None]) -> None:
-        """Where shards are missing, `compute` loops over `pending` and calls `write`. InputError where the disk is full."""
+    def fill(self, compute: Callable[[], None]) -> None:
+        """Where shards are missing call `compute`, which loops over `pending` and calls `write` for each.
+
+        `count` items are missing, which take `room`. InputError where the disk has not so much.
+        """
         self.missing = [number for number in range(len(self.parts)) if not self.path(number).is_file()]
         self.count = sum(len(self.parts[number]) for number in self.missing)
         size = self.count * self.item_bytes
         self.room = f"{in_bytes(size)} in {self.folder}"
         if self.missing:
             check_room(self.folder, size, self.contents)
-            compute(self)
+            compute()
 
     def pending(self, line: str) -> Iterator[Part]:
         """The parts that are missing, under a progress bar; `line` says what is computed."""
