@@ -88,7 +88,7 @@ def test_a_drafter_that_grows_drafts_as_before() -> None:
     layers = len(small.decoder.blocks)
     assert len(large.decoder.blocks) == layers + 1 == len(grow(large, 1, target).decoder.blocks)
     torch.manual_seed(0)
-    ahead, features = torch.randn(2, 1, 6, small.config.dim)
+    ahead, features = torch.randn(2, 1, 6, small.decoder.config.dim)
     anchors = torch.tensor([[1, 3]])
     with torch.no_grad():
         before = small.float().teach(ahead, features, anchors, 2)

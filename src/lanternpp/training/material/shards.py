@@ -25,7 +25,8 @@ from lanternpp.training.team import team
 
 SPARE = 1 << 28  # bytes of a disk that a cache leaves free
 T = TypeVar("T")
-Tensors, Facts = dict[str, Tensor], dict[str, Any]
+Tensors = dict[str, Tensor]
+Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
