@@ -156,7 +156,7 @@ TARGET, VQ = "target/config.json", "tokenizer/config.json"
         (lambda f: change(f / TARGET, heads=3), ["no network has the sizes of its config.json"]),
         (lambda f: change(f / VQ, channels=[50, 50]), ["no network has the sizes of its config.json"]),
         (lambda f: change(f / VQ, channels=[8192, 8192], codes=1 << 20), ["does not fit VQ"]),
-        (lambda f: change(f / "drafter/config.json", heads=4), ["drafter", "heads of 8 channels"]),
+        (lambda f: change(f / "drafter/config.json", heads=4), ["drafter", "does not fit EagleDrafter"]),
         (
             lambda f: change(f / "defaults.json", cfg="high"),
             ["cfg 'high' cannot be used; use a finite number"],
