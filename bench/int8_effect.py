@@ -29,7 +29,7 @@ def logits(target: Target, prompt: str, codes: Tensor, cfg: float) -> Tensor:
         branches = []
         for condition in (prompt, None)[: 2 if cfg != 1 else 1]:
             embeds = target.prompt([condition], 1).embeds
-            branches.append(target.head(target.teach(embeds, one)).float())
+            branches.append(target.head(target.forward_sequence(embeds, one)).float())
         rows.append(Guidance(cfg).merge(torch.cat(branches)))
     return torch.cat(rows)
 

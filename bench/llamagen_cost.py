@@ -27,7 +27,7 @@ from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.packed import pack
-from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.targets.llamagen import LlamaGenConfig, LlamaGenTarget
 from lanternpp.trees import build_tree
@@ -48,7 +48,7 @@ class Bare(LlamaGenTarget):
 
     def draw_weights(self, device: torch.device, dtype: torch.dtype) -> Bare:
         """Random weights of the size that trained ones have."""
-        self.decoder.turns = self.decoder.turns.to(device)
+        self.decoder.rotary_table = self.decoder.rotary_table.to(device)
         for module in self.modules():
             for name, weight in module.named_parameters(recurse=False):
                 made = torch.empty(weight.shape, dtype=dtype, device=device)
@@ -101,7 +101,7 @@ def main() -> None:
     grid = 16 * options.stage
     config = LlamaGenConfig(dim, layers, heads, hidden, grid, caption_dim=2048, slots=SLOTS)
     target = Bare.made(config).draw_weights(device, dtype)
-    cases = [case("plain step", target, Nothing(), options.cfg)]
+    cases = [case("plain step", target, NoDraft(), options.cfg)]
     cases.append(case("cycle, nothing kept", target, eagle(target, options.tree), options.cfg))
     flat = share(target)
     cases.append(case("cycle, all kept", flat, eagle(flat, options.tree), options.cfg))
@@ -141,7 +141,7 @@ def eagle(target: LlamaGenTarget, tree: str) -> TreeProposer:
     """A random drafter of the target's width."""
     shape, like = target.config.decoder, target.codes_in.weight
     drafter = EagleDrafter(
-        EagleConfig.like(DecoderConfig(shape.dim, 1, shape.heads, shape.hidden)), target.decoder.turns
+        EagleConfig.like(DecoderConfig(shape.dim, 1, shape.heads, shape.hidden)), target.decoder.rotary_table
     )
     drafter.requires_grad_(False).eval().to(like.device, like.dtype)
     pack(drafter)

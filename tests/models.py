@@ -61,10 +61,10 @@ def write_model(folder: Path, grid: int = 4) -> Path:
     checkpoints.save(folder / "target", {"kind": "words", **asdict(words)}, target.folded()[1])
     write_smaller(folder / "independent", WordsConfig(**SMALLER | {"grid": grid}), vq)
     eagle = EagleConfig.like(DecoderConfig(32, 1, 2, 48))
-    drafter = EagleDrafter(eagle, target.decoder.turns)
+    drafter = EagleDrafter(eagle, target.decoder.rotary_table)
     checkpoints.save(folder / "drafter", {"kind": "eagle", **eagle.flat()}, drafter.state_dict())
     shape = ParallelConfig.like(DecoderConfig(32, 1, 2, 48), queries=3, turn=16)
-    parallel = ParallelDrafter(shape, target.decoder.turns)
+    parallel = ParallelDrafter(shape, target.decoder.rotary_table)
     checkpoints.save(folder / "parallel", {"kind": "parallel", **shape.flat()}, parallel.state_dict())
     (folder / "defaults.json").write_text(
         '{"cfg": 2.0, "method": "lantern++", "methods": {"lantern": {"neighbours": 8}, "lantern++": {"neighbours": 8},'

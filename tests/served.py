@@ -18,7 +18,7 @@ from PIL import Image
 
 from lanternpp import Pipeline
 from lanternpp.default_method import Chosen
-from lanternpp.engine.decode import Harvest
+from lanternpp.engine.decode import FinishedSample
 from lanternpp.errors import InputError
 from lanternpp.methods import AUTO
 from lanternpp.serve.batcher import Batcher, Order
@@ -67,8 +67,8 @@ class SlowEngine:
     def done(self) -> list[int]:
         return (self.count >= LENGTH).nonzero()[:, 0].tolist()
 
-    def harvest(self, slot: int) -> Harvest:
-        return Harvest(slot, self.codes[slot].clone(), [1] * LENGTH, None)
+    def collect(self, slot: int) -> FinishedSample:
+        return FinishedSample(slot, self.codes[slot].clone(), [1] * LENGTH, None)
 
     def drop(self, slot: int) -> None:
         self.count[slot] = LENGTH
@@ -96,7 +96,7 @@ class SlowPipe:
     def settings(self, method: str, **overrides: object) -> Settings:
         return settings(self.chosen(method).method, **overrides)
 
-    def told(self, settings: Settings) -> dict[str, object]:
+    def describe(self, settings: Settings) -> dict[str, object]:
         return asdict(settings)
 
     def prompt(self, conditions: list[str], branches: int) -> None:

@@ -61,10 +61,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         torch.manual_seed(1)
         target = read_target(folder, torch.float32)
-        drafter = EagleDrafter(shape, target.decoder.turns)
+        drafter = EagleDrafter(shape, target.decoder.rotary_table)
         checkpoints.save(folder / "drafter", {"kind": "eagle", **shape.flat()}, drafter.state_dict())
         many = ParallelConfig.like(target.decoder.config, queries=3, turn=8)
-        tensors = ParallelDrafter(many, target.decoder.turns).state_dict()
+        tensors = ParallelDrafter(many, target.decoder.rotary_table).state_dict()
         checkpoints.save(folder / "parallel", {"kind": "parallel", **many.flat()}, tensors)
     return place
 

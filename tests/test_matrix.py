@@ -17,13 +17,13 @@ from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
 from lanternpp.accept.mixture import Mixture
 from lanternpp.engine.batching import generate
-from lanternpp.engine.decode import Engine, Harvest
+from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import VERIFIERS
 from lanternpp.proposers.independent import Independent
 from lanternpp.proposers.jacobi import Jacobi
-from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.depth import DepthTree
@@ -32,7 +32,7 @@ from lanternpp.trees.shapes import EAGLE, chain
 from lanternpp.trees.static import StaticTree
 
 PROPOSERS = {
-    "nothing": lambda target: Nothing(),
+    "nothing": lambda target: NoDraft(),
     "eagle chain": lambda target: TreeProposer(eagle(target), StaticTree(chain(4))),
     "eagle tree": lambda target: TreeProposer(eagle(target), StaticTree(EAGLE)),
     "oracle chain": lambda target: TreeProposer(OracleDrafter(target), StaticTree(chain(4))),
@@ -119,7 +119,7 @@ def combinations():
 
 
 @cache
-def draw(proposer: str, rule: str, sampling: str, cfg: float, batch: int) -> list[Harvest]:
+def draw(proposer: str, rule: str, sampling: str, cfg: float, batch: int) -> list[FinishedSample]:
     """The conditions, through the whole loop."""
     model = ToyTarget(grid=3)
     acceptance: Acceptance = {**RULES, **EXACT}[rule](model)
@@ -128,7 +128,7 @@ def draw(proposer: str, rule: str, sampling: str, cfg: float, batch: int) -> lis
     return generate(Engine(model, *parts, verifier=verifier), CONDITIONS, SEEDS)
 
 
-def codes(harvests: list[Harvest]) -> list[list[int]]:
+def codes(harvests: list[FinishedSample]) -> list[list[int]]:
     return [h.codes.tolist() for h in harvests]
 
 
@@ -207,7 +207,7 @@ def test_guidance_and_the_prompt_reach_the_picture(cfg):
 
 def test_progress_reaches_all_codes_and_never_falls():
     model, seen = ToyTarget(), []
-    engine = Engine(model, Nothing(), Exact(), Sampling(), Guidance(), 2)
+    engine = Engine(model, NoDraft(), Exact(), Sampling(), Guidance(), 2)
     generate(engine, ["a", "b", "c"], [1, 2, 3], lambda done, of: seen.append((done, of)))
     assert [of for _, of in seen] == [3 * model.length] * len(seen)
     assert seen == sorted(seen) and seen[-1][0] == 3 * model.length
@@ -222,7 +222,7 @@ def test_an_engine_draws_the_same_picture_twice():
 
 
 def test_an_engine_starts_with_every_slot_idle():
-    engine = Engine(ToyTarget(), Nothing(), Exact(), Sampling(), Guidance(), 3)
+    engine = Engine(ToyTarget(), NoDraft(), Exact(), Sampling(), Guidance(), 3)
     assert engine.done() == [0, 1, 2]
     engine.admit(1, "sea", 0)
     assert engine.done() == [0, 2]
@@ -237,9 +237,9 @@ def test_stepping_on_does_not_touch_a_finished_sample(proposer):
     engine.admit(0, "sea", 1)
     while 0 not in engine.done():
         engine.step()
-    before = engine.harvest(0)
+    before = engine.collect(0)
     engine.admit(1, "hill", 2)
     while 1 not in engine.done():
         engine.step()
-    after = engine.harvest(0)
+    after = engine.collect(0)
     assert torch.equal(after.codes, before.codes) and after.accepted == before.accepted

@@ -103,7 +103,7 @@ def test_the_law_of_the_next_code_is_the_targets() -> None:
         )
         many = Draft(tree, codes, q.float().expand(2000, codes.shape[1], -1))
         verdict = verify(many, logits.expand(2000, -1, -1), loop.sampling, loop.rule, noise)
-        counts += torch.bincount(verdict.ahead[:, 0], minlength=len(p))
+        counts += torch.bincount(verdict.next_codes[:, 0], minlength=len(p))
     order = p.argsort(descending=True)
     cells = torch.cat((torch.arange(60), torch.full((len(p) - 60,), 60)))  # the likeliest codes, and the rest
     cells = torch.where(torch.arange(len(p)) < 60, cells, 60 + (torch.arange(len(p)) % 20))

@@ -20,7 +20,7 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.accept.cool import Cool
 from lanternpp.engine.batching import drawing, generate
 from lanternpp.engines import tensor_bytes
-from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.trees.static import StaticTree
 
@@ -178,7 +178,7 @@ def test_what_means_a_number_a_name_or_a_tree_is_taken(pipe: Pipeline, folder: P
         ({"measure": "yes"}, "measure 'yes' is neither True nor False"),
         ({"tree": [[0], "x"]}, "'x' is not a path"),
         ({"tree": 7}, "tree 7 is no text|tree .* is no class"),
-        ({"accept": Nothing}, "is no class of that kind"),
+        ({"accept": NoDraft}, "is no class of that kind"),
         ({"proposer": 3}, "proposer 3 is no text"),
         ({"method": 3}, "method 3 is no text"),
     ],

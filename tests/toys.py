@@ -110,7 +110,7 @@ class MarkovTarget(ToyTarget):
 class OracleDrafter(Drafter):
     """The target itself, as a drafter: it ignores the features, so every first child must be kept.
 
-    A drafter never sees the first prompt slot (its inputs run one ahead); the oracle puts it back, and so
+    A drafter never sees the first prompt slot (its inputs run one position ahead); the oracle puts it back, and so
     keeps its whole cache one slot further on.
     """
 
@@ -119,14 +119,14 @@ class OracleDrafter(Drafter):
         self._target = [target]
         self.decoder = target.decoder
 
-    def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+    def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
         target = self._target[0]
         if isinstance(cache, RowCache):
             memory = RowCache(cache._cache, cache._rows[:, 0], cache._start, cache._count + 1)
-            return target(torch.cat((target.first_slots, ahead), 1), memory.nodes(), memory)[:, 1:]
+            return target(torch.cat((target.first_slots, next_embeds), 1), memory.nodes(), memory)[:, 1:]
         mask = nodes.mask.roll(1, -1)
         mask.scatter_(-1, cache.start[:, None, None, None].expand(*mask.shape[:3], 1), True)
-        return target(ahead, Nodes(nodes.position + 1, nodes.slot + 1, mask), cache)
+        return target(next_embeds, Nodes(nodes.position + 1, nodes.slot + 1, mask), cache)
 
 
 class NoisyMarkovDrafter(Drafter):
@@ -137,8 +137,8 @@ class NoisyMarkovDrafter(Drafter):
         self.decoder = target.decoder
         self.scale = torch.nn.Parameter(torch.tensor(0.5, dtype=torch.float64), requires_grad=False)
 
-    def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
-        return ahead * self.scale
+    def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+        return next_embeds * self.scale
 
 
 class OtherMarkovDrafter(NoisyMarkovDrafter):
@@ -150,9 +150,9 @@ class OtherMarkovDrafter(NoisyMarkovDrafter):
         wanted = table.double().log().clamp(min=-1e4)
         self.maps = torch.linalg.solve(target.logp.T, wanted.T).T
 
-    def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
-        codes = ahead[..., : len(self.maps)].argmax(-1)
-        return torch.nn.functional.pad(self.maps[codes], (0, ahead.shape[-1] - len(self.maps)))
+    def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+        codes = next_embeds[..., : len(self.maps)].argmax(-1)
+        return torch.nn.functional.pad(self.maps[codes], (0, next_embeds.shape[-1] - len(self.maps)))
 
 
 def admit_all(engine: Engine, seeds: Tensor) -> None:
@@ -171,11 +171,11 @@ def admit_all(engine: Engine, seeds: Tensor) -> None:
     if isinstance(proposer, Drafted):
         proposer.cache.used.fill_(target.slots)
         first = engine.guidance.rows(target.embed(root[:, None]))
-        proposer.features[:, :1] = proposer.look(root[:, None], first, None, None)
+        proposer.features[:, :1] = proposer.drafter_forward(root[:, None], first, None, None)
     if isinstance(proposer, Parallel):
         proposer.cache.start.fill_(target.slots - 1)  # of the prompt it has seen the last slot alone
         proposer.cache.used.fill_(target.slots - 1)
-        proposer.ahead[:, 0], proposer.features[:, 0] = target.embed(root), 0
+        proposer.next_embeds[:, 0], proposer.features[:, 0] = target.embed(root), 0
         proposer.waiting.fill_(1)
     if isinstance(proposer, Jacobi):
         proposer.seen.zero_()
@@ -206,9 +206,9 @@ def parallel(target: ToyTarget, queries: int = 4) -> ParallelDrafter:
     torch.manual_seed(3)
     dim = target.embed(torch.zeros(1, 1, dtype=torch.int64)).shape[-1]
     heads = max(1, dim // 8)
-    turns = grid_table(target.slots, target.width, dim // heads)
+    rotary_table = grid_table(target.slots, target.width, dim // heads)
     drafter = ParallelDrafter(
-        ParallelConfig.like(DecoderConfig(dim, 1, heads, 24), queries=queries, turn=12), turns
+        ParallelConfig.like(DecoderConfig(dim, 1, heads, 24), queries=queries, turn=12), rotary_table
     )
     for weight in drafter.parameters():
         weight.data.mul_(4 if weight.dim() == 2 else 1)
@@ -220,7 +220,7 @@ def eagle(target: Target, seed: int = 1) -> EagleDrafter:
     torch.manual_seed(seed)
     shape = target.decoder.config
     config = EagleConfig.like(DecoderConfig(shape.dim, 1, shape.heads, shape.hidden))
-    return EagleDrafter(config, target.decoder.turns).double().eval().requires_grad_(False)
+    return EagleDrafter(config, target.decoder.rotary_table).double().eval().requires_grad_(False)
 
 
 class SmallerTarget(ToyTarget):

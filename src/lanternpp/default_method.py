@@ -20,7 +20,7 @@ from lanternpp.methods import AUTO, METHODS
 from lanternpp.models import DEFAULTS, holds, recognised, target_source
 from lanternpp.nn.sources import Source
 from lanternpp.registry import unknown
-from lanternpp.settings import network_wanted, resolve
+from lanternpp.settings import network_needed, resolve
 from lanternpp.tuned import Tuned
 
 SHORT = "chain-4"  # EAGLE's tree on a CPU, where every drafted code costs
@@ -79,7 +79,7 @@ def choose(
 
 def _possible(method: str, folder: Path, drafter: Path | None, defaults: Mapping[str, Any]) -> bool:
     """Whether the network that a method drafts with on this model, if any, is there."""
-    wanted = network_wanted(resolve(method, defaults, {}))
+    wanted = network_needed(resolve(method, defaults, {}))
     return wanted is None or drafter is not None or holds(folder, wanted)
 
 

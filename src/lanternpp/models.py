@@ -240,10 +240,10 @@ def in_eight_bits(target: Target) -> Effect:
     codes = torch.randint(
         target.vocab, (1, min(PROBE, target.length)), generator=torch.Generator().manual_seed(0)
     )
-    codes, prompt = codes.to(target.decoder.turns.device), target.prompt([None], 1).embeds
-    before, size = target.head(target.teach(prompt, codes)), weight_bytes(target.decoder)
+    codes, prompt = codes.to(target.decoder.rotary_table.device), target.prompt([None], 1).embeds
+    before, size = target.head(target.forward_sequence(prompt, codes)), weight_bytes(target.decoder)
     quantise(target.decoder)
-    after = target.head(target.teach(prompt, codes))
+    after = target.head(target.forward_sequence(prompt, codes))
     return compared(before, after, (size, weight_bytes(target.decoder)))
 
 

@@ -94,7 +94,7 @@ def notes(
 ) -> dict[str, str]:
     """What a PNG of so many pictures says of how it was made: enough to make it again, and nothing that varies between runs.
 
-    settings: as `Pipeline.told` gives them. versions: of what the result depends on.
+    settings: as `Pipeline.describe` gives them. versions: of what the result depends on.
     """
     return {
         "prompt": prompt,

@@ -20,7 +20,7 @@ from lanternpp.accept.base import check_relax
 from lanternpp.default_method import Chosen, choose
 from lanternpp.devices import INT8, pick_device, pick_dtype
 from lanternpp.engine.batching import drawing
-from lanternpp.engine.decode import Engine, Harvest
+from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engines import BYTES, EngineCache
@@ -35,7 +35,7 @@ from lanternpp.settings import (
     build_rule,
     build_verifier,
     dials_read,
-    network_wanted,
+    network_needed,
     resolve,
 )
 from lanternpp.tuned import CONDITIONS, Tuned, fingerprint
@@ -142,7 +142,7 @@ class Pipeline:
         """
         with self._lock:
             began = time.perf_counter()
-            found: dict[int, Harvest] = {}
+            found: dict[int, FinishedSample] = {}
             try:
                 found.update(drawing(engine, prompts, seeds, progress))
             except KeyboardInterrupt:
@@ -153,7 +153,7 @@ class Pipeline:
             images = self.images(codes)
             seconds = time.perf_counter() - began
             stats = Stats.of(
-                [found[place] for place in places], seconds, self.name, self.told(settings), auto
+                [found[place] for place in places], seconds, self.name, self.describe(settings), auto
             )
             result = Result(images, codes.cpu(), stats)
         if len(places) < len(seeds):
@@ -226,7 +226,7 @@ class Pipeline:
         Nothing is read.
         """
         lends = "neighbours" in dials_read(settings.proposer, settings.accept)
-        wanted = network_wanted(settings)
+        wanted = network_needed(settings)
         there = wanted is None or self._models[False].holds(wanted)
         return there and not (lends and self.target.codebook is None)
 
@@ -291,7 +291,7 @@ class Pipeline:
             drawn.append(Image.fromarray(pixels.round().byte().permute(1, 2, 0).cpu().numpy()))
         return drawn
 
-    def told(self, settings: Settings) -> dict[str, Any]:
+    def describe(self, settings: Settings) -> dict[str, Any]:
         """Settings as a result tells them: with the device, the dtype, and what weights in 8 bits did."""
         where: dict[str, Any] = {"device": str(next(self.target.parameters()).device), "dtype": self.dtype}
         if self.effect:

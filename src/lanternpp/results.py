@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 import lanternpp
-from lanternpp.engine.decode import Harvest
+from lanternpp.engine.decode import FinishedSample
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Stats:
     @classmethod
     def of(
         cls,
-        harvests: Sequence[Harvest],
+        harvests: Sequence[FinishedSample],
         seconds: float,
         model: str,
         settings: dict[str, Any],
         auto: str | None,
     ) -> Stats:
-        """Of pictures that were drawn with these settings, as `Pipeline.told` gives them."""
+        """Of pictures that were drawn with these settings, as `Pipeline.describe` gives them."""
         accepted = [count for h in harvests for count in h.accepted]
         spent = [h.tv_spent for h in harvests if h.tv_spent is not None]
         codes = sum(accepted)

@@ -119,7 +119,7 @@ def _drafts(settings: Settings, proposer: type[Proposer] | None = None) -> Draft
     return Drafts(guesses, _rule(settings), settings.temperature == 0, settings.residual)
 
 
-def retreed(settings: Settings, tree: str | None) -> Settings:
+def with_tree(settings: Settings, tree: str | None) -> Settings:
     """The same settings on another tree, verified as asked, or in the best way where that was not asked for."""
     made = replace(settings, tree=tree)
     asked = settings.verify != best_verifier(settings) and not unfit(_drafts(made), settings.verify or TOKEN)
@@ -199,7 +199,7 @@ def build_proposer(settings: Settings, network: Callable[[str], Drafter | Target
     return made
 
 
-def network_wanted(settings: Settings) -> str | None:
+def network_needed(settings: Settings) -> str | None:
     """The kind of network that these settings draft with, by the name of a model's folder for it; None: they need none.
 
     None is read. Raises InputError where a dial of the proposer is wrong.

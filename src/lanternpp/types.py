@@ -42,9 +42,9 @@ class Verdict:
 
     path: Tensor  # [B, P] int64 kept nodes, root first, the last one repeated as padding
     kept: Tensor  # [B] int64 how many of the path count, 1..P (0 for a finished sample)
-    ahead: Tensor  # [B, P] int64 the code decided after each kept node; the last of them is the bonus
+    next_codes: Tensor  # [B, P] int64 the code decided after each kept node; the last of them is the bonus
     bonus: Tensor  # [B] int64 the code drawn after the path: the next root
-    spent: Tensor | None = (
+    tv_cost: Tensor | None = (
         None  # [B, P] total variation that judging each kept node's children cost, if measured
     )
 
@@ -59,7 +59,7 @@ class Nodes:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class TargetOutput:
     """What one pass of the target showed, for a proposer to learn from."""
 
     draft: Draft

@@ -23,7 +23,7 @@ from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import verify
 from lanternpp.errors import InputError
-from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.dynamic import DynamicTree
@@ -82,7 +82,7 @@ def test_spent_is_the_distance_of_the_enumerated_law(rule, residual):
     made = MAKE[rule](residual)
     enumerated = torch.stack([one_child(made, p, q) for p, q in zip(P, Q, strict=True)])
     assert torch.allclose(enumerated.sum(-1), torch.ones(len(P)).double())
-    assert torch.allclose(made.law(P, Q), enumerated, atol=1e-12)
+    assert torch.allclose(made.output_law(P, Q), enumerated, atol=1e-12)
     assert torch.allclose(tv_cost(made, P, Q), distance(enumerated, P), atol=1e-12)
 
 
@@ -90,9 +90,9 @@ def test_spent_is_the_distance_of_the_enumerated_law(rule, residual):
 @both
 def test_the_fast_forms_agree_with_the_general_ones(rule, residual):
     made = MAKE[rule](residual)
-    own = torch.where(Q > 0, made.own(P, Q), 0)
-    assert torch.allclose(own, torch.where(Q > 0, Acceptance.own(made, P, Q), 0), atol=1e-12)
-    assert torch.allclose(tv_cost(made, P, Q), distance(Acceptance.law(made, P, Q), P), atol=1e-12)
+    own = torch.where(Q > 0, made.accept_mass(P, Q), 0)
+    assert torch.allclose(own, torch.where(Q > 0, Acceptance.accept_mass(made, P, Q), 0), atol=1e-12)
+    assert torch.allclose(tv_cost(made, P, Q), distance(Acceptance.output_law(made, P, Q), P), atol=1e-12)
     single = tv_cost(made, P.float(), Q.float())
     assert torch.allclose(single.double(), tv_cost(made, P, Q), atol=1e-5)
 
@@ -109,7 +109,7 @@ def test_optimal_is_never_further_from_p_than_paper_and_never_than_q(rule):
 def test_no_other_correction_of_the_same_acceptance_is_nearer(rule):
     """The distance can be no less than the mass let out beyond p, whatever is drawn after a refusal."""
     made = MAKE[rule]("optimal")
-    beyond = (torch.minimum(Q, Acceptance.own(made, P, Q)) - P).clamp(min=0).sum(-1)
+    beyond = (torch.minimum(Q, Acceptance.accept_mass(made, P, Q)) - P).clamp(min=0).sum(-1)
     assert torch.allclose(tv_cost(made, P, Q), beyond, atol=1e-12)
 
 
@@ -153,7 +153,7 @@ def judged(rule, p, q, children, draws, sampling=None, dtype=torch.float64):
     )
     logits = p.to(dtype).log().expand(draws, children + 1, -1)
     verdict = verify(draft, logits, sampling, rule, noise, measure=True)
-    return verdict.ahead[:, 0], verdict.spent
+    return verdict.next_codes[:, 0], verdict.tv_cost
 
 
 @every_rule
@@ -198,7 +198,7 @@ def test_a_greedy_choice_costs_one_where_it_is_not_the_most_probable():
     rule = Lantern(table, 0.5)
     verdict = verify(draft, p.log().expand(2, 3, -1), Sampling(0), rule, noise, measure=True)
     assert verdict.kept.tolist() == [3, 3]
-    assert verdict.spent.tolist() == [[1, 1, 0], [0, 1, 0]]
+    assert verdict.tv_cost.tolist() == [[1, 1, 0], [0, 1, 0]]
 
 
 # COOL-SD.
@@ -294,6 +294,6 @@ def test_the_exact_rule_reports_zero_measured_or_not():
             0.0
         ] * 4
     engine = Engine(
-        target, Nothing(), Lantern(neighbours(target.codebook, 5), 0.4), Sampling(), Guidance(), 1, True
+        target, NoDraft(), Lantern(neighbours(target.codebook, 5), 0.4), Sampling(), Guidance(), 1, True
     )
     assert generate(engine, ["a"], [1])[0].tv_spent == 0.0

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from lanternpp import pipeline
-from lanternpp.engine.decode import Engine, Harvest
+from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.methods import METHODS
 from lanternpp.picture import squarest
 
@@ -114,9 +114,9 @@ def test_an_interrupt_keeps_what_was_finished(run, model, elsewhere: Path, monke
     draw = ("generate", PROMPT, "--model", model, "--batch-size", 2, "-n", 9)
     assert run(*draw, "-o", "whole.png").code == 0
     with monkeypatch.context() as patch:
-        finished, step, harvest = [], Engine.step, Engine.harvest
+        finished, step, harvest = [], Engine.step, Engine.collect
 
-        def keep(engine: Engine, slot: int) -> Harvest:
+        def keep(engine: Engine, slot: int) -> FinishedSample:
             finished.append(slot)
             return harvest(engine, slot)
 
@@ -125,7 +125,7 @@ def test_an_interrupt_keeps_what_was_finished(run, model, elsewhere: Path, monke
                 raise KeyboardInterrupt
             step(engine)
 
-        patch.setattr(Engine, "harvest", keep)
+        patch.setattr(Engine, "collect", keep)
         patch.setattr(Engine, "step", stop)
         outcome = run(*draw)
     name, count = "out/a-photo-of-a-red-tulip-0.png", len(finished)

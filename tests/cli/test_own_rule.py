@@ -182,7 +182,7 @@ def test_what_an_own_rule_spends_is_estimated_where_the_codes_are_many(own_rules
     rule = Half()
     for floor in (0.0, 0.0004, 0.002, 0.9):
         rule.floor = floor
-        own = rule.own(p, q.where(q > p, 0))
+        own = rule.accept_mass(p, q.where(q > p, 0))
         exact = (torch.minimum(q, own) - p).clamp(min=0).sum(-1)
         found = tv_cost(rule, p, q)
         assert torch.equal(found, tv_cost(rule, p, q))

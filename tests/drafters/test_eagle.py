@@ -20,37 +20,39 @@ def pair(count: int = 10):
 
 
 def test_teaching_is_drafting():
-    drafter, ahead, features = pair()
-    cache = Cache(drafter.decoder.config, 2, 20, ahead)
+    drafter, next_embeds, features = pair()
+    cache = Cache(drafter.decoder.config, 2, 20, next_embeds)
     memory = cache.rows(torch.arange(2), torch.zeros(2, dtype=torch.int64), 4)
-    out = [drafter(ahead[:, :4], features[:, :4], memory.nodes(), memory)]
+    out = [drafter(next_embeds[:, :4], features[:, :4], memory.nodes(), memory)]
     for i in range(4, 10):
         nodes = cache.nodes(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1, 1, dtype=torch.bool))
-        out.append(drafter(ahead[:, i : i + 1], features[:, i : i + 1], nodes, cache))
+        out.append(drafter(next_embeds[:, i : i + 1], features[:, i : i + 1], nodes, cache))
         cache.used += 1
-    assert torch.allclose(torch.cat(out, 1), drafter.teach(ahead, features), atol=1e-12)
+    assert torch.allclose(torch.cat(out, 1), drafter.forward_sequence(next_embeds, features), atol=1e-12)
 
 
 def test_it_listens_to_the_code_ahead_and_to_the_feature_here():
-    drafter, ahead, features = pair()
-    plain = drafter.teach(ahead, features)
-    assert not torch.allclose(drafter.teach(ahead + 1, features), plain)
-    assert not torch.allclose(drafter.teach(ahead, features + 1), plain)
-    swapped = drafter.teach(features, ahead)
+    drafter, next_embeds, features = pair()
+    plain = drafter.forward_sequence(next_embeds, features)
+    assert not torch.allclose(drafter.forward_sequence(next_embeds + 1, features), plain)
+    assert not torch.allclose(drafter.forward_sequence(next_embeds, features + 1), plain)
+    swapped = drafter.forward_sequence(features, next_embeds)
     assert not torch.allclose(swapped, plain)
 
 
 def test_it_is_one_layer_over_a_linear_map_of_the_pair():
-    drafter, ahead, features = pair()
-    x = torch.cat((ahead, features), -1) @ drafter.fc.weight.T + drafter.fc.bias
-    assert torch.allclose(drafter.teach(ahead, features), drafter.decoder.teach(x), atol=1e-12)
+    drafter, next_embeds, features = pair()
+    x = torch.cat((next_embeds, features), -1) @ drafter.fc.weight.T + drafter.fc.bias
+    assert torch.allclose(
+        drafter.forward_sequence(next_embeds, features), drafter.decoder.forward_sequence(x), atol=1e-12
+    )
     assert len(drafter.decoder.blocks) == 1
     assert isinstance(drafter.decoder.norm, torch.nn.Identity), "the target's norm is in its features already"
 
 
 def test_its_options_are_those_of_the_checkpoints():
-    turns = ToyTarget().decoder.turns
-    bare = EagleDrafter(EagleConfig(DecoderConfig(16, 2, 2, 24, first_norm=False), bias=False), turns)
+    rotary_table = ToyTarget().decoder.rotary_table
+    bare = EagleDrafter(EagleConfig(DecoderConfig(16, 2, 2, 24, first_norm=False), bias=False), rotary_table)
     assert bare.fc.bias is None and len(bare.decoder.blocks) == 2
     assert isinstance(bare.decoder.blocks[0].attention_norm, torch.nn.Identity)
     assert not isinstance(bare.decoder.blocks[1].attention_norm, torch.nn.Identity)

@@ -41,7 +41,7 @@ def read(folder: Path, target: Target) -> PublishedDrafter:
 def test_its_layer_is_the_authors(target: Target, tmp_path: Path) -> None:
     drafter = read(checkpoints.write_drafter(tmp_path / "drafter", text=True), target)
     pair = checkpoints.numbers("pairs", (11, 128))[None]
-    features = drafter.teach(pair[..., :64], pair[..., 64:])[0, 6:]
+    features = drafter.forward_sequence(pair[..., :64], pair[..., 64:])[0, 6:]
     assert (features - GOLDEN["drafter"]).abs().max() < 1e-4
 
 
@@ -53,9 +53,11 @@ def test_it_sees_code_0_where_the_prompt_is(target: Target, tmp_path: Path) -> N
     features, root = checkpoints.numbers("features", (1, 6, 64)), torch.tensor([9])
     proposer.begin(Admission(0, torch.tensor([0]), "a red tulip", prompt, features, root))
     start = int(prompt.start)
-    ahead = target.embed(torch.tensor([[0, 0, 0, 0, 0, 9]]))
+    next_embeds = target.embed(torch.tensor([[0, 0, 0, 0, 0, 9]]))
     assert 0 < start < 5
-    wanted = drafter.teach(ahead[:, start:], features[:, start:])  # rows of prompt slots are all alike
+    wanted = drafter.forward_sequence(
+        next_embeds[:, start:], features[:, start:]
+    )  # rows of prompt slots are all alike
     assert torch.allclose(proposer.features[:, 0], wanted[:, -1], atol=1e-5)
 
 

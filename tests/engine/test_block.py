@@ -91,7 +91,7 @@ def test_it_keeps_no_less_than_a_walk(vocab: int, depth: int) -> None:
 
 def bent(p: Contexts, q: Contexts, rule: Acceptance) -> Contexts:
     """The law of every context under a relaxed rule; behind the last guess the target's own."""
-    return [rule.at(level).law(p[level], q[level]) for level in range(len(q))] + [p[-1]]
+    return [rule.at(level).output_law(p[level], q[level]) for level in range(len(q))] + [p[-1]]
 
 
 @every_rule
@@ -150,7 +150,7 @@ def drawn(rule: Acceptance, kind: str, depth: int, draws: int = DRAWS, measure: 
             codes[:, level + 1] = torch.multinomial(qs[:, level], 1, generator=generator)[:, 0]
             at = at * VOCAB + codes[:, level + 1]
     draft = Draft(chain_tree(draws, depth, torch.device("cpu")), codes, qs)
-    noise = Noise(torch.arange(draws), torch.ones(draws, dtype=torch.int64)).ahead(depth)
+    noise = Noise(torch.arange(draws), torch.ones(draws, dtype=torch.int64)).precomputed(depth)
     return verify_block(draft, ps.log().clamp(min=-700), Sampling(), rule, noise, measure), p, q
 
 
@@ -161,7 +161,7 @@ def test_what_is_drawn_follows_the_law(rule: str, kind: str) -> None:
     draws = DRAWS if rule == "exact" else DRAWS // 4
     verdict, p, q = drawn(made, kind, 2, draws)
     law, kept = chain_law(stops, bent(p, q, made), q)
-    codes = verdict.ahead.clone()
+    codes = verdict.next_codes.clone()
     generator = torch.Generator().manual_seed(3)
     tables = bent(p, q, made)
     for level in range(1, 3):
@@ -180,11 +180,11 @@ def test_what_is_spent_is_the_distance_of_the_law_at_every_kept_node(rule: str) 
     verdict, p, q = drawn(made, "random", 2, 2000, measure=True)
     laws = bent(p, q, made)
     spent = [(one - own).abs().sum(-1) / 2 for one, own in zip(laws, p, strict=True)]
-    first = verdict.ahead[:, 0]
+    first = verdict.next_codes[:, 0]
     deeper = verdict.kept > 1
-    assert torch.allclose(verdict.spent[:, 0], spent[0][0].expand(2000))
-    assert torch.allclose(verdict.spent[deeper, 1], spent[1][first[deeper]])
-    assert verdict.spent[:, 2].max() < 1e-12
+    assert torch.allclose(verdict.tv_cost[:, 0], spent[0][0].expand(2000))
+    assert torch.allclose(verdict.tv_cost[deeper, 1], spent[1][first[deeper]])
+    assert verdict.tv_cost[:, 2].max() < 1e-12
     assert max(float(one.max()) for one in spent) > 1e-2
 
 
@@ -199,7 +199,7 @@ def test_what_the_format_forbids_is_never_kept_nor_drawn() -> None:
     for rule in (Lantern(TABLES[4], 1.0, "optimal"), Cactus(5.0), Mixture(0.9)):
         verdict = verify_block(draft, p.log().expand(draws, depth + 1, -1), Sampling(), rule, noise)
         decided = torch.arange(depth + 1) < verdict.kept[:, None]
-        assert verdict.ahead[decided].max() < 2 and verdict.kept.max() == depth + 1
+        assert verdict.next_codes[decided].max() < 2 and verdict.kept.max() == depth + 1
 
 
 def test_a_chain_that_ends_early_ends_with_the_targets_own_law() -> None:

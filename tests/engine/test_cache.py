@@ -160,7 +160,7 @@ def test_prefill_and_one_by_one_agree_with_the_causal_pass():
     memory = cache.rows(torch.arange(ROWS), torch.zeros(ROWS, dtype=torch.int64), 4)
     first = decoder(x[:, :4], memory.nodes(), memory)
     rest = line(decoder, cache, x[:, 4:])
-    assert torch.allclose(torch.cat((first, rest), 1), decoder.teach(x), atol=1e-12)
+    assert torch.allclose(torch.cat((first, rest), 1), decoder.forward_sequence(x), atol=1e-12)
 
 
 def test_the_loop_draws_the_argmax_of_the_causal_pass():
@@ -170,8 +170,8 @@ def test_the_loop_draws_the_argmax_of_the_causal_pass():
     )
     codes = generate(engine, ["hill"], [0])[0].codes[None]
     prompt = target.prompt(["hill"], 1)
-    assert prompt.start.tolist() == [0]  # `teach` knows no padding
-    assert torch.equal(target.head(target.teach(prompt.embeds, codes)).argmax(-1), codes)
+    assert prompt.start.tolist() == [0]  # `forward_sequence` knows no padding
+    assert torch.equal(target.head(target.forward_sequence(prompt.embeds, codes)).argmax(-1), codes)
 
 
 class Narrow(ToyTarget):

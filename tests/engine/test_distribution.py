@@ -18,7 +18,7 @@ from lanternpp.engine.verifiers import VERIFIERS
 from lanternpp.engine.verify import verify
 from lanternpp.proposers.independent import Independent
 from lanternpp.proposers.jacobi import Jacobi
-from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.chain import chain_tree
@@ -36,7 +36,7 @@ BUSHY = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 FULL = ((0,), (1,), (2,), (0, 0), (1, 0), (2, 0), (2, 1))
 
 LOSSLESS = {
-    "nothing": lambda target: Nothing(),
+    "nothing": lambda target: NoDraft(),
     "chain, flatter q": lambda target: TreeProposer(NoisyMarkovDrafter(target), StaticTree(chain(2))),
     "all levels at once": lambda target: Parallel(parallel(target), StaticTree(BUSHY)),
     "fewer codes than children": lambda target: TreeProposer(
@@ -160,7 +160,7 @@ def round_codes(rule, p, q, children, draws=DRAWS, dtype=torch.float64):
     codes = torch.cat((torch.zeros(draws, 1, dtype=torch.int64), drawn(row[:, 0], children)), 1)
     probs = row.expand(-1, children + 1, -1)
     logits = torch.tensor(p, dtype=dtype).log().expand(draws, children + 1, -1)
-    return verify(Draft(star(draws, children), codes, probs), logits, Sampling(), rule, n).ahead[:, :1]
+    return verify(Draft(star(draws, children), codes, probs), logits, Sampling(), rule, n).next_codes[:, :1]
 
 
 @pytest.mark.parametrize("children", [1, 2, 3])
@@ -189,7 +189,7 @@ def test_point_mass_drafts_follow_their_enumerated_law(rule, children):
     codes = torch.tensor((0, *children)).expand(FEWER, -1)
     logits = torch.tensor(P).double().log().expand(FEWER, len(children) + 1, -1)
     draft = Draft(star(FEWER, len(children)), codes, None)
-    made = verify(draft, logits, Sampling(), ours, noise(FEWER)).ahead[:, :1]
+    made = verify(draft, logits, Sampling(), ours, noise(FEWER)).next_codes[:, :1]
     law = torch.tensor(point_round_law(P, children, written_again, ours.optimal), dtype=torch.float64)
     if ours.lossless:
         assert law.tolist() == pytest.approx(P)
@@ -237,7 +237,7 @@ def test_two_levels_follow_the_joint_law(children):
     verdict = verify(draft, p[draft.codes].log(), Sampling(), Exact(), n)
     kept = verdict.kept.bincount(minlength=4)
     assert (kept[1:] > 300).all(), "every length of path must have been seen"
-    codes = verdict.ahead
+    codes = verdict.next_codes
     for i in range(1, 3):
         missing = verdict.kept <= i
         codes[missing, i] = torch.multinomial(p[codes[missing, i - 1]], 1, generator=generator)[:, 0]
@@ -253,7 +253,7 @@ def test_the_verdict_lists_the_kept_nodes_and_the_code_after_each():
     verdict = verify(Draft(tree, codes, None), logits, Sampling(0), Exact(), noise(1))
     assert verdict.kept.tolist() == [3]
     assert verdict.path.tolist() == [[0, 1, 2, 2]]
-    assert verdict.ahead[0, :3].tolist() == [1, 0, 2]
+    assert verdict.next_codes[0, :3].tolist() == [1, 0, 2]
     assert verdict.bonus.tolist() == [2]
 
 
@@ -300,4 +300,4 @@ def test_leaving_a_loop_early_decides_the_same(rule, sampling):
         alone = judge(torch.tensor([i]))
         assert alone.kept == together.kept[i] and alone.bonus == together.bonus[i]
         assert torch.equal(alone.path[0], together.path[i])
-        assert torch.equal(alone.ahead[0, : alone.kept], together.ahead[i, : alone.kept])
+        assert torch.equal(alone.next_codes[0, : alone.kept], together.next_codes[i, : alone.kept])

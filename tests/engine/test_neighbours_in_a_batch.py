@@ -12,7 +12,7 @@ from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.static import StaticTree
 
@@ -35,7 +35,7 @@ def codes(engine, samples):
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
 def test_swapping_the_neighbours_changes_nothing(dtype, cfg, drafted):
     target = ToyTarget(vocab=64, grid=3).to(dtype)
-    proposer = TreeProposer(eagle(target).to(dtype), StaticTree(SHAPE)) if drafted else Nothing()
+    proposer = TreeProposer(eagle(target).to(dtype), StaticTree(SHAPE)) if drafted else NoDraft()
     rule = LanternPlusPlus(neighbours(target.codebook.float(), 5), 3.0) if drafted else Exact()
     engine = Engine(target, proposer, rule, Sampling(), Guidance(cfg), 4)
     drawn = {tuple(codes(engine, [MINE, *others])[0]) for others in OTHERS}

@@ -23,7 +23,7 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import VERIFIERS
 from lanternpp.proposers.independent import Independent
 from lanternpp.proposers.jacobi import COUPLINGS, FRESH, Jacobi
-from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.depth import DepthTree
 from lanternpp.trees.dynamic import DynamicTree
@@ -58,7 +58,7 @@ class Watch(TorchDispatchMode):
 
 
 PROPOSERS = {
-    "nothing": lambda drafter, other: Nothing(),
+    "nothing": lambda drafter, other: NoDraft(),
     "chain": lambda drafter, other: TreeProposer(drafter, StaticTree(chain(2))),
     "tree": lambda drafter, other: TreeProposer(drafter, StaticTree(BUSHY)),
     "eagle2": lambda drafter, other: TreeProposer(drafter, DynamicTree(3, 2, 8)),

@@ -183,7 +183,7 @@ def test_greedy_children_are_the_most_probable_in_order():
 @pytest.mark.parametrize("samples", [1, 3, 5000])
 def test_numbers_made_ahead_are_those_made_when_asked_for(samples):
     noise = at(torch.arange(samples), 4)
-    ready = noise.ahead(3)
+    ready = noise.precomputed(3)
     for purpose, shape in (
         (Noise.ACCEPT, (3, 2)),
         (Noise.BONUS, (1,)),

@@ -14,7 +14,7 @@ from lanternpp.engine.observers import AcceptanceByRank, Observer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.static import StaticTree
-from lanternpp.types import Admission, Draft, Look, Tree, Verdict
+from lanternpp.types import Admission, Draft, TargetOutput, Tree, Verdict
 
 CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]], dtype=torch.float64)
 FAR = torch.tensor([[0.1, 0.2, 0.7], [0.6, 0.2, 0.2], [0.3, 0.3, 0.4]], dtype=torch.float64)
@@ -63,14 +63,14 @@ CODES = [9, 4, 4, 5, 6, 7, 8]
 CHILDREN = [[1, 2, 3, 4], *[[-1] * 4] * 2, [5, 6, -1, -1], *[[-1] * 4] * 3]
 
 
-def output(path: list[int], kept: int) -> Look:
+def output(path: list[int], kept: int) -> TargetOutput:
     """A pass over that draft, of which the first `kept` nodes of a path were kept."""
     none = torch.zeros(1, 7, 1)
     depth = torch.tensor([[0, 1, 1, 1, 1, 2, 2]])
     tree = Tree(torch.tensor([PARENT]), depth, torch.tensor([CHILDREN]), none.bool(), (4, 2))
     nodes = torch.tensor([path])
     verdict = Verdict(nodes, torch.tensor([kept]), nodes, nodes[:, 0])
-    return Look(Draft(tree, torch.tensor([CODES]), None), none, none, verdict)
+    return TargetOutput(Draft(tree, torch.tensor([CODES]), None), none, none, verdict)
 
 
 def test_a_path_says_which_children_were_refused() -> None:
@@ -100,7 +100,7 @@ class Log(Observer):
     def admitted(self, new: Admission) -> None:
         self.seen.append((new.slot, new.condition))
 
-    def verified(self, output: Look, count: torch.Tensor) -> None:
+    def verified(self, output: TargetOutput, count: torch.Tensor) -> None:
         self.seen.append((int(count[0]), int(output.verdict.kept[0])))
 
 

@@ -58,14 +58,14 @@ def test_a_chain_is_judged_as_a_walk_would(
     rule: str, sampling: str, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guesses, logits = draft(known)
-    noise = Noise(torch.arange(SAMPLES), torch.ones(SAMPLES, dtype=torch.int64)).ahead(DEPTH)
+    noise = Noise(torch.arange(SAMPLES), torch.ones(SAMPLES, dtype=torch.int64)).precomputed(DEPTH)
     assert guesses.tree.chain
     swift = verify(guesses, logits, SAMPLINGS[sampling], RULES[rule], noise)
     monkeypatch.setattr(Tree, "chain", False)
     monkeypatch.setattr(module, "_verify_chain", None)
     walked = verify(guesses, logits, SAMPLINGS[sampling], RULES[rule], noise)
     assert {1, 2, 3, 4} <= {*swift.kept.tolist()}, "walks of several lengths"
-    for name in ("path", "kept", "ahead", "bonus"):
+    for name in ("path", "kept", "next_codes", "bonus"):
         assert torch.equal(getattr(swift, name), getattr(walked, name)), name
 
 

@@ -94,8 +94,8 @@ def drafter() -> Tensor:
     block.load_state_dict(weights)
     pair = checkpoints.numbers("pairs", (SLOTS + 5, 128))[None]
     x = nn.functional.linear(pair, given["fc.weight"], given["fc.bias"])
-    turns = precompute_freqs_cis_2d(GRID, 64, 10000, SLOTS)[: SLOTS + 5]
-    return block.eval()(x, turns, None)[0, SLOTS:]
+    rotations = precompute_freqs_cis_2d(GRID, 64, 10000, SLOTS)[: SLOTS + 5]
+    return block.eval()(x, rotations, None)[0, SLOTS:]
 
 
 @torch.no_grad()

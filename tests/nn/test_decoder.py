@@ -145,14 +145,16 @@ def by_hand(decoder: Decoder, x: torch.Tensor) -> torch.Tensor:
 
     for block in decoder.blocks:
         qkv = F.linear(before(x, block.attention_norm), block.wqkv.weight, block.wqkv.bias)
-        q, k, v = qkv.view(len(x), -1, shape.head_dim).split((shape.heads, shape.groups, shape.groups), 1)
+        q, k, v = qkv.view(len(x), -1, shape.head_dim).split(
+            (shape.heads, shape.num_kv_heads, shape.num_kv_heads), 1
+        )
         q, k = of_heads(q, block.qk_norm, 0), of_heads(k, block.qk_norm, shape.heads)
-        table = decoder.turns[: len(x)]
+        table = decoder.rotary_table[: len(x)]
         q, k = (t * table[:, 0, None] + t.roll(shape.head_dim // 2, -1) * table[:, 1, None] for t in (q, k))
         y = torch.zeros_like(q)
         for t in range(len(x)):
             for h in range(shape.heads):
-                g = h // (shape.heads // shape.groups)
+                g = h // (shape.heads // shape.num_kv_heads)
                 weight = (k[: t + 1, g] @ q[t, h] / shape.head_dim**0.5).softmax(-1)
                 y[t, h] = weight @ v[: t + 1, g]
         x = x + after(F.linear(y.flatten(1), block.wo.weight, block.wo.bias), block.attention_norm)
@@ -166,7 +168,7 @@ def test_the_network_is_the_one_written_by_hand(shape):
     decoder = network(shape)
     x = torch.randn(2, 9, shape.dim, dtype=torch.float64)
     wanted = torch.stack([by_hand(decoder, one) for one in x])
-    assert torch.allclose(decoder.teach(x), wanted, atol=1e-10)
+    assert torch.allclose(decoder.forward_sequence(x), wanted, atol=1e-10)
 
 
 @every_shape
@@ -180,7 +182,7 @@ def test_a_pass_into_the_cache_is_the_causal_pass(shape):
     rest = decoder(
         x[:, 5:], cache.nodes(count, torch.ones(4, 4, dtype=torch.bool).tril().expand(2, -1, -1)), cache
     )
-    assert torch.allclose(torch.cat((first, rest), 1), decoder.teach(x), atol=1e-10)
+    assert torch.allclose(torch.cat((first, rest), 1), decoder.forward_sequence(x), atol=1e-10)
 
 
 def test_what_comes_later_does_not_change_what_came_before():
@@ -188,8 +190,8 @@ def test_what_comes_later_does_not_change_what_came_before():
     x = torch.randn(1, 9, 16, dtype=torch.float64)
     other = x.clone()
     other[:, 5:] += 1
-    assert torch.equal(decoder.teach(x)[:, :5], decoder.teach(other)[:, :5])
-    assert not torch.allclose(decoder.teach(x)[:, 5:], decoder.teach(other)[:, 5:])
+    assert torch.equal(decoder.forward_sequence(x)[:, :5], decoder.forward_sequence(other)[:, :5])
+    assert not torch.allclose(decoder.forward_sequence(x)[:, 5:], decoder.forward_sequence(other)[:, 5:])
 
 
 def test_a_position_beyond_the_grid_is_the_last_one():
@@ -210,6 +212,6 @@ def test_dropout_is_for_training_alone():
     decoder = network(DecoderConfig(dim=16, layers=1, heads=2, hidden=24, dropout=0.5))
     x = torch.randn(1, 5, 16, dtype=torch.float64)
     decoder.train()
-    assert not torch.equal(decoder.teach(x), decoder.teach(x))
+    assert not torch.equal(decoder.forward_sequence(x), decoder.forward_sequence(x))
     decoder.eval()
-    assert torch.equal(decoder.teach(x), decoder.teach(x))
+    assert torch.equal(decoder.forward_sequence(x), decoder.forward_sequence(x))

@@ -28,7 +28,7 @@ class Ours(nn.Module):
         self.wqkv = nn.Linear(4, 8, bias=False)
         self.norm = nn.LayerNorm(4, bias=False)
         self.register_buffer("codebook", torch.zeros(5, 2))
-        self.register_buffer("turns", torch.ones(3), persistent=False)
+        self.register_buffer("rotary_table", torch.ones(3), persistent=False)
 
 
 RULES = (
@@ -50,7 +50,7 @@ def upstream() -> dict[str, Tensor]:
 def made() -> Ours:
     with blank():
         ours = Ours()
-    ours.turns = torch.ones(3)
+    ours.rotary_table = torch.ones(3)
     return ours
 
 
@@ -97,7 +97,7 @@ def test_every_layout_fills_the_same_module(layout: str, tmp_path: Path) -> None
 def test_parameters_take_the_dtype_and_buffers_keep_theirs(tmp_path: Path) -> None:
     ours = filled(LAYOUTS["trained.pt"](tmp_path), torch.bfloat16)
     assert {ours.wqkv.weight.dtype, ours.norm.weight.dtype} == {torch.bfloat16}
-    assert ours.codebook.dtype == ours.turns.dtype == torch.float32
+    assert ours.codebook.dtype == ours.rotary_table.dtype == torch.float32
 
 
 def test_shapes_and_config_are_read_without_the_weights(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.proposers.independent import Independent
-from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.trees.depth import DepthTree
 from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.trees.shapes import EAGLE, chain
@@ -46,7 +46,7 @@ def test_children_are_drawn_from_what_the_smaller_target_says_there(cfg, steps):
     for node in draft.probs[0].sum(-1).nonzero()[:, 0].tolist():  # every node with children
         line = draft.tree.mask[0, node].nonzero()[:, 0][1:]  # below the root
         codes = guidance.rows(torch.cat((decided, draft.codes[:, line]), 1))
-        heard = drafter.decoder.teach(torch.cat((prompt.embeds, drafter.embed(codes)), 1))[:, -1:]
+        heard = drafter.decoder.forward_sequence(torch.cat((prompt.embeds, drafter.embed(codes)), 1))[:, -1:]
         wanted = SAMPLING.probs(guidance.merge(drafter.head(heard)))[:, 0]
         assert torch.allclose(draft.probs[:, node], wanted, atol=1e-10), node
 
@@ -81,7 +81,7 @@ class RowsEnd(ToyTarget):
 def test_a_drafter_knows_what_the_format_forces(builder):
     """The target as its own drafter: were the drafts free of the format, some would be refused."""
     target = RowsEnd()
-    plain = Engine(target, Nothing(), Exact(), Sampling(0), Guidance(3.0), 2)
+    plain = Engine(target, NoDraft(), Exact(), Sampling(0), Guidance(3.0), 2)
     wanted = [h.codes.tolist() for h in generate(plain, ["sea", None], [1, 2])]
     assert all(codes[3::4] == [0, 0, 0, 0] for codes in wanted)
     engine = Engine(target, Independent(target, builder()), Exact(), Sampling(0), Guidance(3.0), 2)

@@ -19,7 +19,7 @@ from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.proposers.jacobi import COUPLINGS, FRESH, Jacobi
-from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 
@@ -61,7 +61,7 @@ def test_greedy_is_plain_ar_and_a_batch_is_its_samples(coupling, fresh, cfg, win
     def codes(proposer, sampling, batch):
         return [(h.codes.tolist(), h.accepted) for h in drawn(target, proposer, sampling, cfg, batch)]
 
-    plain = [c for c, _ in codes(Nothing(), Sampling(0), 1)]
+    plain = [c for c, _ in codes(NoDraft(), Sampling(0), 1)]
     for sampling in (Sampling(0), Sampling(0.8, 6, 0.9)):
         four = codes(Jacobi(window, coupling, fresh), sampling, 4)
         assert four == codes(Jacobi(window, coupling, fresh), sampling, 1)
@@ -131,7 +131,7 @@ def test_a_fresh_guess_is_drawn_from_what_was_asked_for():
         for _ in range(6):
             count = int(engine.count[0])
             wanted = proposer.p.where(
-                (proposer._ahead < proposer.seen[:, None])[..., None], proposer._fresh()
+                (proposer._offsets < proposer.seen[:, None])[..., None], proposer._fresh()
             )[0]
             for i in range(5):
                 place = count + i
@@ -143,12 +143,12 @@ def test_a_fresh_guess_is_drawn_from_what_was_asked_for():
                     assert torch.equal(wanted[i], seen[place - 4])
                 else:
                     assert torch.equal(wanted[i], seen[max(seen)])
-            looks = []
-            observe, proposer.observe = proposer.observe, lambda look, to=looks: to.append(look)
+            outputs = []
+            observe, proposer.observe = proposer.observe, lambda output, to=outputs: to.append(output)
             engine.step()
             proposer.observe = observe
-            proposer.observe(looks[0])
-            seen |= {count + i: p for i, p in enumerate(Sampling().probs(looks[0].logits)[0])}
+            proposer.observe(outputs[0])
+            seen |= {count + i: p for i, p in enumerate(Sampling().probs(outputs[0].logits)[0])}
 
 
 def test_options_are_checked_and_default_to_sjd():

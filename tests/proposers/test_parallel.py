@@ -15,7 +15,7 @@ from lanternpp.proposers.tree import TreeProposer
 from lanternpp.training.features import visible
 from lanternpp.trees.shapes import EAGLE
 from lanternpp.trees.static import StaticTree
-from lanternpp.types import Look
+from lanternpp.types import TargetOutput
 
 SAMPLING = Sampling(0.8, 8)
 
@@ -36,9 +36,9 @@ class Outputs(Observer):
     """What the target showed in every pass."""
 
     def __init__(self) -> None:
-        self.seen: list[Look] = []
+        self.seen: list[TargetOutput] = []
 
-    def verified(self, output: Look, count: torch.Tensor) -> None:
+    def verified(self, output: TargetOutput, count: torch.Tensor) -> None:
         self.seen.append(output)
 
 
@@ -75,19 +75,21 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
     assert prompt.start[0] == (said == "sea"), "one of the two is padded"
     codes = loop.codes[:, :count]
     read = torch.cat((prompt.embeds, target.embed(guidance.rows(codes))), 1)[:, :-1]
-    features = guidance.merge(target.decoder.teach(read, seen=visible(prompt.start, read.shape[1])))
-    ahead = torch.cat((prompt.embeds[:1], target.embed(codes)), 1)[:, 1:]
+    features = guidance.merge(
+        target.decoder.forward_sequence(read, seen=visible(prompt.start, read.shape[1]))
+    )
+    next_embeds = torch.cat((prompt.embeds[:1], target.embed(codes)), 1)[:, 1:]
     anchor = torch.tensor([[features.shape[1] - 1]])
     told = hints[:, : features.shape[1] + 4]
     if steps:
         told[0, features.shape[1] :] = hint[1:]
-    first, more = drafter.teach(ahead, features, anchor, 4, prompt.start[:1], told)
+    first, more = drafter.forward_sequence(next_embeds, features, anchor, 4, prompt.start[:1], told)
     for node in draft.probs[0].sum(-1).nonzero()[:, 0].tolist():  # every node with children
         depth = int(draft.tree.depth[0, node])
         if depth == 0:
             guess = first[:, -1]
         else:
-            guess = drafter.after(more[:, 0, depth - 1], target.embed(draft.codes[:, node]))
+            guess = drafter.condition_on(more[:, 0, depth - 1], target.embed(draft.codes[:, node]))
         wanted = SAMPLING.probs(target.head(guess))
         assert torch.allclose(draft.probs[:, node], wanted, atol=1e-10), node
 

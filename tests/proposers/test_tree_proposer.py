@@ -9,7 +9,7 @@ from lanternpp.drafters.base import Drafter
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.shapes import EAGLE, chain
 from lanternpp.trees.static import StaticTree
@@ -31,9 +31,9 @@ class Spy(Drafter):
         super().__init__()
         self.inner, self.decoder, self.calls = drafter, drafter.decoder, []
 
-    def forward(self, ahead, features, nodes, cache):
-        out = self.inner(ahead, features, nodes, cache)
-        self.calls.append((ahead.clone(), features.clone(), out.clone()))
+    def forward(self, next_embeds, features, nodes, cache):
+        out = self.inner(next_embeds, features, nodes, cache)
+        self.calls.append((next_embeds.clone(), features.clone(), out.clone()))
         return out
 
 
@@ -59,7 +59,7 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
         features = target.states(prompt.embeds, codes)  # of all that the target has seen
         decided = torch.cat((prompt.embeds, target.embed(codes)), 1)[:, 1:]
         for i in range(drafted.shape[1] + 1):  # the target's features first, then the drafter's own
-            guess = drafter.teach(decided, features)[:, -1:]
+            guess = drafter.forward_sequence(decided, features)[:, -1:]
             if i < drafted.shape[1]:
                 features = torch.cat((features, guess), 1)
                 decided = torch.cat((decided, target.embed(drafted[:, i : i + 1])), 1)
@@ -77,12 +77,12 @@ def test_after_a_pass_the_drafter_hears_the_targets_features_of_the_kept_path():
         spy.calls.clear()
         engine.step()
     kept = int(engine.count[0]) - before
-    ahead, features, out = spy.calls[-1]
+    next_embeds, features, out = spy.calls[-1]
     codes = engine.codes[:, : int(engine.count[0])]
     prompt = target.prompt(["hill"], 1)
     known = target.states(prompt.embeds, codes)
     assert torch.allclose(features[:, :kept], known[:, -kept:], atol=1e-10)
-    assert torch.equal(ahead[:, :kept], target.embed(codes[:, -kept:]))
+    assert torch.equal(next_embeds[:, :kept], target.embed(codes[:, -kept:]))
     assert torch.equal(engine.proposer.features[:, 0], out[:, kept - 1])
     assert engine.proposer.root.tolist() == codes[:, -1].tolist()
 
@@ -108,12 +108,14 @@ def test_an_oracle_sees_what_the_target_sees():
     engine.admit(0, "hill", 5)
     draft = engine.proposer.propose(engine.noise)
     prompt = target.prompt(["hill"], 1)
-    p = target.head(target.teach(prompt.embeds, torch.cat((draft.codes, draft.codes[:, :1]), 1))).softmax(-1)
+    p = target.head(
+        target.forward_sequence(prompt.embeds, torch.cat((draft.codes, draft.codes[:, :1]), 1))
+    ).softmax(-1)
     assert torch.allclose(draft.probs[:, :4], p[:, 1:5], atol=1e-10)
 
 
 def test_nothing_proposes_the_root_and_no_copy_of_its_own_state():
-    proposer = Nothing()
+    proposer = NoDraft()
     proposer.open(ToyTarget(), Sampling(), Guidance(), 2)
     proposer.root.copy_(torch.tensor([3, 4]))
     draft = proposer.propose(None)

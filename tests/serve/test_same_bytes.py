@@ -57,7 +57,7 @@ def test_a_slot_left_half_way_is_as_good_as_new(pipe):
         for slot, (prompt, seed) in enumerate([("red tulip", 3), ("a tulip", 2)]):
             pipe.release()
             wanted = pipe(prompt, seed=seed, method=method, batch_size=2).codes[0].tolist()
-            assert engine.harvest(slot).codes.tolist() == wanted, (method, slot)
+            assert engine.collect(slot).codes.tolist() == wanted, (method, slot)
 
 
 def test_what_is_chosen_for_a_lane_is_what_the_picture_says(pipe):

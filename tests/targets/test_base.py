@@ -57,10 +57,10 @@ def test_feature_i_predicts_code_i():
     target = ToyTarget()
     codes = torch.arange(16)[None] % 12
     prompt = target.prompt(["hill"], 1).embeds
-    features = target.teach(prompt, codes)
+    features = target.forward_sequence(prompt, codes)
     assert features.shape == (1, 16, 16)
     other = codes.clone()
     other[0, 5] = 11
-    changed = (target.teach(prompt, other) != features).any(-1)[0]
+    changed = (target.forward_sequence(prompt, other) != features).any(-1)[0]
     assert changed.tolist() == [False] * 6 + [True] * 10
     assert torch.equal(target.states(prompt, codes)[:, 2:], features)

@@ -74,7 +74,7 @@ def test_it_loads_once_and_forgets_nothing_when_released(encoder: Path, monkeypa
 
 def test_what_was_asked_for_longest_ago_is_forgotten_first(encoder: Path, monkeypatch) -> None:
     text, like = T5Text(encoder), torch.empty(0)
-    text.expect(2 - text._kept)  # room for two
+    text.cache_texts(2 - text._kept)  # room for two
     for prompt in ("a tulip", "a red tulip", "a tulip", "a blue tulip"):
         text.features(prompt, like)
     monkeypatch.setattr(text, "_encoded", lambda *_: pytest.fail("encoded again"))

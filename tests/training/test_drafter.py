@@ -95,7 +95,7 @@ def test_guided_losses_are_those_of_the_merged_rows(ready: Path) -> None:
     with torch.no_grad():
         for prompts, _ in (made.train(index, 1), made.train(index, 1, torch.ones(6, dtype=torch.bool))):
             ahead, features = lessons(made.target, prompts, codes)
-            guess = made.model.teach(ahead, features[:, :-1])
+            guess = made.model.forward_sequence(ahead, features[:, :-1])
             p.append(made.target.head(features[:, 3:]))  # of codes 1..15, after 3 prompt slots and code 0
             q.append(made.target.head(guess[:, 2:]))
     p_law, q_law = ((null + 3.0 * (caption - null)).softmax(-1) for caption, null in (p, q))
@@ -128,9 +128,9 @@ def test_a_second_round_reads_the_drafters_own_features(ready: Path) -> None:
     with torch.no_grad():
         prompts, _ = made.train(index, 2)
         ahead, features = lessons(made.target, prompts, codes.repeat(2, 1))
-        first = made.model.teach(ahead, features[:, :-1])
+        first = made.model.forward_sequence(ahead, features[:, :-1])
         own = torch.cat((features[:, :3], first[:, 2:-1]), 1)
-        second = made.model.teach(ahead, own)[:, 3:]
+        second = made.model.forward_sequence(ahead, own)[:, 3:]
         p, q = (Guidance(3.0).merge(made.target.head(x)) for x in (features[:, 4:], second))
     wanted = (found[1] + losses.soft_cross_entropy(q, p).item()) / 2
     assert found[2] == pytest.approx(wanted, rel=1e-5)

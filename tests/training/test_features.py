@@ -38,7 +38,7 @@ def test_teacher_forced_features_are_those_of_the_engines_drafter(name: str, tmp
     target = read_target(tmp_path / "Lumina-mGPT-7B-64", torch.float64).eval()
     torch.manual_seed(0)
     config = EagleConfig.like(target.decoder.config)
-    drafter = EagleDrafter(config, target.decoder.turns.double()).double().eval()
+    drafter = EagleDrafter(config, target.decoder.rotary_table.double()).double().eval()
     proposer = TreeProposer(drafter, build_tree("chain-2"))
     engine = Engine(target, proposer, Exact(), Sampling(), Guidance(3.0), 1)
     seen: dict[int, torch.Tensor] = {}
@@ -46,13 +46,13 @@ def test_teacher_forced_features_are_those_of_the_engines_drafter(name: str, tmp
     while not engine.done():
         seen[int(engine.count)] = proposer.features[:, 0].clone()
         engine.step()
-    codes = engine.harvest(0).codes[None].repeat(2, 1)
+    codes = engine.collect(0).codes[None].repeat(2, 1)
 
     captions = Captions(target, Split(codes[:1, None].repeat(2, 1, 1), texts, ("", "")))
     prompts, start = captions(torch.tensor([0]), 2)
     assert (start is not None) == (name != "words")
     ahead, features = lessons(target, prompts, codes, start)
-    guess = drafter.teach(ahead, features[:, :-1], visible(start, ahead.shape[1]))
+    guess = drafter.forward_sequence(ahead, features[:, :-1], visible(start, ahead.shape[1]))
     assert guess.isfinite().all()
     for count, wanted in seen.items():
         if count < target.length:

@@ -127,7 +127,7 @@ def drafter_of(model: Path, **known: Any) -> None:
     target = read_target(model, torch.float32)
     config = EagleConfig.like(target.decoder.config)
     torch.manual_seed(0)
-    weights = EagleDrafter(config, target.decoder.turns).state_dict()
+    weights = EagleDrafter(config, target.decoder.rotary_table).state_dict()
     about = {"kind": "eagle", **config.flat(), "target": {**mark(target), **known}}
     checkpoints.save(model / "drafter", about, weights)
 

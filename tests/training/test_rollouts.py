@@ -91,8 +91,8 @@ def test_a_drafter_that_grows_drafts_as_before() -> None:
     ahead, features = torch.randn(2, 1, 6, small.decoder.config.dim)
     anchors = torch.tensor([[1, 3]])
     with torch.no_grad():
-        before = small.float().teach(ahead, features, anchors, 2)
-        after = large.teach(ahead, features, anchors, 2)
+        before = small.float().forward_sequence(ahead, features, anchors, 2)
+        after = large.forward_sequence(ahead, features, anchors, 2)
     for x, y in zip(before, after, strict=True):
         assert torch.equal(x, y)
     assert all(

@@ -23,7 +23,7 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
-from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees import SHAPES, TREES, build_tree
 from lanternpp.trees.depth import DepthTree
@@ -196,7 +196,7 @@ def test_greedy_is_plain_ar_and_a_batch_is_its_samples(name, cfg=3.0):
     def codes(proposer, sampling, batch):
         return [(h.codes.tolist(), h.accepted) for h in drawn(target, proposer, sampling, cfg, batch)]
 
-    plain = [c for c, _ in codes(Nothing(), Sampling(0), 1)]
+    plain = [c for c, _ in codes(NoDraft(), Sampling(0), 1)]
     for sampling in (Sampling(0), Sampling(), Sampling(0.8, 6, 0.9)):
         four = codes(TreeProposer(eagle(target), TREES_HERE[name]()), sampling, 4)
         assert four == codes(TreeProposer(eagle(target), TREES_HERE[name]()), sampling, 1)

@@ -10,7 +10,7 @@ import torch
 
 from lanternpp.errors import InputError
 from lanternpp.trees import build_tree, shape_name
-from lanternpp.trees.search import Search, expected, judged, polish, reach, reaches
+from lanternpp.trees.search import Search, expected, expected_tried, polish, reach, reaches
 from lanternpp.trees.shapes import EAGLE, chain, check
 
 
@@ -68,7 +68,7 @@ def test_what_a_walk_judges_and_reaches() -> None:
     assert reach(table, (1,)) == pytest.approx(0.125)
     assert reaches(table, shape)[0, 1] == pytest.approx(0.125)
     assert expected(table, shape) == pytest.approx(simulated(table, shape)) == pytest.approx(2.0)
-    assert judged(table, shape) == pytest.approx(1 + 0.5 + 0.5 * (1 + 0.5))
+    assert expected_tried(table, shape) == pytest.approx(1 + 0.5 + 0.5 * (1 + 0.5))
 
 
 def test_polishing_ends_where_no_move_helps() -> None:

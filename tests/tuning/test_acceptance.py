@@ -34,7 +34,7 @@ def engine(batch: int, grid: int = 2, at_once: bool = False) -> Engine:
 def test_the_end_of_a_picture_is_not_counted_as_a_refusal(at_once: bool) -> None:
     loop, plain = engine(1, 3, at_once), engine(1, 3)
     drawn = probe(loop, plain, SHAPE, ["a"], [0], lambda codes: None)
-    last = loop.harvest(0).accepted
+    last = loop.collect(0).accepted
     assert drawn.passes < len(last) and drawn.codes <= 9 - 1
     assert drawn.codes == drawn.passes + sum(map(sum, drawn.kept))
     assert drawn.judged == pytest.approx(sum(map(sum, drawn.tried)) / drawn.passes)

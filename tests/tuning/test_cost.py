@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lanternpp.trees.search import expected, judged
+from lanternpp.trees.search import expected, expected_tried
 from lanternpp.trees.shapes import SHAPES, Shape, chain
 from lanternpp.tuning.cost import Curve, features, fit, nonnegative, rising
 from lanternpp.tuning.probe import Probe, trimmed
@@ -16,7 +16,7 @@ TABLE = torch.tensor([[0.8, 0.4, 0.2, 0.1]] * 10, dtype=torch.float64)
 
 def law(shape: Shape) -> tuple[float, float, float]:
     """Seconds of drafting, a pass, and judging."""
-    seen = features(shape, judged(TABLE, shape), expected(TABLE, shape))
+    seen = features(shape, expected_tried(TABLE, shape), expected(TABLE, shape))
     depth, inner = seen[0][1], seen[0][2]
     return 1.0 + 2 * depth + 0.1 * inner, 16.0 + 0.5 * (len(shape) + 1), 0.5 + 0.2 * seen[1][1]
 
@@ -29,7 +29,7 @@ def made(shape: Shape, slow: float = 1.0) -> Probe:
         [list(path) for path in shape],
         passes=100,
         codes=round(100 * expected(TABLE, shape)),
-        judged=judged(TABLE, shape),
+        judged=expected_tried(TABLE, shape),
         tried=[[0.0]],
         kept=[[0.0]],
         **{name: value * slow for name, value in times.items()},

@@ -55,11 +55,11 @@ class Acceptance(ABC):
         """The rule for the children of nodes at `level` of a draft, the root's being 0."""
         return self
 
-    def bent(self, p: Tensor, q: Tensor, code: Tensor) -> Tensor:
+    def relax_with_draft(self, p: Tensor, q: Tensor, code: Tensor) -> Tensor:
         """The distribution that a candidate drawn from q is judged by, `relax` unless a rule needs q; p, q [..., V]."""
         return self.relax(p, code)
 
-    def own(self, p: Tensor, q: Tensor) -> Tensor:
+    def accept_mass(self, p: Tensor, q: Tensor) -> Tensor:
         """relax(p, y)(y) of every code y that q may offer, [..., V]; anything from q(y) on where that is no less."""
         own = p.clone()
         for codes in offered(q, p.numel()):  # [m]
@@ -85,7 +85,7 @@ class Acceptance(ABC):
         mass = left.sum(-1, keepdim=True)
         return (left / mass).where(mass > 0, relaxed)
 
-    def law(self, p: Tensor, q: Tensor) -> Tensor:
+    def output_law(self, p: Tensor, q: Tensor) -> Tensor:
         """The law of the code that judging one child drawn from q decides, [..., V]; p and q [..., V].
 
         What is accepted, a, and for every code that may be refused its share of q - a in its residual. With the
@@ -93,7 +93,7 @@ class Acceptance(ABC):
         """
         if self.lossless:
             return p
-        law = torch.minimum(q, self.own(p, q))
+        law = torch.minimum(q, self.accept_mass(p, q))
         if self.optimal:
             rest = (p - law).clamp_(min=0)
             share = (1 - law.sum(-1, keepdim=True)).clamp_(min=0) / rest.sum(-1, keepdim=True)
@@ -101,17 +101,17 @@ class Acceptance(ABC):
         refused = q - law
         for codes in offered(q, p.numel()):
             each, rows = spread(codes, p), p.expand(len(codes), *p.shape)
-            left = self.residual(rows, self.bent(rows, q, each), q, each)  # [m, ..., V]
+            left = self.residual(rows, self.relax_with_draft(rows, q, each), q, each)  # [m, ..., V]
             law += (refused[..., codes].movedim(-1, 0)[..., None] * left).sum(0)
         return law + p * (1 - q.sum(-1, keepdim=True)).clamp_(min=0)
 
-    def laws(self, p: Tensor, q: Tensor, depth: Tensor, levels: int) -> Tensor:
-        """`law` at every node of a draft, p and q [B, N, V], its depth [B, N] below `levels` where it has children."""
+    def output_laws(self, p: Tensor, q: Tensor, depth: Tensor, levels: int) -> Tensor:
+        """`output_law` at every node of a draft, p and q [B, N, V], its depth [B, N] below `levels` where it has children."""
         if type(self).at is Acceptance.at:
-            return self.law(p, q)
+            return self.output_law(p, q)
         laws = p
         for level in range(levels):
-            laws = self.at(level).law(p, q).where((depth == level)[..., None], laws)
+            laws = self.at(level).output_law(p, q).where((depth == level)[..., None], laws)
         return laws
 
 
@@ -154,9 +154,9 @@ class Fading(Acceptance):
         """The rule at a level; itself at the first one, and where nothing falls."""
         return self._at(level) if level else self
 
-    def laws(self, p: Tensor, q: Tensor, depth: Tensor, levels: int) -> Tensor:
+    def output_laws(self, p: Tensor, q: Tensor, depth: Tensor, levels: int) -> Tensor:
         """All levels at once."""
-        return self._at(depth).law(p, q)
+        return self._at(depth).output_law(p, q)
 
     def fade(self, like: Tensor) -> Tensor | float:
         """The factor at this rule's level, to be multiplied with a tensor [..., V]."""
@@ -176,7 +176,7 @@ def quick(rule: Acceptance | type[Acceptance]) -> bool:
     """Whether a rule's law at every level of a draft is little work: it then asks for no code one by one."""
     kind = rule if isinstance(rule, type) else type(rule)
     optimal = rule.optimal or (isinstance(rule, type) and "residual" in (rule.dials or ()))
-    return rule.lossless or (optimal and kind.own is not Acceptance.own)
+    return rule.lossless or (optimal and kind.accept_mass is not Acceptance.accept_mass)
 
 
 def spread(codes: Tensor, p: Tensor) -> Tensor:

@@ -33,19 +33,19 @@ class Mixture(Fading):
             raise InputError("this rule needs delta, the drafter's share of the mixture; 0 is exact")
         return cls(dials.delta, decay(dials.nu))
 
-    def own(self, p: Tensor, q: Tensor) -> Tensor:
+    def accept_mass(self, p: Tensor, q: Tensor) -> Tensor:
         """(1 - t) p + t q; p where it is certain of a code, and in place of what mass q lacks."""
         share = self.delta * self.fade(p) * (p.amax(-1, keepdim=True) < 1)
         return p + share * (q - p * q.sum(-1, keepdim=True))
 
-    def bent(self, p: Tensor, q: Tensor, code: Tensor) -> Tensor:
+    def relax_with_draft(self, p: Tensor, q: Tensor, code: Tensor) -> Tensor:
         """The mixture, whatever the candidate."""
-        return self.own(p, q)
+        return self.accept_mass(p, q)
 
-    def law(self, p: Tensor, q: Tensor) -> Tensor:
+    def output_law(self, p: Tensor, q: Tensor) -> Tensor:
         """The mixture itself."""
-        return self.own(p, q)
+        return self.accept_mass(p, q)
 
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
         """The mixture with a drafter that is sure of the code."""
-        return self.own(p, torch.zeros_like(p).scatter_(-1, code[..., None], 1))
+        return self.accept_mass(p, torch.zeros_like(p).scatter_(-1, code[..., None], 1))

@@ -50,7 +50,7 @@ class NeighbourAcceptance(Fading):
         relaxed = p.scatter(-1, near, mass - lent)
         return relaxed.scatter(-1, at, p_code + lent.sum(-1, keepdim=True))
 
-    def own(self, p: Tensor, q: Tensor) -> Tensor:
+    def accept_mass(self, p: Tensor, q: Tensor) -> Tensor:
         """p(y) and what its neighbours lend, without the relaxed distributions themselves.
 
         Most codes have spent their budget after a few neighbours, or have q(y) and need no more. On a CPU the rest

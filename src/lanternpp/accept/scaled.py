@@ -17,7 +17,7 @@ class ScaledAcceptance(Fading):
     def raised(self, p: Tensor) -> Tensor:
         """Probabilities [..., V or 1] -> what each becomes where its code is the candidate; 1 stays 1."""
 
-    def own(self, p: Tensor, q: Tensor) -> Tensor:
+    def accept_mass(self, p: Tensor, q: Tensor) -> Tensor:
         """`raised` of every code."""
         return self.raised(p)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
 
-ENUMERATED = 1024  # codes up to which the cost of a rule without an `own` is computed code by code
+ENUMERATED = 1024  # codes up to which the cost of a rule without an `accept_mass` is computed code by code
 SAMPLED = 64  # codes that stand for all of them beyond that
 
 
@@ -15,22 +15,22 @@ def tv_cost(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:
     """The total variation between p and the law of judging one child drawn from q, [...]; p and q [..., V].
 
     With the optimal residual it is `excess`, the least that acceptance leaves possible. Of a rule that defines neither
-    `own` nor `law`, over more than `ENUMERATED` codes, it is an estimate of that least with either residual: judging
+    `accept_mass` nor `output_law`, over more than `ENUMERATED` codes, it is an estimate of that least with either residual: judging
     every code takes V passes over V codes, seconds for a child of thousands.
     """
     if rule.lossless:
         return torch.zeros_like(p[..., 0])
-    if type(rule).law is Acceptance.law:
-        if type(rule).own is Acceptance.own and p.shape[-1] > ENUMERATED:
+    if type(rule).output_law is Acceptance.output_law:
+        if type(rule).accept_mass is Acceptance.accept_mass and p.shape[-1] > ENUMERATED:
             return _sampled(rule, p, q)
         if rule.optimal or rule.least:
             return excess(rule, p, q)
-    return (rule.law(p, q) - p).abs_().sum(-1) / 2
+    return (rule.output_law(p, q) - p).abs_().sum(-1) / 2
 
 
 def excess(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:
     """The mass that acceptance lets out beyond p, sum [a - p]+, [...]; p and q [..., V]."""
-    own = rule.own(p, q.where(q > p, 0))  # where q <= p nothing can be
+    own = rule.accept_mass(p, q.where(q > p, 0))  # where q <= p nothing can be
     return (torch.minimum(q, own) - p).clamp_(min=0).sum(-1)
 
 

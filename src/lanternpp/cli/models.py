@@ -82,7 +82,7 @@ def describe_method(
     from lanternpp.methods import method
     from lanternpp.models import holds, model_folder
     from lanternpp.registry import find
-    from lanternpp.settings import network_wanted, resolve
+    from lanternpp.settings import network_needed, resolve
     from lanternpp.tuned import CONDITIONS, Tuned
 
     folder, other = model_folder(model), model_folder(drafter) if drafter else None
@@ -96,7 +96,7 @@ def describe_method(
         rows = defaults.get("methods", {})
         own = {**rows, name: {**rows.get(name, {}), **found}}
         settings = resolve(name, {**defaults, "methods": own}, {})
-    wanted = network_wanted(settings)
+    wanted = network_needed(settings)
     there = wanted is None or other is not None or holds(folder, wanted)
     dials = {dial: value for dial in names(DRAFT, RULE) if (value := getattr(settings, dial)) is not None}
     lossless = find("acceptance rule", settings.accept, RULES).lossless

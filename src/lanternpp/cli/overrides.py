@@ -75,14 +75,14 @@ def check(options: DrawOptions) -> None:
     import torch
 
     from lanternpp.accept import RULES
-    from lanternpp.settings import build_rule, network_wanted, resolve
+    from lanternpp.settings import build_rule, network_needed, resolve
 
     drafter = options.drafter
     chosen, defaults = method_for(options.model, drafter, options.method)
     settings = resolve(chosen.method, chosen.defaults(defaults), options.overrides, chosen.why is not None)
     if settings.accept in RULES:  # of an outsider's rule we do not know what it makes of an empty table
         build_rule(settings, lambda k: torch.empty(0, k, dtype=torch.int32))
-    if network_wanted(settings) is None and drafter is not None:
+    if network_needed(settings) is None and drafter is not None:
         raise InputError(
             f"--drafter {drafter} would change nothing: the proposer {settings.proposer!r} has no drafter"
         )

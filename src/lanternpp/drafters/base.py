@@ -1,4 +1,4 @@
-"""What a tree proposer asks of a drafter: the small network that guesses ahead."""
+"""What a tree proposer asks of a drafter: the small network that guesses the next codes."""
 
 from __future__ import annotations
 
@@ -77,17 +77,17 @@ class Drafter(nn.Module, ABC):
         config = cls.config_class.of(source.config, source.path)
         check_fit(source, config.decoder.dim, target)
         with blank(source.path):
-            drafter = cls(config, target.decoder.turns)
+            drafter = cls(config, target.decoder.rotary_table)
         source.fill(drafter, [SAME], dtype)
         return drafter
 
-    def sees(self, prompt: Tensor) -> Tensor:
+    def prompt_inputs(self, prompt: Tensor) -> Tensor:
         """What it sees of a prompt whose inputs one ahead are [R, T - 1, D]; the same shape."""
         return prompt
 
     @abstractmethod
-    def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
-        """ahead [R, N, D] embeddings of the codes one ahead, features [R, N, D] -> features [R, N, D]."""
+    def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+        """next_embeds [R, N, D] embeddings of the codes one position ahead, features [R, N, D] -> features [R, N, D]."""
 
 
 class DrafterWarning(UserWarning):
@@ -117,7 +117,7 @@ def mark(target: Target) -> dict[str, Any]:
 @torch.no_grad()
 def probe(target: Target) -> Tensor:
     """The embeddings of some codes, each channel group's mean: at most 8 x 8 numbers, [n]."""
-    device = target.decoder.turns.device
+    device = target.decoder.rotary_table.device
     codes = torch.linspace(0, target.vocab - 1, min(target.vocab, 8), device=device).long()
     rows = target.embed(codes[None])[0].float().cpu()
     return torch.stack([part.mean(1) for part in rows.chunk(8, 1)], 1).flatten()
@@ -156,7 +156,7 @@ class QueryDrafter(Drafter):
 
     @abstractmethod
     def forward(
-        self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory, hints: Tensor | None = None
+        self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: Memory, hints: Tensor | None = None
     ) -> Tensor:
         """N known places and Q more `nodes`, queries, where no code is known yet -> features [B, N + Q, D].
 
@@ -164,17 +164,17 @@ class QueryDrafter(Drafter):
         """
 
     @abstractmethod
-    def ask(self, features: Tensor) -> Tensor:
+    def level_query(self, features: Tensor) -> Tensor:
         """Features of a level [..., D] -> [..., H], what matters of them once the code before is known."""
 
     @abstractmethod
-    def tell(self, before: Tensor) -> Tensor:
+    def prev_code(self, before: Tensor) -> Tensor:
         """Embeddings of codes [..., D] -> [..., H], what a code says of the level behind it."""
 
     @abstractmethod
-    def turn(self, features: Tensor, asked: Tensor, told: Tensor) -> Tensor:
+    def combine(self, features: Tensor, level_query: Tensor, prev_code: Tensor) -> Tensor:
         """Features of a level, turned by the code drafted before it."""
 
-    def after(self, features: Tensor, before: Tensor) -> Tensor:
+    def condition_on(self, features: Tensor, before: Tensor) -> Tensor:
         """Features of a level [..., D] and embeddings of the codes drafted before it [..., D] -> features [..., D]."""
-        return self.turn(features, self.ask(features), self.tell(before))
+        return self.combine(features, self.level_query(features), self.prev_code(before))

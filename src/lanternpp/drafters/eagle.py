@@ -31,12 +31,12 @@ class EagleDrafter(Drafter):
     config_class = EagleConfig
     about = "folders written by lanternpp train drafter"
 
-    def __init__(self, config: EagleConfig, turns: Tensor):
+    def __init__(self, config: EagleConfig, rotary_table: Tensor):
         super().__init__()
         self.config = config
         dim = config.decoder.dim
         self.fc = nn.Linear(2 * dim, dim, bias=config.bias)
-        self.decoder = Decoder(config.decoder, turns)
+        self.decoder = Decoder(config.decoder, rotary_table)
 
     @torch.no_grad()
     def inherit(self, target: Target) -> None:
@@ -48,10 +48,10 @@ class EagleDrafter(Drafter):
             mine.load_state_dict(other.state_dict())
         self.fc.weight[:, self.config.decoder.dim :] += torch.eye(self.config.decoder.dim)
 
-    def forward(self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
-        """ahead [R, N, D], features [R, N, D] -> the features one ahead, [R, N, D]."""
-        return self.decoder(self.fc(torch.cat((ahead, features), -1)), nodes, cache)
+    def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+        """next_embeds [R, N, D], features [R, N, D] -> the features one position ahead, [R, N, D]."""
+        return self.decoder(self.fc(torch.cat((next_embeds, features), -1)), nodes, cache)
 
-    def teach(self, ahead: Tensor, features: Tensor, seen: Tensor | None = None) -> Tensor:
+    def forward_sequence(self, next_embeds: Tensor, features: Tensor, seen: Tensor | None = None) -> Tensor:
         """The same over a whole sequence: [B, T, D] twice -> [B, T, D]; causal, or seen [B, 1, T, T]."""
-        return self.decoder.teach(self.fc(torch.cat((ahead, features), -1)), seen=seen)
+        return self.decoder.forward_sequence(self.fc(torch.cat((next_embeds, features), -1)), seen=seen)

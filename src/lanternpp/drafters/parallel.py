@@ -37,70 +37,70 @@ class ParallelDrafter(QueryDrafter):
     about = "folders written by lanternpp train drafter --kind parallel"
     proposer = "lanternpp.proposers.parallel:Parallel"
 
-    def __init__(self, config: ParallelConfig, turns: Tensor):
+    def __init__(self, config: ParallelConfig, rotary_table: Tensor):
         super().__init__()
         self.config = config
         dim = config.decoder.dim
         self.fc = nn.Linear(2 * dim, dim)
         self.queries = nn.Parameter(torch.empty(config.queries, dim))
         nn.init.normal_(self.queries, std=0.02)
-        self.decoder = Decoder(config.decoder, turns)
+        self.decoder = Decoder(config.decoder, rotary_table)
         self.hint = nn.Linear(dim, dim, bias=False)
         self.down = nn.Linear(dim, config.turn)
         self.before = nn.Linear(dim, config.turn, bias=False)
         self.up = nn.Linear(config.turn, dim)
 
     def forward(
-        self, ahead: Tensor, features: Tensor, nodes: Nodes, cache: Memory, hints: Tensor | None = None
+        self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: Memory, hints: Tensor | None = None
     ) -> Tensor:
-        """ahead [B, N, D], guided features [B, N, D] -> guided features one ahead at all `nodes`, [B, N + Q, D].
+        """next_embeds [B, N, D], guided features [B, N, D] -> guided features one ahead at all `nodes`, [B, N + Q, D].
 
         The last Q nodes are queries: places where no code is known yet. hints [B, N + Q, D]: what the target
         thought, on a draft that it refused, of the features asked for here; 0 where there is no such thing.
         """
-        queries = nodes.position.shape[1] - ahead.shape[1]
-        return self.decoder(self.inputs(ahead, features, queries, 1, hints), nodes, cache)
+        queries = nodes.position.shape[1] - next_embeds.shape[1]
+        return self.decoder(self.inputs(next_embeds, features, queries, 1, hints), nodes, cache)
 
     def inputs(
-        self, ahead: Tensor, features: Tensor, levels: int, times: int, hints: Tensor | None
+        self, next_embeds: Tensor, features: Tensor, levels: int, times: int, hints: Tensor | None
     ) -> Tensor:
         """What the decoder reads: [B, N, D] twice, and hints -> [B, N + times * levels, D]."""
-        x = self.fc(torch.cat((ahead, features), -1))
+        x = self.fc(torch.cat((next_embeds, features), -1))
         if levels:
             level = torch.arange(levels, device=x.device).clamp_(max=self.config.queries - 1)
             queries = self.queries[level].repeat(times, 1).expand(len(x), -1, -1)
             x = torch.cat((x, queries.to(x.dtype)), 1)
         return x if hints is None else x + self.hint(hints)
 
-    def ask(self, features: Tensor) -> Tensor:
+    def level_query(self, features: Tensor) -> Tensor:
         """[..., D] -> [..., turn]."""
         return self.down(features)
 
-    def tell(self, before: Tensor) -> Tensor:
+    def prev_code(self, before: Tensor) -> Tensor:
         """[..., D] -> [..., turn]."""
         return self.before(before)
 
-    def turn(self, features: Tensor, asked: Tensor, told: Tensor) -> Tensor:
+    def combine(self, features: Tensor, level_query: Tensor, prev_code: Tensor) -> Tensor:
         """What a query said, turned by the code drafted just before it."""
-        return features + self.up(F.silu(asked + told))
+        return features + self.up(F.silu(level_query + prev_code))
 
-    def teach(
+    def forward_sequence(
         self,
-        ahead: Tensor,
+        next_embeds: Tensor,
         features: Tensor,
         anchors: Tensor,
         levels: int,
         start: Tensor | None = None,
         hints: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """ahead [B, S, D], features [B, S, D], anchors [B or 1, A] slots to draft from -> features one ahead.
+        """next_embeds [B, S, D], features [B, S, D], anchors [B or 1, A] slots to draft from -> features one position ahead.
 
         [B, S, D] of the first level, and [B, A, levels, D] of more: each query sees the slots up to its
         anchor and the queries between. Rows begin at start [B]; None: at slot 0. hints [B, S + A * levels, D].
         """
-        count, times = ahead.shape[1], anchors.shape[1]
-        x = self.inputs(ahead, features, levels, times, hints)
-        out = self.decoder.teach(x, *_lesson(count, anchors, levels, start))
+        count, times = next_embeds.shape[1], anchors.shape[1]
+        x = self.inputs(next_embeds, features, levels, times, hints)
+        out = self.decoder.forward_sequence(x, *_lesson(count, anchors, levels, start))
         return out[:, :count], out[:, count:].unflatten(1, (times, levels))
 
 

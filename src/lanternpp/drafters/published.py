@@ -40,8 +40,8 @@ class PublishedDrafter(EagleDrafter):
 
     about = "config.json and pytorch_model.bin as EAGLE's code writes them"
 
-    def __init__(self, config: EagleConfig, turns: Tensor):
-        super().__init__(config, turns)
+    def __init__(self, config: EagleConfig, rotary_table: Tensor):
+        super().__init__(config, rotary_table)
         self.entry = nn.Parameter(torch.zeros(1, config.decoder.dim))
 
     @classmethod
@@ -55,7 +55,7 @@ class PublishedDrafter(EagleDrafter):
         config = shape_of(source, target)
         check_fit(source, config.decoder.dim, target)
         with blank(source.path):
-            drafter = cls(config, target.decoder.turns)
+            drafter = cls(config, target.decoder.rotary_table)
         shape, paired = drafter.decoder.config, source.config.get("input_type") in PAIRED
         rules = [
             *llama_rules(shape, r"layers\.(\d+)", r"decoder.blocks.\1", paired, norm_rows(source)),
@@ -70,14 +70,14 @@ class PublishedDrafter(EagleDrafter):
 
     def check(self, target: Target, source: Source) -> None:
         """InputError where code 0 looks otherwise to the target: the drafter's embedding is a copy of its own."""
-        zero = torch.zeros(1, 1, dtype=torch.int64, device=target.decoder.turns.device)
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=target.decoder.rotary_table.device)
         theirs = target.embed(zero)[0].detach().to("cpu", torch.float32)
         if F.cosine_similarity(self.entry.detach().cpu().float(), theirs).item() < ALIKE:
             raise InputError(
                 f"drafter {source.path} was trained for another target: its embeddings are not this target's"
             )
 
-    def sees(self, prompt: Tensor) -> Tensor:
+    def prompt_inputs(self, prompt: Tensor) -> Tensor:
         """prompt [R, T - 1, D] -> as many times entry 0."""
         return self.entry.to(prompt.dtype).expand_as(prompt)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from lanternpp.engine.decode import Engine, Harvest
+from lanternpp.engine.decode import Engine, FinishedSample
 
 
 class ContinuousBatch:
@@ -15,14 +15,14 @@ class ContinuousBatch:
         self.running: dict[int, int] = {}  # slot -> index of its request
         self.counts = engine.decided()
 
-    def refill(self) -> Iterator[tuple[int, Harvest] | None]:
+    def refill(self) -> Iterator[tuple[int, FinishedSample] | None]:
         """Take out what is finished, as (index of its request, sample), and admit what is next, slot by slot.
 
         Yields None after each admission.
         """
         for slot in [slot for slot, count in enumerate(self.counts) if count >= self.engine.target.length]:
             if slot in self.running:
-                yield self.running.pop(slot), self.engine.harvest(slot)
+                yield self.running.pop(slot), self.engine.collect(slot)
             following = next(self._requests, None)
             if following is not None:
                 self.running[slot], (condition, seed) = following
@@ -35,7 +35,7 @@ class ContinuousBatch:
         self.engine.step()
         self.counts = self.engine.decided()
 
-    def run(self) -> Iterator[tuple[int, Harvest] | None]:
+    def run(self) -> Iterator[tuple[int, FinishedSample] | None]:
         """Every sample as `refill` gives it, until all are finished; None after each admission and each step."""
         while True:
             yield from self.refill()
@@ -50,7 +50,7 @@ def drawing(
     conditions: Sequence[str | None],
     seeds: Sequence[int],
     progress: Callable[[int, int], None] | None = None,
-) -> Iterator[tuple[int, Harvest]]:
+) -> Iterator[tuple[int, FinishedSample]]:
     """Draw one sample per condition and seed, `engine.batch` at a time: (place in the list, sample), as they finish.
 
     progress is called with (decided codes, all codes) after every admission and every step. Raises RuntimeError where the
@@ -80,7 +80,7 @@ def generate(
     conditions: Sequence[str | None],
     seeds: Sequence[int],
     progress: Callable[[int, int], None] | None = None,
-) -> list[Harvest]:
+) -> list[FinishedSample]:
     """Draw one sample per condition and seed, in order; as `drawing`."""
     drawn = dict(drawing(engine, conditions, seeds, progress))
     return [drawn[i] for i in range(len(conditions))]

@@ -13,7 +13,7 @@ The output follows p, and no other rule for a single path keeps more of it. A gu
 however many guesses stand behind it, so a draft decides 1 + sum E[w_i] codes.
 
 It holds for guesses that were each drawn for this pass, from a q_i that no later guess had a part in. A relaxed rule
-replaces p by the law that it has for a single guess (`Acceptance.law`), and the output follows that law exactly.
+replaces p by the law that it has for a single guess (`Acceptance.output_law`), and the output follows that law exactly.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def verify_block(
     q, law = draft.probs.where(there, 0), p
     if not rule.lossless:
         permitted = q.where(logits > float("-inf"), 0)  # what the format forbids is never relaxed
-        law = rule.laws(p, permitted, draft.tree.depth, p.shape[1] - 1)
+        law = rule.output_laws(p, permitted, draft.tree.depth, p.shape[1] - 1)
     behind, left = stops(law, q, draft.codes)
     last = (noise.fine(Noise.ACCEPT, 1) >= behind).sum(1)
     batch = torch.arange(len(last), device=last.device)

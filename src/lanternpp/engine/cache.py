@@ -16,7 +16,7 @@ class Cache:
     """Keys and values of R rows in S slots, and how many slots of each row are decided."""
 
     def __init__(self, config: DecoderConfig, rows: int, slots: int, like: Tensor):
-        shape = (config.layers, 2, rows, config.groups, slots, config.head_dim)
+        shape = (config.layers, 2, rows, config.num_kv_heads, slots, config.head_dim)
         self.kv = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self.start = torch.zeros(rows, dtype=torch.int64, device=like.device)
         self.used = torch.zeros(rows, dtype=torch.int64, device=like.device)
@@ -98,8 +98,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """`attention`, one product after the other."""
-    count, groups = q.shape[2], k.shape[1]
-    q = (q * q.shape[-1] ** -0.5).unflatten(1, (groups, -1)).flatten(2, 3)  # [R, Hkv, H / Hkv * N, d]
+    count, kv_heads = q.shape[2], k.shape[1]
+    q = (q * q.shape[-1] ** -0.5).unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [R, Hkv, H / Hkv * N, d]
     scores = (q @ k.transpose(-1, -2)).unflatten(2, (-1, count)) + mask[:, :, None]
     y = scores.softmax(-1).flatten(2, 3) @ v
     return y.unflatten(2, (-1, count)).flatten(1, 2)

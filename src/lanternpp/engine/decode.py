@@ -20,11 +20,11 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import Verifier
 from lanternpp.engine.verify import verify
 from lanternpp.targets.base import Target
-from lanternpp.types import Admission, Draft, Look, Prompt, Tree, Verdict
+from lanternpp.types import Admission, Draft, Prompt, TargetOutput, Tree, Verdict
 
 
 @dataclass(frozen=True)
-class Harvest:
+class FinishedSample:
     """One finished sample."""
 
     slot: int  # of the engine, where it was
@@ -63,9 +63,9 @@ class Engine:
         )  # decided codes; all: an idle slot
         self.passes = torch.zeros_like(self.count)
         self.accepted = torch.zeros_like(self.codes)
-        self.spent = torch.zeros(batch, device=like.device)
-        self.noise = Noise(seed=torch.zeros_like(self.count), turn=self.passes)
-        self._ahead = torch.arange(proposer.depth + 1, device=like.device)
+        self.tv_cost = torch.zeros(batch, device=like.device)
+        self.noise = Noise(seed=torch.zeros_like(self.count), step=self.passes)
+        self._offsets = torch.arange(proposer.depth + 1, device=like.device)
         proposer.open(target, sampling, guidance, batch)
 
     @torch.inference_mode()
@@ -83,11 +83,11 @@ class Engine:
         embeds = prompt.embeds.to(self.cache.kv.dtype)
         features = self.target(embeds, memory.nodes(), memory)
         self.noise.seed[slot] = seed
-        self.spent[slot] = 0
+        self.tv_cost[slot] = 0
         self.passes[slot] = 0
         logits = self.guidance.merge(self.target.head(features[:, -1:]))
         logits = self.target.constrain(logits, torch.zeros(1, 1, dtype=torch.int64, device=device))
-        noise = Noise(self.noise.seed[slot : slot + 1], self.noise.turn[slot : slot + 1])
+        noise = Noise(self.noise.seed[slot : slot + 1], self.noise.step[slot : slot + 1])
         root = self.sampling.draw(self.sampling.probs(logits[:, 0]), noise)
         self.codes[slot, 0] = root[0]
         self.count[slot] = self.passes[slot] = self.accepted[slot, 0] = 1
@@ -101,14 +101,14 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Draft, run the target over the whole draft in one pass, keep a path."""
-        rows, noise = self.guidance.rows, self.noise.ahead(self.proposer.depth)
+        rows, noise = self.guidance.rows, self.noise.precomputed(self.proposer.depth)
         self._enter("draft")
         draft = self.proposer.propose(noise)
         self._enter("pass")
         features, logits = self._target_forward(draft)
         self._enter("verify")
         verdict = self._verify(draft, logits, noise)
-        output = Look(draft, features, logits, verdict)
+        output = TargetOutput(draft, features, logits, verdict)
         self._enter("observe")
         for observer in self.observers:
             observer.verified(output, self.count)
@@ -150,11 +150,11 @@ class Engine:
         """Give up the sample at `slot`, which is idle from now on."""
         self.count[slot] = self.target.length
 
-    def harvest(self, slot: int) -> Harvest:
+    def collect(self, slot: int) -> FinishedSample:
         """The codes of a finished sample."""
         accepted = self.accepted[slot, : int(self.passes[slot])].tolist()
-        spent = 0.0 if self.rule.lossless else float(self.spent[slot]) if self.measure else None
-        return Harvest(slot, self.codes[slot, : self.target.length].clone(), accepted, spent)
+        spent = 0.0 if self.rule.lossless else float(self.tv_cost[slot]) if self.measure else None
+        return FinishedSample(slot, self.codes[slot, : self.target.length].clone(), accepted, spent)
 
     def _index(self, tree: Tree) -> Tensor:
         """Which code of the image the logits at each node decide, [B, N]."""
@@ -162,10 +162,10 @@ class Engine:
 
     def _append(self, verdict: Verdict) -> None:
         """Write what was decided behind what was; a finished sample's overflow falls into the margin."""
-        where = self.count[:, None] + self._ahead
-        self.codes.scatter_(1, where, verdict.ahead)
+        where = self.count[:, None] + self._offsets
+        self.codes.scatter_(1, where, verdict.next_codes)
         self.accepted.scatter_(1, self.passes[:, None], verdict.kept[:, None])
-        if verdict.spent is not None:
-            self.spent += (verdict.spent * (self._ahead < verdict.kept[:, None])).sum(1)
+        if verdict.tv_cost is not None:
+            self.tv_cost += (verdict.tv_cost * (self._offsets < verdict.kept[:, None])).sum(1)
         self.passes += verdict.kept > 0
         self.count += verdict.kept

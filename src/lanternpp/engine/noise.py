@@ -34,7 +34,7 @@ class Noise:
     """The noise of B samples at their present turns."""
 
     seed: Tensor  # [B] int64
-    turn: Tensor  # [B] int64
+    step: Tensor  # [B] int64
 
     ACCEPT: ClassVar[int] = 1
     BONUS: ClassVar[int] = 2
@@ -53,7 +53,7 @@ class Noise:
         """Uniform float64 in (0, 1) of 46 random bits, [B, *shape]: for draws from many improbable codes."""
         return _joined(self.uniform(purpose, *shape, 2))
 
-    def ahead(self, levels: int) -> Noise:
+    def precomputed(self, levels: int) -> Noise:
         """This noise at its present turn, some numbers of every purpose up to a draft's last level made at once.
 
         Small operations are all start and no work, so that costs as much as one number; a large batch, where
@@ -63,8 +63,8 @@ class Noise:
         count = min(64, READY // (len(self.seed) * len(purpose)))
         if not count:
             return self
-        ready = _joined(self._uniform(purpose, 2 * count).view(-1, len(purpose), count, 2))
-        return Ahead(self.seed, self.turn, ready)
+        numbers = _joined(self._uniform(purpose, 2 * count).view(-1, len(purpose), count, 2))
+        return PrecomputedNoise(self.seed, self.step, numbers)
 
     def _uniform(self, purpose: Tensor, count: int) -> Tensor:
         """Uniform float32 in (0, 1) of purposes [P], [B, P, count]."""
@@ -79,29 +79,29 @@ class Noise:
 
     def _keys(self, purpose: Tensor) -> tuple[Tensor, Tensor]:
         """Two 32-bit keys per sample and purpose, [B, P] each."""
-        seed, turn = self.seed[:, None], self.turn[:, None].to(torch.int32)
+        seed, step = self.seed[:, None], self.step[:, None].to(torch.int32)
         low, high = seed.to(torch.int32), (seed >> 32).to(torch.int32)
         first = _mix(low + (purpose + 1) * _signed(_GOLDEN))
-        first = _mix(first ^ _mix(turn + high * _signed(_MIX_A)))
-        second = _mix(turn + (purpose + 1) * _signed(_MIX_A))
+        first = _mix(first ^ _mix(step + high * _signed(_MIX_A)))
+        second = _mix(step + (purpose + 1) * _signed(_MIX_A))
         return first, _mix(second ^ _mix(high + low * _signed(_MIX_B)))
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead(Noise):
+class PrecomputedNoise(Noise):
     """Noise of which some was made before it was asked for; the numbers are the same."""
 
-    ready: Tensor  # [B, purposes, count] float64
+    numbers: Tensor  # [B, purposes, count] float64
 
     def fine(self, purpose: int, *shape: int) -> Tensor:
-        """As of any noise; from what is ready where there is enough."""
+        """As of any noise; from the precomputed numbers where there is enough."""
         count = 1
         for n in shape:
             count *= n
         place = purpose - self.ACCEPT
-        if 0 <= place < self.ready.shape[1] and count <= self.ready.shape[2]:
-            return self.ready[:, place, :count].view(len(self.seed), *shape)
-        return Noise(self.seed, self.turn).fine(purpose, *shape)
+        if 0 <= place < self.numbers.shape[1] and count <= self.numbers.shape[2]:
+            return self.numbers[:, place, :count].view(len(self.seed), *shape)
+        return Noise(self.seed, self.step).fine(purpose, *shape)
 
 
 def _joined(pairs: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lanternpp.types import Admission, Look
+from lanternpp.types import Admission, TargetOutput
 
 Phase = Literal["draft", "pass", "verify", "observe", "rest"]
 
@@ -21,7 +21,7 @@ class Observer:
     def admitted(self, new: Admission) -> None:
         """A sample has entered, and its first code is decided."""
 
-    def verified(self, output: Look, count: Tensor) -> None:
+    def verified(self, output: TargetOutput, count: Tensor) -> None:
         """A draft is verified and nothing of it is committed yet; count [B] codes are decided so far."""
 
 
@@ -43,7 +43,7 @@ class AcceptanceByRank(Observer):
     def __init__(self, length: int):
         self.length = length  # codes of an image
 
-    def verified(self, output: Look, count: Tensor) -> None:
+    def verified(self, output: TargetOutput, count: Tensor) -> None:
         """Count the children along every kept path."""
         verdict, table = output.verdict, output.draft.tree.children
         above, below = verdict.path[:, :-1], verdict.path[:, 1:, None]

@@ -14,7 +14,7 @@ from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.targets.base import Target
 from lanternpp.trees.base import TreeBuilder
-from lanternpp.types import Admission, Draft, Look
+from lanternpp.types import Admission, Draft, TargetOutput
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Proposer(ABC):
     def propose(self, noise: Noise) -> Draft:
         """A draft for every sample."""
 
-    def observe(self, look: Look) -> None:
+    def observe(self, output: TargetOutput) -> None:
         """Learn what was decided."""
-        self.root.copy_(look.verdict.bonus)
-        self.count += look.verdict.kept
+        self.root.copy_(output.verdict.bonus)
+        self.count += output.verdict.kept

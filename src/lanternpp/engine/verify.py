@@ -60,7 +60,7 @@ def verify(
             if hasty and not tried.any():
                 continue
             permitted = logits[batch, node, code] > float("-inf")  # what the format forbids is never relaxed
-            relaxed = here.bent(left, drawn, code).where(permitted[:, None], left)
+            relaxed = here.relax_with_draft(left, drawn, code).where(permitted[:, None], left)
             good = tried & sampling.accepts(relaxed, chance, code, u[:, level, rank])
             if measure:
                 spent[level] += tried * _cost(sampling, here, left, drawn, code, good)
@@ -99,7 +99,7 @@ def _verify_chain(
     tried = (draft.tree.children[:, :-1, 0] >= 0).flatten() & (chance > 0)
     rules = [rule.at(level) for level in range(depth)]
     same = all(other is rules[0] for other in rules)
-    relaxed = rules[0].bent(here, q.flatten(0, 1), code) if same else _each(rules, p, q, codes)
+    relaxed = rules[0].relax_with_draft(here, q.flatten(0, 1), code) if same else _each(rules, p, q, codes)
     if relaxed is not here:
         permitted = logits[:, :-1].gather(-1, pick).flatten() > float("-inf")
         relaxed = relaxed.where(permitted[:, None], here)
@@ -123,7 +123,9 @@ def _verify_chain(
 
 def _each(rules: Sequence[Acceptance], p: Tensor, q: Tensor, codes: Tensor) -> Tensor:
     """What p [B, N, V] becomes where every level's code [B, N - 1] has a rule of its own, [B * (N - 1), V]."""
-    bent = [rule.bent(p[:, level], q[:, level], codes[:, level]) for level, rule in enumerate(rules)]
+    bent = [
+        rule.relax_with_draft(p[:, level], q[:, level], codes[:, level]) for level, rule in enumerate(rules)
+    ]
     return torch.stack(bent, 1).flatten(0, 1)
 
 

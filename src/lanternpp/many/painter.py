@@ -48,7 +48,7 @@ class Painter:
         given = {"batch_size": BATCH, **options.overrides}
         self.settings = settings or self.pipe.settings(options.method, **given)
         self.engine = self.pipe.new_engine(self.settings)
-        told = self.pipe.told(self.settings)
+        told = self.pipe.describe(self.settings)
         why, length = self.pipe.chosen(options.method).why, self.pipe.target.length
         self.facts = Facts(self.settings.method, self.pipe.name, told, versions(), length, auto=why)
 
@@ -61,7 +61,7 @@ class Painter:
     def check(self, prompts: Sequence[str]) -> tuple[list[Refusal], list[str]]:
         """The prompts that the target cannot follow, and its warnings of the others, each once."""
         refused = []
-        self.pipe.target.expect(min(len(prompts), KEPT))
+        self.pipe.target.cache_prompts(min(len(prompts), KEPT))
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for prompt in prompts:

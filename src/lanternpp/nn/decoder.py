@@ -47,14 +47,14 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.dim // self.heads)
-        if self.heads % self.groups or self.head_dim < 2 or self.head_dim % 2:
+        if self.heads % self.num_kv_heads or self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(
-                f"{self.heads} heads over {self.groups} of keys, {self.head_dim} channels each: heads come in whole "
+                f"{self.heads} heads over {self.num_kv_heads} of keys, {self.head_dim} channels each: heads come in whole "
                 "groups, and their channels in pairs"
             )
 
     @property
-    def groups(self) -> int:
+    def num_kv_heads(self) -> int:
         """Heads of keys and values."""
         return self.kv_heads or self.heads
 
@@ -92,35 +92,37 @@ class Block(nn.Module):
 
     def __init__(self, config: DecoderConfig, first: bool = False):
         super().__init__()
-        self.heads, self.groups, self.head_dim = config.heads, config.groups, config.head_dim
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.num_kv_heads, config.head_dim
         self.dropout, self.after = config.dropout, config.norm_after
-        width = (self.heads + 2 * self.groups) * self.head_dim
+        width = (self.heads + 2 * self.kv_heads) * self.head_dim
         self.attention_norm: nn.Module
         if first and not config.first_norm:
             self.attention_norm = nn.Identity()
         else:
             self.attention_norm = Norm(config.dim, config.norm_eps)
         self.wqkv = nn.Linear(config.dim, width, bias=config.attention_bias)
-        self.qk_norm = HeadNorm(self.heads + self.groups, self.head_dim) if config.qk_norm else nn.Identity()
+        self.qk_norm = (
+            HeadNorm(self.heads + self.kv_heads, self.head_dim) if config.qk_norm else nn.Identity()
+        )
         self.wo = nn.Linear(self.heads * self.head_dim, config.dim, bias=config.attention_bias)
         self.ffn_norm = Norm(config.dim, config.norm_eps)
         self.w13 = nn.Linear(config.dim, 2 * config.hidden, bias=config.ffn_bias)
         self.w2 = nn.Linear(config.hidden, config.dim, bias=config.ffn_bias)
 
-    def forward(self, x: Tensor, turn: Tensor, attend: Attend) -> Tensor:
-        """x [R, N, D], turn [R, N, 2, 1, d] -> [R, N, D]."""
+    def forward(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
+        """x [R, N, D], rotation [R, N, 2, 1, d] -> [R, N, D]."""
         if self.after:
-            x = x + self._drop(self.attention_norm(self._mix(x, turn, attend)))
+            x = x + self._drop(self.attention_norm(self._mix(x, rotation, attend)))
             return x + self._drop(self.ffn_norm(self._feed(x)))
-        x = x + self._drop(self._mix(self.attention_norm(x), turn, attend))
+        x = x + self._drop(self._mix(self.attention_norm(x), rotation, attend))
         return x + self._drop(self._feed(self.ffn_norm(x)))
 
-    def _mix(self, x: Tensor, turn: Tensor, attend: Attend) -> Tensor:
+    def _mix(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
         rows, count, _ = x.shape
         qkv = self.wqkv(x).view(rows, count, -1, self.head_dim)
-        turning = self.heads + self.groups
-        qk = rotate(self.qk_norm(qkv[:, :, :turning]), turn)
-        y = attend(qk[:, :, : self.heads], qk[:, :, self.heads :], qkv[:, :, turning:])
+        rotated = self.heads + self.kv_heads
+        qk = rotate(self.qk_norm(qkv[:, :, :rotated]), rotation)
+        y = attend(qk[:, :, : self.heads], qk[:, :, self.heads :], qkv[:, :, rotated:])
         return self.wo(y.reshape(rows, count, -1))
 
     def _feed(self, x: Tensor) -> Tensor:
@@ -134,41 +136,45 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A stack of blocks over a table of rotations, with or without a cache."""
 
-    turns: Tensor
+    rotary_table: Tensor
 
-    def __init__(self, config: DecoderConfig, turns: Tensor):
+    def __init__(self, config: DecoderConfig, rotary_table: Tensor):
         super().__init__()
-        if turns.shape[-1] != config.head_dim:
+        if rotary_table.shape[-1] != config.head_dim:
             raise ValueError(
-                f"heads of {config.head_dim} channels where the rotations have {turns.shape[-1]}; a drafter's are its "
+                f"heads of {config.head_dim} channels where the rotations have {rotary_table.shape[-1]}; a drafter's are its "
                 "target's, and on a grid they come in fours"
             )
         self.config = config
         self.blocks = nn.ModuleList(Block(config, first=i == 0) for i in range(config.layers))
         self.norm = Norm(config.dim, config.norm_eps) if config.final_norm else nn.Identity()
-        self.register_buffer("turns", turns, persistent=False)  # [positions, 2, d]
+        self.register_buffer("rotary_table", rotary_table, persistent=False)  # [positions, 2, d]
 
     def forward(self, x: Tensor, nodes: Nodes, memory: Memory) -> Tensor:
         """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to `memory`."""
-        turn = self.turns[nodes.position.clamp(max=self.turns.shape[0] - 1)][:, :, :, None].to(x.dtype)
+        rotation = self.rotary_table[nodes.position.clamp(max=self.rotary_table.shape[0] - 1)][
+            :, :, :, None
+        ].to(x.dtype)
         mask = torch.zeros_like(nodes.mask, dtype=x.dtype).masked_fill_(~nodes.mask, float("-inf"))
         for layer, block in enumerate(self.blocks):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
                 return memory.attend(layer, nodes, mask, q, k, v)
 
-            x = block(x, turn, attend)
+            x = block(x, rotation, attend)
         return self.norm(x)
 
-    def teach(self, x: Tensor, positions: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
+    def forward_sequence(
+        self, x: Tensor, positions: Tensor | None = None, seen: Tensor | None = None
+    ) -> Tensor:
         """x [B, T, D] -> features [B, T, D], without a cache.
 
         At positions 0..T-1 or positions [b, T]; causal, or where seen [b, 1, T, T] is what each may see; b is B or 1.
         """
         if positions is None:
-            turns = self.turns[None, : x.shape[1]]
+            rotations = self.rotary_table[None, : x.shape[1]]
         else:
-            turns = self.turns[positions.clamp(max=self.turns.shape[0] - 1)]
+            rotations = self.rotary_table[positions.clamp(max=self.rotary_table.shape[0] - 1)]
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -176,7 +182,7 @@ class Decoder(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=gqa)
             return y.transpose(1, 2)
 
-        turn = turns[:, :, :, None].to(x.dtype)
+        rotation = rotations[:, :, :, None].to(x.dtype)
         for block in self.blocks:
-            x = block(x, turn, attend)
+            x = block(x, rotation, attend)
         return self.norm(x)

@@ -103,7 +103,7 @@ def llama_rules(
     paired: rotary pairs are neighbouring channels there, not half against half. norm_rows: how many rows the
     checkpoint's norms of queries and of keys have, each for as many neighbouring heads; default: one a head.
     """
-    queries, keys, half = shape.heads * shape.head_dim, shape.groups * shape.head_dim, shape.hidden
+    queries, keys, half = shape.heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.hidden
     change = f"halves:{shape.head_dim}" if paired else None
     turned, every, what = queries + keys, queries + 2 * keys, r"\.(weight|bias)"
     wqkv, w13 = rf"{block}.wqkv.\2", rf"{block}.w13.\2"
@@ -112,7 +112,7 @@ def llama_rules(
         Rename(rf"{layer}\.self_attn\.k_proj{what}", wqkv, part=(queries, turned), change=change),
         Rename(rf"{layer}\.self_attn\.v_proj{what}", wqkv, part=(turned, every)),
         Rename(rf"{layer}\.self_attn\.o_proj{what}", rf"{block}.wo.\2"),
-        *_norms(shape, layer, block, norm_rows or (shape.heads, shape.groups)),
+        *_norms(shape, layer, block, norm_rows or (shape.heads, shape.num_kv_heads)),
         Rename(rf"{layer}\.mlp\.gate_proj{what}", w13, part=(0, half)),
         Rename(rf"{layer}\.mlp\.up_proj{what}", w13, part=(half, 2 * half)),
         Rename(rf"{layer}\.mlp\.down_proj{what}", rf"{block}.w2.\2"),
@@ -123,7 +123,7 @@ def llama_rules(
 
 def _norms(shape: DecoderConfig, layer: str, block: str, rows: tuple[int, int]) -> list[Rename]:
     """The norms of queries and keys, a row for every head."""
-    both, norms = (shape.heads, shape.groups), []
+    both, norms = (shape.heads, shape.num_kv_heads), []
     for name, heads, first, given in zip("qk", both, (0, shape.heads), rows, strict=True):
         norms.append(
             Rename(

@@ -41,6 +41,6 @@ def angle_table(angle: Tensor) -> Tensor:
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
 
 
-def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """x [R, N, H, d] turned by the rows `turn` [R, N, 2, 1, d] of a table."""
-    return torch.addcmul(x * turn[:, :, 0], x.roll(x.shape[-1] // 2, -1), turn[:, :, 1])
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """x [R, N, H, d] turned by the rows `rotation` [R, N, 2, 1, d] of a table."""
+    return torch.addcmul(x * rotation[:, :, 0], x.roll(x.shape[-1] // 2, -1), rotation[:, :, 1])

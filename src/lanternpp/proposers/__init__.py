@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from lanternpp.proposers.independent import Independent
 from lanternpp.proposers.jacobi import Jacobi
-from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 
 PROPOSERS = {
-    "nothing": Nothing,
+    "nothing": NoDraft,
     "tree": TreeProposer,
     "parallel": Parallel,
     "independent": Independent,

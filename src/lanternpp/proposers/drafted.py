@@ -18,7 +18,7 @@ from lanternpp.nn.decoder import Memory
 from lanternpp.registry import imported
 from lanternpp.targets.base import Target
 from lanternpp.trees.base import Extend, TreeBuilder
-from lanternpp.types import Draft, Frontier, Look, Nodes
+from lanternpp.types import Draft, Frontier, Nodes, TargetOutput
 
 
 class OnTree(Proposer):
@@ -69,7 +69,7 @@ class Drafted(OnTree):
         """The most slots of the drafter's cache that a prompt takes."""
 
     @abstractmethod
-    def look(self, codes: Tensor, below: Tensor, nodes: Nodes, memory: Memory) -> Tensor:
+    def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, memory: Memory) -> Tensor:
         """A pass over codes [B, N], given the features [R, N, D] at their parents -> features [R, N, D]."""
 
     @abstractmethod
@@ -96,14 +96,14 @@ class Drafted(OnTree):
         q = self._probs(self.features[:, :1], torch.zeros_like(self.root[:, None]))[:, 0]
         return self.grow(q, self._extend, noise)
 
-    def observe(self, look: Look) -> None:
+    def observe(self, output: TargetOutput) -> None:
         """Run the drafter over what was decided, with the target's own features."""
-        super().observe(look)
+        super().observe(output)
         rows = self.guidance.rows
-        path, kept = rows(look.verdict.path), rows(look.verdict.kept)
-        features = look.features.gather(1, path[..., None].expand(-1, -1, look.features.shape[-1]))
+        path, kept = rows(output.verdict.path), rows(output.verdict.kept)
+        features = output.features.gather(1, path[..., None].expand(-1, -1, output.features.shape[-1]))
         nodes = self.cache.nodes(self._kept_depth, self._kept_mask)
-        out = self.look(look.verdict.ahead, features, nodes, self.cache)
+        out = self.drafter_forward(output.verdict.next_codes, features, nodes, self.cache)
         self.features[:, 0] = out[self._row, (kept - 1).clamp(min=0)]
         self.cache.used += kept
 
@@ -113,7 +113,7 @@ class Drafted(OnTree):
         node, parent = rows(at.node), rows(at.parent)
         nodes = self.cache.nodes(rows(at.depth) - 1, rows(at.mask), node)
         below = self.features[self._row[:, None], parent]
-        out = self.look(at.codes, below, nodes, self.cache)
+        out = self.drafter_forward(at.codes, below, nodes, self.cache)
         self.features[self._row[:, None], node] = out
         return self._probs(out, at.depth)
 

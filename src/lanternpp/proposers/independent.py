@@ -29,7 +29,7 @@ class Independent(Drafted):
         """The drafter's own prompt."""
         return self.drafter.slots
 
-    def look(self, codes: Tensor, below: Tensor, nodes: Nodes, memory: Memory) -> Tensor:
+    def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, memory: Memory) -> Tensor:
         """It needs the codes alone."""
         return self.drafter(self.guidance.rows(self.drafter.embed(codes)), nodes, memory)
 

@@ -21,7 +21,7 @@ from lanternpp.engine.sampling import Sampling, draw
 from lanternpp.errors import InputError
 from lanternpp.targets.base import Target
 from lanternpp.trees.chain import chain_tree
-from lanternpp.types import Admission, Draft, Look
+from lanternpp.types import Admission, Draft, TargetOutput
 
 GUESS, KEEP, PLACE = 8, 9, 10  # purposes of noise: a guess drawn, a guess kept, a guess of a place
 MOST = 256
@@ -72,7 +72,7 @@ class Jacobi(Proposer):
         dtype = like.dtype if like.element_size() == 8 else torch.float32
         self.width = target.width
         self._tree = chain_tree(batch, window, like.device)
-        self._ahead = torch.arange(window, device=like.device)
+        self._offsets = torch.arange(window, device=like.device)
         self.codes = torch.zeros(batch, window, dtype=torch.int64, device=like.device)
         self.q = torch.zeros(batch, self.size, vocab, dtype=dtype, device=like.device)  # of a node's child
         self.p = torch.full_like(self.q[:, :window], 1 / vocab)  # the newest; past its end: the last
@@ -91,26 +91,26 @@ class Jacobi(Proposer):
 
     def propose(self, noise: Noise) -> Draft:
         """Bring every guess in line with the newest p of its place."""
-        seen = (self._ahead < self.seen[:, None])[..., None]  # [B, W, 1]
+        seen = (self._offsets < self.seen[:, None])[..., None]  # [B, W, 1]
         wanted = self.p.where(seen, self._fresh())
         self.codes.copy_(self._guess(wanted, noise))
         self.q[:, : self.window] = wanted
         return Draft(self._tree, torch.cat((self.root[:, None], self.codes), 1), self.q)
 
-    def observe(self, look: Look) -> None:
+    def observe(self, output: TargetOutput) -> None:
         """Slide the window behind what was decided."""
-        probs, kept, window = self.sampling.probs(look.logits), look.verdict.kept, self.window
+        probs, kept, window = self.sampling.probs(output.logits), output.verdict.kept, self.window
         if self.rows:
             place = (self.count[:, None] + torch.arange(self.size, device=kept.device)) % self.rows
             self.above.scatter_(1, place[..., None].expand_as(probs), probs)
-        source = kept[:, None] + self._ahead  # [B, W] node whose p a guess follows; guess + 1 is its node
+        source = kept[:, None] + self._offsets  # [B, W] node whose p a guess follows; guess + 1 is its node
         old = source.clamp(max=window - 1)
         self.codes.copy_(self.codes.gather(1, old))
         self.q[:, :window] = self.q.gather(1, _each(old, self.q))
         self.p.copy_(probs.gather(1, _each(source.clamp(max=window), probs)))
         self.seen.copy_(self.size - kept)
         self.held.copy_(window - kept)
-        super().observe(look)
+        super().observe(output)
 
     def _fresh(self) -> Tensor:
         """What guesses at places without a p are drawn from, [B, W, V]."""
@@ -118,7 +118,7 @@ class Jacobi(Proposer):
             return torch.full_like(self.p, 1 / self.p.shape[-1])
         if self.fresh == "last":
             return self.p
-        place = self.count[:, None] + self._ahead
+        place = self.count[:, None] + self._offsets
         above = place - self.width
         known = (above >= 1) & (above < (self.count + self.seen)[:, None]) & (self.seen > 0)[:, None]
         if self.fresh == "mixed":
@@ -132,7 +132,7 @@ class Jacobi(Proposer):
         if self.sampling.greedy:
             return wanted.argmax(-1)
         if self.coupling == "gumbel":
-            place = self.count[:, None] + self._ahead
+            place = self.count[:, None] + self._offsets
             seed = noise.seed[:, None].expand_as(place)
             race = Noise(seed.flatten(), place.flatten()).exponential(PLACE, wanted.shape[-1])
             return (wanted / race.view(wanted.shape)).argmax(-1)
@@ -140,7 +140,7 @@ class Jacobi(Proposer):
         if self.coupling == "none":
             return draw(wanted, anew)[..., 0]
         q, codes = self.q[:, : self.window], self.codes[..., None]
-        held = (self._ahead < self.held[:, None])[..., None]
+        held = (self._offsets < self.held[:, None])[..., None]
         u = noise.fine(KEEP, self.window)[..., None]
         keep = held & (u * q.gather(-1, codes) < wanted.gather(-1, codes))
         rest = (wanted - q).clamp_(min=0)

@@ -14,7 +14,7 @@ from lanternpp.types import Admission, Nodes
 class TreeProposer(Drafted):
     """Feeds the drafter the target's features where they are known and its own where they are not.
 
-    The drafter's input at a position pairs the target's feature there with the code one ahead, so its
+    The drafter's input at a position pairs the target's feature there with the code one position ahead, so its
     cache runs one position behind the target's.
     """
 
@@ -26,7 +26,7 @@ class TreeProposer(Drafted):
         """The target's prompt, whose first slot gives way to the root."""
         return self.target.slots
 
-    def look(self, codes: Tensor, below: Tensor, nodes: Nodes, memory: Memory) -> Tensor:
+    def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, memory: Memory) -> Tensor:
         """The embeddings are the target's."""
         return self.drafter(self.guidance.rows(self.target.embed(codes)), below, nodes, memory)
 
@@ -35,9 +35,11 @@ class TreeProposer(Drafted):
         return self.target.head(features)
 
     def begin(self, new: Admission) -> None:
-        """Prefill the drafter with the prompt's features, each beside the input one ahead."""
+        """Prefill the drafter with the prompt's features, each beside the input one position ahead."""
         super().begin(new)
         first = self.target.embed(new.root[:, None]).expand(len(new.rows), -1, -1)
-        ahead = torch.cat((self.drafter.sees(new.prompt.embeds[:, 1:].to(first.dtype)), first), 1)
+        next_embeds = torch.cat(
+            (self.drafter.prompt_inputs(new.prompt.embeds[:, 1:].to(first.dtype)), first), 1
+        )
         memory = self.cache.rows(new.rows, new.prompt.start, new.features.shape[1])
-        self.features[new.rows, 0] = self.drafter(ahead, new.features, memory.nodes(), memory)[:, -1]
+        self.features[new.rows, 0] = self.drafter(next_embeds, new.features, memory.nodes(), memory)[:, -1]

@@ -82,7 +82,7 @@ class Lane:
         """Hand a finished picture over."""
         ticket, before = self.seats[slot]
         with self._timed():
-            harvest = self.engine.harvest(slot)
+            harvest = self.engine.collect(slot)
             image = self.pixels(harvest.codes[None])[0]
         del self.seats[slot]
         self.steps += len(harvest.accepted)

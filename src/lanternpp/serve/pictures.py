@@ -69,7 +69,7 @@ class Previews:
 
 def png_notes(pipe: Pipeline, order: Order, drawn: Drawn) -> dict[str, str]:
     """What a PNG says of how it was made, as those of the command line do."""
-    return notes_of(order.prompt, order.seed, pipe.name, pipe.told(drawn.settings), versions())
+    return notes_of(order.prompt, order.seed, pipe.name, pipe.describe(drawn.settings), versions())
 
 
 def encode(

@@ -130,11 +130,11 @@ class Target(nn.Module, ABC):
         """What a prompt may speak of, a list for each kind of word, where that can be listed; else none."""
         return {}
 
-    def expect(self, prompts: int) -> None:
+    def cache_prompts(self, prompts: int) -> None:
         """So many prompts will be asked for again and again: keep of them what is slow to make."""
         return
 
-    def rest(self) -> None:
+    def release_encoder(self) -> None:
         """Let go of what makes prompts, where it is large; the next new prompt loads it again."""
         return
 
@@ -158,8 +158,10 @@ class Target(nn.Module, ABC):
 
     def states(self, prompt: Tensor, codes: Tensor) -> Tensor:
         """prompt [B, T, D], codes [B, length] -> features of every slot, [B, T + length - 1, D], causal."""
-        return self.decoder.teach(torch.cat((prompt, self.embed(codes[:, :-1]).to(prompt.dtype)), 1))
+        return self.decoder.forward_sequence(
+            torch.cat((prompt, self.embed(codes[:, :-1]).to(prompt.dtype)), 1)
+        )
 
-    def teach(self, prompt: Tensor, codes: Tensor) -> Tensor:
+    def forward_sequence(self, prompt: Tensor, codes: Tensor) -> Tensor:
         """prompt [B, T, D], codes [B, length] -> features [B, length, D]; feature i predicts code i."""
         return self.states(prompt, codes)[:, prompt.shape[1] - 1 :]

@@ -112,7 +112,7 @@ class ChameleonTarget(TokenTarget):
         slots = self.slots_within(config.positions, raster)
         super().__init__(
             config.shape,
-            self.turns(slots, raster, config.shape, config.base),
+            self.rotary_table(slots, raster, config.shape, config.base),
             self.tokens_of(first, codes, row_end),
             raster,
             config.tokens,

@@ -31,11 +31,11 @@ class Condition(nn.Module, ABC):
         """Where features of texts come from, for those that need them."""
         return
 
-    def expect(self, prompts: int) -> None:
+    def cache_prompts(self, prompts: int) -> None:
         """Keep what is slow to make of so many more prompts."""
         return
 
-    def rest(self) -> None:
+    def release_encoder(self) -> None:
         """Let go of what makes prompts."""
         return
 
@@ -82,12 +82,12 @@ class TextCondition(Condition):
         """Features come from `text`, which is asked when the first prompt arrives."""
         self._text[:] = [text]
 
-    def expect(self, prompts: int) -> None:
+    def cache_prompts(self, prompts: int) -> None:
         """Remember the features of so many more texts."""
         for text in self._text:
-            text.expect(prompts)
+            text.cache_texts(prompts)
 
-    def rest(self) -> None:
+    def release_encoder(self) -> None:
         """Let go of the encoder."""
         for text in self._text:
             text.release()

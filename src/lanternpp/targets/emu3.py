@@ -72,7 +72,7 @@ class Emu3Target(TokenTarget):
         slots = self.slots_within(config.positions, raster)
         super().__init__(
             config.shape,
-            self.turns(slots, raster, config.shape, config.base),
+            self.rotary_table(slots, raster, config.shape, config.base),
             self.tokens_of(first, codes, text.id(ROW_END)),
             raster,
             config.tokens,

@@ -115,8 +115,8 @@ class JanusTarget(LanguageTarget):
     def __init__(self, config: JanusConfig, text: Text, vq: VQGAN):
         raster, shape = Raster(config.grid, config.grid), config.shape
         slots = self.slots_within(config.positions, raster)
-        turns = self.turns(slots, raster, shape, config.base)
-        super().__init__(shape, turns, config.vq.codes, raster, config.tokens)
+        rotary_table = self.rotary_table(slots, raster, shape, config.base)
+        super().__init__(shape, rotary_table, config.vq.codes, raster, config.tokens)
         self.config, self.text = config, text
         self.defaults = {"cfg": 5.0}
         width = config.head_width or shape.dim

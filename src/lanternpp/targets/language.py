@@ -90,12 +90,12 @@ class LanguageTarget(Target):
     config: Any  # a dataclass
     _vq: list[Any]  # the VQ decoder; in a list: not among this module's weights
 
-    def __init__(self, shape: DecoderConfig, turns: Tensor, codes: int, raster: Raster, tokens: int):
+    def __init__(self, shape: DecoderConfig, rotary_table: Tensor, codes: int, raster: Raster, tokens: int):
         super().__init__()
         self.raster = raster
         self.codes, self.vocab = codes, codes + raster.ends
         self.width, self.length = raster.width, raster.length
-        self.decoder = Decoder(shape, turns)
+        self.decoder = Decoder(shape, rotary_table)
         self.token_table = nn.Parameter(torch.empty(tokens, shape.dim))
 
     @classmethod
@@ -137,14 +137,14 @@ class LanguageTarget(Target):
         return slots
 
     @staticmethod
-    def turns(slots: int, raster: Raster, shape: DecoderConfig, base: float) -> Tensor:
+    def rotary_table(slots: int, raster: Raster, shape: DecoderConfig, base: float) -> Tensor:
         """The rotations of every slot, [slots + length, 2, d]."""
         return line_table(slots + raster.length, shape.head_dim, base).float()
 
     @property
     def slots(self) -> int:
         """The most prompt slots T."""
-        return self.decoder.turns.shape[0] - self.length
+        return self.decoder.rotary_table.shape[0] - self.length
 
     @abstractmethod
     def conditional(self, text: str) -> list[int]:
@@ -216,8 +216,10 @@ class TokenTarget(LanguageTarget):
 
     code_tokens: Tensor  # [V] the token of every code
 
-    def __init__(self, shape: DecoderConfig, turns: Tensor, code_tokens: Tensor, raster: Raster, tokens: int):
-        super().__init__(shape, turns, len(code_tokens) - raster.ends, raster, tokens)
+    def __init__(
+        self, shape: DecoderConfig, rotary_table: Tensor, code_tokens: Tensor, raster: Raster, tokens: int
+    ):
+        super().__init__(shape, rotary_table, len(code_tokens) - raster.ends, raster, tokens)
         if int(code_tokens.max()) >= tokens:
             raise ValueError(
                 f"codes are tokens up to {int(code_tokens.max())} and the vocabulary has {tokens}"

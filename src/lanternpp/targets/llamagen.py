@@ -74,7 +74,7 @@ class LlamaGenConfig:
         )
 
 
-def turns(config: LlamaGenConfig) -> Tensor:
+def rotary_table(config: LlamaGenConfig) -> Tensor:
     """The table of rotations, whose rows of prompt slots are zero.
 
     The published models were trained with it: queries and keys of the prompt vanish, so that every code
@@ -90,11 +90,11 @@ class LlamaGenTarget(Target):
 
     about = "LlamaGen's .pt files (c2i and t2i), or their copies under Llama names"
 
-    def __init__(self, config: LlamaGenConfig, turns: Tensor, condition: Condition):
+    def __init__(self, config: LlamaGenConfig, rotary_table: Tensor, condition: Condition):
         super().__init__()
         self.config, self.vocab = config, config.vocab
         self.width, self.length = config.grid, config.grid**2
-        self.decoder = Decoder(config.decoder, turns)
+        self.decoder = Decoder(config.decoder, rotary_table)
         self.codes_in = nn.Embedding(config.vocab, config.dim)
         self.codes_out = nn.Linear(config.dim, config.vocab, bias=False)
         self.condition = condition
@@ -139,7 +139,7 @@ class LlamaGenTarget(Target):
     @classmethod
     def made(cls, config: LlamaGenConfig, config_of: Path | None = None) -> Self:
         """A target without weights, on the meta device but for its table of rotations. `config_of` as `blank` has it."""
-        table = turns(config)
+        table = rotary_table(config)
         with blank(config_of):
             condition: Condition
             if config.caption_dim is not None:
@@ -180,13 +180,13 @@ class LlamaGenTarget(Target):
         """The numbers of the classes; texts cannot be listed."""
         return [str(number) for number in range(self.config.classes or 0)]
 
-    def expect(self, prompts: int) -> None:
+    def cache_prompts(self, prompts: int) -> None:
         """Keep the features of so many more texts."""
-        self.condition.expect(prompts)
+        self.condition.cache_prompts(prompts)
 
-    def rest(self) -> None:
+    def release_encoder(self) -> None:
         """Let go of the text encoder."""
-        self.condition.rest()
+        self.condition.release_encoder()
 
     def embed(self, codes: Tensor) -> Tensor:
         """codes [R, N] -> [R, N, D]."""
@@ -208,7 +208,7 @@ class LlamaGenTarget(Target):
 def rules(config: LlamaGenConfig) -> list[Rename]:
     """Official names, then those of Llama; queries and keys come in neighbouring pairs and become halves."""
     shape = config.decoder
-    queries, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    queries, keys = shape.heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     turned, every, halves = queries + keys, queries + 2 * keys, f"halves:{shape.head_dim}"
     layer, block = r"layers\.(\d+)", r"decoder.blocks.\1"
     fused, w13, half = f"{block}.wqkv.weight", f"{block}.w13.weight", config.hidden

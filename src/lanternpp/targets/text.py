@@ -49,7 +49,7 @@ class Text(ABC):
         """Let go of what is loaded; the next text loads it again."""
         return
 
-    def expect(self, texts: int) -> None:
+    def cache_texts(self, texts: int) -> None:
         """Remember the features of so many more texts."""
         return
 
@@ -83,9 +83,9 @@ class StoredText(Text):
         """Let go of the encoder behind it."""
         self.otherwise.release()
 
-    def expect(self, texts: int) -> None:
+    def cache_texts(self, texts: int) -> None:
         """Those that are not in the file."""
-        self.otherwise.expect(texts)
+        self.otherwise.cache_texts(texts)
 
     def save(self, folder: Path) -> list[str]:
         """The features, and the encoder behind them."""
@@ -131,7 +131,7 @@ class T5Text(Text):
         """Let go of encoder and tokenizer; remembered features stay."""
         self._encoder = self._tokenizer = None
 
-    def expect(self, texts: int) -> None:
+    def cache_texts(self, texts: int) -> None:
         """Remember so many more than usual."""
         self._kept += texts
 

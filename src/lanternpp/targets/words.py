@@ -109,8 +109,8 @@ class WordsTarget(Target):
         self.config, self.vocab = config, config.vocab
         self.width, self.length = config.grid, config.grid**2
         shape = DecoderConfig(config.dim, config.layers, config.heads, config.hidden, dropout=config.dropout)
-        turns = grid_table(config.slots, config.grid, shape.head_dim)
-        self.decoder = Decoder(shape, turns.float())
+        rotary_table = grid_table(config.slots, config.grid, shape.head_dim)
+        self.decoder = Decoder(shape, rotary_table.float())
         code_dim = config.code_dim if config.factored else None
         self.codes_in = CodeTable(config.vocab, config.dim, code_dim)
         self.codes_out = CodeTable(config.vocab, config.dim, code_dim)

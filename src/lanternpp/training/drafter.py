@@ -133,7 +133,7 @@ class DrafterTask(Task):
         """A drafter to train, and its config."""
         shape = self.target.decoder.config
         self.config = EagleConfig.like(shape, layers)
-        drafter = EagleDrafter(self.config, self.target.decoder.turns)
+        drafter = EagleDrafter(self.config, self.target.decoder.rotary_table)
         if self.options.inherit:
             drafter.inherit(self.target)
         return drafter
@@ -180,7 +180,7 @@ class DrafterTask(Task):
         given = (features + noise)[:, :-1].to(features.dtype)
         costs = []
         for turn in range(self.options.rounds):
-            every = self.model.teach(ahead, given, seen)
+            every = self.model.forward_sequence(ahead, given, seen)
             guess, true = every[:, first - 1 + turn :], wanted[:, turn:]
             distribution = LOSSES[self.options.loss](merge(self.target.head(guess)), logits[:, turn:])
             costs.append(torch.stack((F.smooth_l1_loss(guess.float(), true.float()), distribution)))
@@ -211,9 +211,9 @@ class DrafterTask(Task):
             with hardware.autocast(self.device):
                 ahead, features = lessons(self.target, prompts, codes, start)
                 seen = visible(start, ahead.shape[1])
-                guess = self.average.teach(ahead, features[:, :-1], seen)
+                guess = self.average.forward_sequence(ahead, features[:, :-1], seen)
                 own = torch.cat((features[:, :first], guess[:, first - 1 : -1]), 1)
-                again = self.average.teach(ahead, own, seen)[:, first:]
+                again = self.average.forward_sequence(ahead, own, seen)[:, first:]
                 guess, wanted = guess[:, first - 1 :], features[:, first:]
                 plain, mine, second = (self.target.head(x) for x in (wanted, guess, again))
             p, q, q2 = (guidance.merge(logits) for logits in (plain, mine, second))

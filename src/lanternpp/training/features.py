@@ -20,7 +20,7 @@ class Captions:
         self.target = target
         self.sayings: list[str] = []
         widths, starts = [], []
-        target.expect(len(set(split.texts)))
+        target.cache_prompts(len(set(split.texts)))
         for text in (None, *dict.fromkeys(split.texts)):
             try:
                 made = self._prompt([text], 2)
@@ -30,7 +30,7 @@ class Captions:
             starts.append(made[1])
             if text is not None:
                 self.sayings.append(text)
-        target.rest()
+        target.release_encoder()
         if not self.sayings:
             raise InputError("the target can follow none of the captions: was it trained on other data?")
         self.slots = max(widths)
@@ -95,4 +95,4 @@ def lessons(
     if features is not None:
         return inputs[:, 1:], features
     seen = visible(start, inputs.shape[1])
-    return inputs[:, 1:], target.decoder.teach(inputs, seen=seen)
+    return inputs[:, 1:], target.decoder.forward_sequence(inputs, seen=seen)

@@ -93,7 +93,7 @@ class ParallelTask(Task):
             "data": codes.data["codes"],
             "target": origin,
         }
-        self.model = ParallelDrafter(self.config, target.decoder.turns).float().to(device).train()
+        self.model = ParallelDrafter(self.config, target.decoder.rotary_table).float().to(device).train()
         nn.init.zeros_(self.model.hint.weight)
         nn.init.zeros_(self.model.up.weight)
         nn.init.zeros_(self.model.up.bias)
@@ -176,7 +176,7 @@ class ParallelTask(Task):
         levels, ahead = self.options.levels - 1, read.ahead
         given = read.features if noise is None else read.features + noise
         given = given[:, :-1].to(ahead.dtype)
-        one, more = drafter.teach(ahead, given, read.anchors, levels, read.start, read.hints)
+        one, more = drafter.forward_sequence(ahead, given, read.anchors, levels, read.start, read.hints)
 
         def at(x: Tensor, slot: Tensor) -> Tensor:
             slot = slot.clamp(max=x.shape[1] - 1)
@@ -186,7 +186,7 @@ class ParallelTask(Task):
 
         level = torch.arange(1, self.options.levels, device=ahead.device)
         before = at(ahead, read.anchors[..., None] + level)
-        return torch.cat((at(one, read.anchors[..., None]), drafter.after(more, before)), 2)
+        return torch.cat((at(one, read.anchors[..., None]), drafter.condition_on(more, before)), 2)
 
     def cost(self, logits: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
         """logits and p [..., V] -> the loss and the acceptance at each place, [...]."""

@@ -177,7 +177,7 @@ def grow(drafter: ParallelDrafter, layers: int, target: Target) -> ParallelDraft
     """A drafter of at least so many layers in float32: those added change nothing until they are trained."""
     config, shape = drafter.config, drafter.config.decoder
     deeper = replace(config, decoder=replace(shape, layers=max(layers, shape.layers)))
-    grown = ParallelDrafter(deeper, target.decoder.turns)
+    grown = ParallelDrafter(deeper, target.decoder.rotary_table)
     for name, parameter in grown.decoder.blocks[shape.layers :].named_parameters():
         if name.endswith(("wo.weight", "w2.weight")):
             nn.init.zeros_(parameter)

@@ -19,7 +19,7 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
-from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.targets.words import SILENT, WordsConfig, WordsTarget
 from lanternpp.training import hardware
 from lanternpp.training.data import Order, spread
@@ -158,7 +158,7 @@ class TargetTask(Task):
         target.to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
         target.pack()
         guidance = Guidance(self.options.cfg)
-        engine = Engine(target, Nothing(), Exact(), Sampling(), guidance, len(prompts))
+        engine = Engine(target, NoDraft(), Exact(), Sampling(), guidance, len(prompts))
         codes = torch.stack([h.codes for h in generate(engine, list(prompts), list(range(len(prompts))))])
         sheet(self.vq.decode(codes), len(prompts), path)
 
@@ -187,7 +187,7 @@ def begin(model: WordsTarget) -> None:
 
 def look(model: WordsTarget, words: Tensor, null: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
     """words [B, T], null [B], codes [B, length] -> logits [B, length, V] of each code given those before."""
-    return model.head(model.teach(model.prefix(words, null).to(dtype), codes))
+    return model.head(model.forward_sequence(model.prefix(words, null).to(dtype), codes))
 
 
 def spoil(codes: Tensor, share: float, vocab: int, generator: torch.Generator) -> Tensor:

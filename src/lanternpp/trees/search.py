@@ -120,7 +120,7 @@ def expected(table: Tensor, shape: Shape) -> float:
     return sum(reaches(table, shape).values())
 
 
-def judged(table: Tensor, shape: Shape, known: Mapping[Path, float] | None = None) -> float:
+def expected_tried(table: Tensor, shape: Shape, known: Mapping[Path, float] | None = None) -> float:
     """Expected children that a pass judges: those whose parent is kept and whose earlier siblings are not."""
     found = known or reaches(table, shape)
     rows = table.tolist()

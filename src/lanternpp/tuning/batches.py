@@ -25,7 +25,7 @@ from lanternpp.evaluation.speed import BASELINE
 from lanternpp.methods import method as named_method
 from lanternpp.nn.checkpoints import digest
 from lanternpp.pipeline import Pipeline, versions
-from lanternpp.settings import Settings, dials_read, retreed
+from lanternpp.settings import Settings, dials_read, with_tree
 from lanternpp.trees import build_tree, shape_name
 from lanternpp.trees.shapes import SHAPES, chain
 from lanternpp.trees.static import StaticTree
@@ -74,7 +74,7 @@ class Choice:
         best = self.best(rows)
         if best is None:
             return plainly(same)
-        return same if best.tree is None else retreed(same, best.tree)
+        return same if best.tree is None else with_tree(same, best.tree)
 
     def covers(self, settings: Settings) -> bool:
         """Whether settings are among those that were measured."""
@@ -209,7 +209,7 @@ class _Calibration:
 
     def _count(self, tree: str | None) -> Iterator[list[int] | None]:
         """Codes decided by every pass that had room for its whole draft."""
-        engine = self._engine(retreed(self.settings, tree), COUNTED)
+        engine = self._engine(with_tree(self.settings, tree), COUNTED)
         count, length = len(self.prompts), engine.target.length
         asked = [self.prompts[i * max(count, COUNTED) // COUNTED % count] for i in range(COUNTED)]
         found: list[int] = []
@@ -227,7 +227,7 @@ class _Calibration:
     def _time(self, rows: int, tree: str | None) -> Iterator[dict[str, Any] | None]:
         """A tree's steps beside plain ones, each in the same moment as the other."""
         plain = BatchRunner(self._engine(plainly(self.settings), rows), self.prompts, SEED)
-        tried = BatchRunner(self._engine(retreed(self.settings, tree), rows), self.prompts, SEED)
+        tried = BatchRunner(self._engine(with_tree(self.settings, tree), rows), self.prompts, SEED)
         pairs: list[tuple[float, float]] = []
         while len(pairs) < WARM + STEPS and not (len(pairs) >= WARM + LEAST and sum(map(sum, pairs)) > LONG):
             for batch in (tried, plain):

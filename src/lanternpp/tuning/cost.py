@@ -10,7 +10,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from lanternpp.trees.search import expected, judged, reaches
+from lanternpp.trees.search import expected, expected_tried, reaches
 from lanternpp.trees.shapes import Shape
 from lanternpp.tuning.probe import Probe
 
@@ -70,7 +70,7 @@ class Costs:
     def parts(self, shape: Shape, table: Tensor) -> Parts:
         """A step of a tree, for acceptances of `table`."""
         found = reaches(table, shape)
-        seen = features(shape, judged(table, shape, found), sum(found.values()))
+        seen = features(shape, expected_tried(table, shape, found), sum(found.values()))
         return Parts(_dot(self.draft, seen[0]), self.look(len(shape) + 1), _dot(self.judge, seen[1]))
 
     def rate(self, shape: Shape, table: Tensor) -> float:

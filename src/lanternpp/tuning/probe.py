@@ -101,7 +101,7 @@ def probe(
         tree.step()
         other.step()
     began = now(engine)
-    pixels(torch.stack([engine.harvest(slot).codes for slot in range(engine.batch)]))
+    pixels(torch.stack([engine.collect(slot).codes for slot in range(engine.batch)]))
     finished = (now(engine) - began) / engine.batch
     passes, tried = int(counts.passes), counts.tried.double()
     return Probe(

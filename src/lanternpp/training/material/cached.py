@@ -74,7 +74,7 @@ def features_of(
 @torch.no_grad()
 def features_at(target: Target, captions: Captions, codes: Split, index: Tensor, variant: int) -> Tensor:
     """Features of pictures index [B] in a variant: [B, 2, S, D] on the CPU."""
-    drawn = codes.pick(index, torch.full_like(index, variant)).to(target.decoder.turns.device)
+    drawn = codes.pick(index, torch.full_like(index, variant)).to(target.decoder.rotary_table.device)
     prompts, start = captions(index, 2)
     with hardware.autocast(drawn.device):
         _, features = lessons(target, prompts, drawn.repeat(2, 1), start)

@@ -15,7 +15,7 @@ from lanternpp.accept.exact import Exact
 from lanternpp.drafters.base import QueryDrafter
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.batching import drawing
-from lanternpp.engine.decode import Engine, Harvest
+from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import Observer
 from lanternpp.engine.sampling import Sampling
@@ -27,7 +27,7 @@ from lanternpp.training.material.gather import Taught
 from lanternpp.training.material.shards import Shards, parts_of
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
-from lanternpp.types import Admission, Look
+from lanternpp.types import Admission, TargetOutput
 
 PART = 32  # runs in a file
 PARTS = ("codes", "kept", "features", "prompt")
@@ -59,14 +59,14 @@ class Recorder(Observer):
         features = self.guidance.merge(new.features)[0].to(new.features.dtype)
         self.prompts[new.slot] = features, int(new.prompt.start[0])
 
-    def verified(self, output: Look, count: Tensor) -> None:
+    def verified(self, output: TargetOutput, count: Tensor) -> None:
         """The features of a whole draft, and how many of its codes were kept."""
         features = self.guidance.merge(output.features).to(output.features.dtype)
         for slot, kept in enumerate(output.verdict.kept.tolist()):
             if kept:
                 self.passes[slot].append((kept, features[slot].clone()))
 
-    def rollout(self, text: str | None, drawn: Harvest) -> Rollout:
+    def rollout(self, text: str | None, drawn: FinishedSample) -> Rollout:
         """The run of a finished sample."""
         kept, features = zip(*self.passes[drawn.slot], strict=True)
         passes = torch.tensor(kept, dtype=torch.int16), torch.stack(features)

@@ -17,7 +17,7 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
 from lanternpp.nn.checkpoints import digest
-from lanternpp.proposers.nothing import Nothing
+from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.targets.base import Target
 from lanternpp.training.data import read_rows
 from lanternpp.training.material.codes import Codes, Split
@@ -111,8 +111,8 @@ def own_codes(
         if target.vocab > 2**16:
             raise InputError(f"a target of {target.vocab} codes is too large: training takes up to {2**16}.")
         target.pack()
-        target.expect(len(set(texts)))
-        engine = Engine(target, Nothing(), Exact(), sampling, guidance, batch)
+        target.cache_prompts(len(set(texts)))
+        engine = Engine(target, NoDraft(), Exact(), sampling, guidance, batch)
         seconds = pace(engine, texts) * target.length * -(-shards.count // batch)
         line = f"drawing {shards.count} pictures of {target.length} codes, guidance {guidance.scale:g}: {shards.room}"
         for part in shards.pending(f"{line}, about {seconds / 60:.1f} min"):
@@ -124,7 +124,7 @@ def own_codes(
 
             codes = torch.stack([harvest.codes for harvest in generate(engine, chosen, seeds, tell)])
             shards.write({"codes": codes.to(torch.uint16)}, {"texts": chosen})
-        target.rest()
+        target.release_encoder()
 
     folder, parts = store / f"self-{name}", parts_of(len(texts), own.batch * 4)
     shards = Shards(folder, parts, "codes", "the codes of its own pictures", target.length * 2)

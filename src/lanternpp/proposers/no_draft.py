@@ -13,7 +13,7 @@ from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Draft
 
 
-class Nothing(Proposer):
+class NoDraft(Proposer):
     """Proposes the root alone."""
 
     dials = frozenset()
