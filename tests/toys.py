@@ -13,10 +13,10 @@ from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.cache import RowCache
 from lanternpp.engine.decode import Engine
-from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
+from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig
 from lanternpp.nn.rope import grid_table
-from lanternpp.proposers.drafted import Drafted
 from lanternpp.proposers.jacobi import Jacobi
+from lanternpp.proposers.network import AutoregressiveProposer
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.targets.base import Target
 from lanternpp.types import Nodes, Prompt
@@ -100,7 +100,7 @@ class MarkovTarget(ToyTarget):
             self.table[torch.zeros(rows, 3, dtype=torch.int64)], torch.zeros(rows, dtype=torch.int64)
         )
 
-    def forward(self, x: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+    def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         return x
 
     def head(self, features: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class OracleDrafter(Drafter):
         self._target = [target]
         self.decoder = target.decoder
 
-    def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+    def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         target = self._target[0]
         if isinstance(cache, RowCache):
             memory = RowCache(cache._cache, cache._rows[:, 0], cache._start, cache._count + 1)
@@ -137,7 +137,7 @@ class NoisyMarkovDrafter(Drafter):
         self.decoder = target.decoder
         self.scale = torch.nn.Parameter(torch.tensor(0.5, dtype=torch.float64), requires_grad=False)
 
-    def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+    def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         return next_embeds * self.scale
 
 
@@ -150,7 +150,7 @@ class OtherMarkovDrafter(NoisyMarkovDrafter):
         wanted = table.double().log().clamp(min=-1e4)
         self.maps = torch.linalg.solve(target.logp.T, wanted.T).T
 
-    def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+    def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         codes = next_embeds[..., : len(self.maps)].argmax(-1)
         return torch.nn.functional.pad(self.maps[codes], (0, next_embeds.shape[-1] - len(self.maps)))
 
@@ -168,7 +168,7 @@ def admit_all(engine: Engine, seeds: Tensor) -> None:
     engine.cache.used.fill_(target.slots)
     proposer.root.copy_(root)
     proposer.count.fill_(1)
-    if isinstance(proposer, Drafted):
+    if isinstance(proposer, AutoregressiveProposer):
         proposer.cache.used.fill_(target.slots)
         first = engine.guidance.rows(target.embed(root[:, None]))
         proposer.features[:, :1] = proposer.drafter_forward(root[:, None], first, None, None)

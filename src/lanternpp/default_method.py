@@ -43,19 +43,19 @@ class Chosen:
 
 
 def choose(
-    asked: str,
+    requested: str,
     folder: Path,
     drafter: Path | None,
     defaults: Mapping[str, Any],
     tuned: Tuned | None,
     device: str,
 ) -> Chosen:
-    """The method that `asked` means on a model in `folder` with another `drafter`, if any, on a kind of device.
+    """The method that `requested` means on a model in `folder` with another `drafter`, if any, on a kind of device.
 
     Reads at most the headers of a drafter. Raises InputError where the model's default is no method.
     """
-    if asked != AUTO:
-        return Chosen(asked)
+    if requested != AUTO:
+        return Chosen(requested)
     named = defaults.get("method")
     if named is not None and named not in METHODS:
         raise InputError(unknown(f"{folder / DEFAULTS}: method", str(named), METHODS))
@@ -79,8 +79,8 @@ def choose(
 
 def _possible(method: str, folder: Path, drafter: Path | None, defaults: Mapping[str, Any]) -> bool:
     """Whether the network that a method drafts with on this model, if any, is there."""
-    wanted = network_needed(resolve(method, defaults, {}))
-    return wanted is None or drafter is not None or holds(folder, wanted)
+    kind = network_needed(resolve(method, defaults, {}))
+    return kind is None or drafter is not None or holds(folder, kind)
 
 
 def _drafts(place: Path) -> str:

@@ -49,10 +49,10 @@ def model_folder(model: str) -> Path:
             return path
     except OSError as error:  # of the name itself, such as one that is too long
         raise InputError(f"model {model!r} cannot be read: {error.strerror}") from None
-    wanted = hub_id(model)
-    if wanted is None:
+    hub_model = hub_id(model)
+    if hub_model is None:
         raise InputError(unknown("model", model, MODELS) + "; or give a path, or a hub id")
-    return fetch(wanted)
+    return fetch(hub_model)
 
 
 def recognised(what: str, source: Source, table: Mapping[str, Any]) -> Any:

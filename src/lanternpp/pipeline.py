@@ -59,10 +59,10 @@ class Pipeline:
 
     def __init__(self, model: Model, name: str, tuned: bool = True, engine_bytes: int = BYTES):
         self.name, self.folder = name, model.folder
-        told = read_defaults(model.folder)
+        folder_defaults = read_defaults(model.folder)
         self.tuned = Tuned.read(model.folder, model.other) if tuned else None
         self.target = model.target
-        self.defaults = told or dict(self.target.defaults)
+        self.defaults = folder_defaults or dict(self.target.defaults)
         self._models = {False: model}  # compiled or not
         self._lock = threading.RLock()  # held while a call draws; its progress may call again
         self._engines = EngineCache(self.new_engine, engine_bytes)
@@ -226,8 +226,8 @@ class Pipeline:
         Nothing is read.
         """
         lends = "neighbours" in dials_read(settings.proposer, settings.accept)
-        wanted = network_needed(settings)
-        there = wanted is None or self._models[False].holds(wanted)
+        kind = network_needed(settings)
+        there = kind is None or self._models[False].holds(kind)
         return there and not (lends and self.target.codebook is None)
 
     def engine(self, settings: Settings) -> Engine:

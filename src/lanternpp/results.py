@@ -37,30 +37,30 @@ class Stats:
     @classmethod
     def of(
         cls,
-        harvests: Sequence[FinishedSample],
+        samples: Sequence[FinishedSample],
         seconds: float,
         model: str,
         settings: dict[str, Any],
         auto: str | None,
     ) -> Stats:
         """Of pictures that were drawn with these settings, as `Pipeline.describe` gives them."""
-        accepted = [count for h in harvests for count in h.accepted]
-        spent = [h.tv_spent for h in harvests if h.tv_spent is not None]
+        accepted = [count for s in samples for count in s.accepted]
+        costs = [s.tv_spent for s in samples if s.tv_spent is not None]
         codes = sum(accepted)
         return cls(
             method=settings["method"],
             model=model,
-            images=len(harvests),
+            images=len(samples),
             codes=codes,
             passes=len(accepted),
             codes_per_pass=codes / len(accepted),
             seconds=seconds,
-            seconds_per_image=seconds / len(harvests),
+            seconds_per_image=seconds / len(samples),
             accepted_per_pass=accepted,
             settings=settings,
             versions=versions(),
-            tv_spent=sum(spent) / len(spent) if spent else None,
-            tv_spent_per_image=spent,
+            tv_spent=sum(costs) / len(costs) if costs else None,
+            tv_spent_per_image=costs,
             auto=auto,
         )
 

@@ -15,7 +15,7 @@ from lanternpp.dials import DIALS as TABLE
 from lanternpp.dials import DRAFT, EVERY, RULE, dials, names, spoken
 from lanternpp.drafters.base import Drafter
 from lanternpp.engine.proposer import Parts, Proposer
-from lanternpp.engine.verifiers import TOKEN, VERIFIERS, Drafts, Verifier, best, unfit
+from lanternpp.engine.verifiers import TOKEN, VERIFIERS, DraftTraits, Verifier, best_for, why_unsupported
 from lanternpp.errors import InputError
 from lanternpp.methods import method as named_method
 from lanternpp.proposers import PROPOSERS
@@ -93,37 +93,39 @@ def resolve(
             merged[name] = None
     if "tree" in read and merged["tree"] is None:
         merged["tree"] = TREE
-    asked = merged.pop("verify")
+    requested = merged.pop("verify")
     settings = Settings(method=method, **merged)
     if settings.batch_size < 1:
         raise InputError(f"batch size {settings.batch_size} is below 1; use 1 or more")
-    if asked is not None:
-        find("verifier", asked, VERIFIERS)
-        if wrong := unfit(_drafts(settings), asked):
+    if requested is not None:
+        find("verifier", requested, VERIFIERS)
+        if wrong := why_unsupported(_draft_traits(settings), requested):
             if "verify" in given:
                 raise InputError(wrong)
-            asked = None
-    return replace(settings, verify=asked or best_verifier(settings))
+            requested = None
+    return replace(settings, verify=requested or best_verifier(settings))
 
 
 def best_verifier(settings: Settings) -> str | None:
     """What keeps the most of these drafts without changing the law of the pictures; None where there are none."""
     if "verify" not in dials_read(settings.proposer, settings.accept):
         return None
-    return best(_drafts(settings))
+    return best_for(_draft_traits(settings))
 
 
-def _drafts(settings: Settings, proposer: type[Proposer] | None = None) -> Drafts:
+def _draft_traits(settings: Settings, proposer: type[Proposer] | None = None) -> DraftTraits:
     """What decides how these settings' drafts may be verified; proposer: another than they name."""
     guesses = (proposer or _proposer(settings)).guesses(_parts(settings))
-    return Drafts(guesses, _rule(settings), settings.temperature == 0, settings.residual)
+    return DraftTraits(guesses, _rule(settings), settings.temperature == 0, settings.residual)
 
 
 def with_tree(settings: Settings, tree: str | None) -> Settings:
     """The same settings on another tree, verified as asked, or in the best way where that was not asked for."""
     made = replace(settings, tree=tree)
-    asked = settings.verify != best_verifier(settings) and not unfit(_drafts(made), settings.verify or TOKEN)
-    return made if asked else replace(made, verify=best_verifier(made))
+    requested = settings.verify != best_verifier(settings) and not why_unsupported(
+        _draft_traits(made), settings.verify or TOKEN
+    )
+    return made if requested else replace(made, verify=best_verifier(made))
 
 
 def typed(name: str, value: Any) -> Any:
@@ -168,8 +170,8 @@ def dials_read(proposer: str, accept: str) -> frozenset[str]:
     for part in parts:
         if isinstance(part, Acceptance):
             continue
-        said = getattr(part, "dials", None)
-        read |= frozenset(DIALS) if said is None else said
+        read_by_part = getattr(part, "dials", None)
+        read |= frozenset(DIALS) if read_by_part is None else read_by_part
     return read
 
 
@@ -194,7 +196,7 @@ def build_proposer(settings: Settings, network: Callable[[str], Drafter | Target
     entry, parts = _proposer(settings), _parts(settings)
     made = entry.build(replace(parts, network=network(entry.needs)) if entry.needs else parts)
     # a drafter may have named another proposer than the settings do
-    if wrong := unfit(_drafts(settings, type(made)), settings.verify or TOKEN):
+    if wrong := why_unsupported(_draft_traits(settings, type(made)), settings.verify or TOKEN):
         raise InputError(wrong)
     return made
 

@@ -61,19 +61,19 @@ class Tuned:
     def settings(self, method: str, conditions: Mapping[str, Any]) -> dict[str, Any]:
         """The defaults that an entry sets for a method under these conditions; {} where none was measured so."""
         mine = [e for e in self.entries if (e["method"], e["weights"]) == (method, self.weights)]
-        wanted = tuple(conditions[name] for name in CONDITIONS)
+        here = tuple(conditions[name] for name in CONDITIONS)
         for entry in mine:
-            if _where(entry) == wanted:
+            if _where(entry) == here:
                 return dict(entry["settings"])
         older = [e for e in mine if e["where"].keys().isdisjoint(UNSAID)]
         if any(_where({"where": {**conditions, **UNSAID}}) == _where(entry) for entry in older):
-            self._say_older()
+            self._warn_of_older()
         return {}
 
-    def _say_older(self) -> None:
+    def _warn_of_older(self) -> None:
         """Once, that entries of an older version are not applied."""
-        if "said" not in self.__dict__:
-            self.__dict__["said"] = True
+        if "warned" not in self.__dict__:
+            self.__dict__["warned"] = True
             warnings.warn(
                 f"what {self.path} says of drafts verified by a walk is passed over, as they are verified otherwise now; "
                 "run `lanternpp tune` again, or draw with --verify token",

@@ -224,8 +224,8 @@ def test_cool_takes_only_what_makes_sense():
     assert NAMED["cool"] is Cool
     dials = Dials(lambda k: TABLE, delta=1.2, nu=0.1, residual="paper")
     made = Cool.build(dials)
-    assert (made.delta, made.nu, made.optimal) == (1.2, 0.1, False)
-    assert Cool.build(Dials(lambda k: TABLE, delta=1.2)).optimal
+    assert (made.delta, made.nu, made.optimal_residual) == (1.2, 0.1, False)
+    assert Cool.build(Dials(lambda k: TABLE, delta=1.2)).optimal_residual
     with pytest.raises(InputError, match="needs delta"):
         Cool.build(Dials(lambda k: TABLE))
     for wrong in ((0.0,), (-1.0,), (math.nan,), (1.0, -0.1), (1.0, math.nan), (1.0, 0.0, "best")):
@@ -237,8 +237,8 @@ def test_a_residual_is_asked_for_by_name():
     for name in ("lantern", "lantern++"):
         dials = {"neighbours": 4, "delta": 0.2, "lam": 2.0}
         build = NAMED[name].build
-        assert not build(Dials(lambda k: TABLE, **dials)).optimal
-        assert build(Dials(lambda k: TABLE, **dials, residual="optimal")).optimal
+        assert not build(Dials(lambda k: TABLE, **dials)).optimal_residual
+        assert build(Dials(lambda k: TABLE, **dials, residual="optimal")).optimal_residual
         with pytest.raises(InputError, match="paper, optimal"):
             build(Dials(lambda k: TABLE, **dials, residual="none"))
 

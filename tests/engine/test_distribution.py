@@ -168,7 +168,9 @@ def round_codes(rule, p, q, children, draws=DRAWS, dtype=torch.float64):
 @pytest.mark.parametrize("rule", RULES)
 def test_a_round_follows_its_enumerated_law(rule, q, children):
     ours, written_again = RULES[rule]
-    law = torch.tensor(round_law(P, QS[q], children, written_again, ours.optimal), dtype=torch.float64)
+    law = torch.tensor(
+        round_law(P, QS[q], children, written_again, ours.optimal_residual), dtype=torch.float64
+    )
     assert law.sum().item() == pytest.approx(1)
     draws = DRAWS if rule == "exact" and children > 1 else FEWER
     if ours.lossless:
@@ -190,7 +192,9 @@ def test_point_mass_drafts_follow_their_enumerated_law(rule, children):
     logits = torch.tensor(P).double().log().expand(FEWER, len(children) + 1, -1)
     draft = Draft(star(FEWER, len(children)), codes, None)
     made = verify(draft, logits, Sampling(), ours, noise(FEWER)).next_codes[:, :1]
-    law = torch.tensor(point_round_law(P, children, written_again, ours.optimal), dtype=torch.float64)
+    law = torch.tensor(
+        point_round_law(P, children, written_again, ours.optimal_residual), dtype=torch.float64
+    )
     if ours.lossless:
         assert law.tolist() == pytest.approx(P)
     assert chi_square(tally(made, 4), law) > UNLIKELY

@@ -36,8 +36,10 @@ class Acceptance(ABC):
 
     dials: ClassVar[frozenset[str] | None] = None  # the fields of `Dials` that it reads; None: any
     lossless: bool = False
-    optimal: bool = False  # what is drawn after a refusal: the best correction, or the papers' own
-    least: bool = False  # whether the papers' own correction ends as near to p as the best one does
+    optimal_residual: bool = False  # what is drawn after a refusal: the best correction, or the papers' own
+    paper_residual_is_optimal: bool = (
+        False  # whether the papers' own correction ends as near to p as the best one does
+    )
 
     @classmethod
     @abstractmethod
@@ -61,12 +63,12 @@ class Acceptance(ABC):
 
     def accept_mass(self, p: Tensor, q: Tensor) -> Tensor:
         """relax(p, y)(y) of every code y that q may offer, [..., V]; anything from q(y) on where that is no less."""
-        own = p.clone()
-        for codes in offered(q, p.numel()):  # [m]
-            each = spread(codes, p)
-            mine = self.relax(p.expand(len(codes), *p.shape), each).gather(-1, each[..., None])
-            own[..., codes] = mine[..., 0].movedim(0, -1)
-        return own
+        mass = p.clone()
+        for codes in candidate_codes(q, p.numel()):  # [m]
+            each = broadcast_codes(codes, p)
+            accepted = self.relax(p.expand(len(codes), *p.shape), each).gather(-1, each[..., None])
+            mass[..., codes] = accepted[..., 0].movedim(0, -1)
+        return mass
 
     def residual(self, p: Tensor, relaxed: Tensor, q: Tensor, code: Tensor) -> Tensor:
         """What is left to draw from once the candidate is refused, [..., V], normalised.
@@ -81,7 +83,7 @@ class Acceptance(ABC):
         nothing is left (q covers the distribution) it is the relaxed distribution.
         p, relaxed and q [..., V], code [...].
         """
-        left = ((p if self.optimal else relaxed) - q).clamp_(min=0)
+        left = ((p if self.optimal_residual else relaxed) - q).clamp_(min=0)
         mass = left.sum(-1, keepdim=True)
         return (left / mass).where(mass > 0, relaxed)
 
@@ -93,17 +95,17 @@ class Acceptance(ABC):
         """
         if self.lossless:
             return p
-        law = torch.minimum(q, self.accept_mass(p, q))
-        if self.optimal:
-            rest = (p - law).clamp_(min=0)
-            share = (1 - law.sum(-1, keepdim=True)).clamp_(min=0) / rest.sum(-1, keepdim=True)
-            return law.addcmul_(rest, share.where(share < float("inf"), 0))
-        refused = q - law
-        for codes in offered(q, p.numel()):
-            each, rows = spread(codes, p), p.expand(len(codes), *p.shape)
+        out = torch.minimum(q, self.accept_mass(p, q))
+        if self.optimal_residual:
+            rest = (p - out).clamp_(min=0)
+            share = (1 - out.sum(-1, keepdim=True)).clamp_(min=0) / rest.sum(-1, keepdim=True)
+            return out.addcmul_(rest, share.where(share < float("inf"), 0))
+        refused = q - out
+        for codes in candidate_codes(q, p.numel()):
+            each, rows = broadcast_codes(codes, p), p.expand(len(codes), *p.shape)
             left = self.residual(rows, self.relax_with_draft(rows, q, each), q, each)  # [m, ..., V]
-            law += (refused[..., codes].movedim(-1, 0)[..., None] * left).sum(0)
-        return law + p * (1 - q.sum(-1, keepdim=True)).clamp_(min=0)
+            out += (refused[..., codes].movedim(-1, 0)[..., None] * left).sum(0)
+        return out + p * (1 - q.sum(-1, keepdim=True)).clamp_(min=0)
 
     def output_laws(self, p: Tensor, q: Tensor, depth: Tensor, levels: int) -> Tensor:
         """`output_law` at every node of a draft, p and q [B, N, V], its depth [B, N] below `levels` where it has children."""
@@ -144,7 +146,7 @@ def check_relax(rule: Acceptance, named: str, vocab: int, levels: int, like: Ten
             )
 
 
-class Fading(Acceptance):
+class DecayingAcceptance(Acceptance):
     """A rule whose relaxation falls with the level of the draft, by a factor exp(-nu level)."""
 
     nu: float = 0.0
@@ -158,7 +160,7 @@ class Fading(Acceptance):
         """All levels at once."""
         return self._at(depth).output_law(p, q)
 
-    def fade(self, like: Tensor) -> Tensor | float:
+    def decay_factor(self, like: Tensor) -> Tensor | float:
         """The factor at this rule's level, to be multiplied with a tensor [..., V]."""
         if isinstance(self._level, Tensor):
             return (-self.nu * self._level.double()).exp().to(like.dtype)[..., None]
@@ -172,19 +174,19 @@ class Fading(Acceptance):
         return made
 
 
-def quick(rule: Acceptance | type[Acceptance]) -> bool:
+def has_fast_law(rule: Acceptance | type[Acceptance]) -> bool:
     """Whether a rule's law at every level of a draft is little work: it then asks for no code one by one."""
     kind = rule if isinstance(rule, type) else type(rule)
-    optimal = rule.optimal or (isinstance(rule, type) and "residual" in (rule.dials or ()))
+    optimal = rule.optimal_residual or (isinstance(rule, type) and "residual" in (rule.dials or ()))
     return rule.lossless or (optimal and kind.accept_mass is not Acceptance.accept_mass)
 
 
-def spread(codes: Tensor, p: Tensor) -> Tensor:
+def broadcast_codes(codes: Tensor, p: Tensor) -> Tensor:
     """codes [m] for every row of p [..., V], [m, ...]."""
     return codes.view(-1, *[1] * (p.dim() - 1)).expand(-1, *p.shape[:-1])
 
 
-def offered(q: Tensor, each: int, most: int = 1 << 22) -> tuple[Tensor, ...]:
+def candidate_codes(q: Tensor, each: int, most: int = 1 << 22) -> tuple[Tensor, ...]:
     """The codes that some row of q [..., V] may offer, in chunks of about `most` elements, `each` per code.
 
     On a CPU those with q > 0; elsewhere all, so that nothing is read back.
@@ -196,14 +198,14 @@ def offered(q: Tensor, each: int, most: int = 1 << 22) -> tuple[Tensor, ...]:
     return codes.split(max(1, most // each))
 
 
-def decay(nu: float | None) -> float:
+def check_nu(nu: float | None) -> float:
     """How fast a relaxation falls with the level; InputError where it would rise."""
     if nu is not None and not 0 <= nu < math.inf:
         raise InputError(f"nu {nu} is negative or infinite; use 0 (the same at every level) or more")
     return nu or 0.0
 
 
-def optimal(residual: str | None, default: str) -> bool:
+def wants_optimal(residual: str | None, default: str) -> bool:
     """Whether a dial asks for the optimal residual; InputError where it names none."""
     if residual is not None and residual not in RESIDUALS:
         raise InputError(f"residual {residual!r} is unknown; known: {', '.join(RESIDUALS)}")

@@ -7,7 +7,7 @@ from typing import Self
 
 from torch import Tensor
 
-from lanternpp.accept.base import Dials, decay, optimal
+from lanternpp.accept.base import Dials, check_nu, wants_optimal
 from lanternpp.accept.scaled import ScaledAcceptance
 from lanternpp.errors import InputError
 
@@ -23,8 +23,8 @@ class Cool(ScaledAcceptance):
     def __init__(self, delta: float, nu: float = 0.0, residual: str | None = None):
         if not 0 < delta < math.inf:
             raise InputError(f"delta {delta} is not a positive number; 1 is exact")
-        self.delta, self.nu = delta, decay(nu)
-        self.optimal = optimal(residual, "optimal")
+        self.delta, self.nu = delta, check_nu(nu)
+        self.optimal_residual = wants_optimal(residual, "optimal")
 
     @classmethod
     def build(cls, dials: Dials) -> Self:
@@ -35,4 +35,4 @@ class Cool(ScaledAcceptance):
 
     def raised(self, p: Tensor) -> Tensor:
         """min(1, w p); a certain code stays certain."""
-        return (self.delta * self.fade(p) * p).clamp(max=1).where(p < 1, p)
+        return (self.delta * self.decay_factor(p) * p).clamp(max=1).where(p < 1, p)

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lanternpp.accept.base import Dials, decay
+from lanternpp.accept.base import Dials, check_nu
 from lanternpp.accept.neighbours import NeighbourAcceptance
 from lanternpp.errors import InputError
 
@@ -28,8 +28,8 @@ class Lantern(NeighbourAcceptance):
         """From neighbours (k) and delta."""
         if dials.neighbours is None or dials.delta is None:
             raise InputError("this rule needs neighbours and delta; give both")
-        return cls(dials.table(dials.neighbours), dials.delta, dials.residual, decay(dials.nu))
+        return cls(dials.table(dials.neighbours), dials.delta, dials.residual, check_nu(dials.nu))
 
     def budget(self, p: Tensor) -> Tensor:
         """delta, whatever the code."""
-        return torch.zeros_like(p) + self.delta * self.fade(p)
+        return torch.zeros_like(p) + self.delta * self.decay_factor(p)

@@ -6,7 +6,7 @@ from typing import Self
 
 from torch import Tensor
 
-from lanternpp.accept.base import Dials, decay
+from lanternpp.accept.base import Dials, check_nu
 from lanternpp.accept.neighbours import NeighbourAcceptance
 from lanternpp.errors import InputError
 
@@ -27,8 +27,8 @@ class LanternPlusPlus(NeighbourAcceptance):
         """From neighbours (k) and lambda."""
         if dials.neighbours is None or dials.lam is None:
             raise InputError("this rule needs neighbours and lambda; give both")
-        return cls(dials.table(dials.neighbours), dials.lam, dials.residual, decay(dials.nu))
+        return cls(dials.table(dials.neighbours), dials.lam, dials.residual, check_nu(dials.nu))
 
     def budget(self, p: Tensor) -> Tensor:
         """(lambda - 1) p(x)."""
-        return (self.lam - 1) * self.fade(p) * p
+        return (self.lam - 1) * self.decay_factor(p) * p

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lanternpp.accept.base import Fading, decay, optimal
+from lanternpp.accept.base import DecayingAcceptance, check_nu, wants_optimal
 
 FIRST = 16  # neighbours that are looked at for every code at once
 MORE = 64  # and then, for those codes that go on
 
 
-class NeighbourAcceptance(Fading):
+class NeighbourAcceptance(DecayingAcceptance):
     """Moves onto the code the mass of its nearest codebook neighbours, as many as a budget allows.
 
     table [V, k] holds the k nearest codes of every code, nearest first, itself excluded.
@@ -25,11 +25,11 @@ class NeighbourAcceptance(Fading):
     S being the distance takes.
     """
 
-    least = True
+    paper_residual_is_optimal = True
 
     def __init__(self, table: Tensor, residual: str | None = None, nu: float = 0.0):
-        self.table, self.nu = table, decay(nu)
-        self.optimal = optimal(residual, "paper")
+        self.table, self.nu = table, check_nu(nu)
+        self.optimal_residual = wants_optimal(residual, "paper")
 
     @abstractmethod
     def budget(self, p: Tensor) -> Tensor:
@@ -58,23 +58,23 @@ class NeighbourAcceptance(Fading):
         """
         rows, q = p.flatten(0, -2).T.contiguous(), q.flatten(0, -2).T  # [V, M]: of a neighbour a row is read
         limit = self.budget(p).flatten(0, -2).T
-        total, own = torch.zeros_like(rows), rows.clone()
+        total, mass_of = torch.zeros_like(rows), rows.clone()
         dense = FIRST if p.device.type == "cpu" else self.table.shape[1]
         for near in self.table[:, :dense].split(MORE, 1):
             lent, total = _lend(F.embedding(near, rows), total, limit)  # [V, M]
-            own += lent
+            mass_of += lent
         if dense < self.table.shape[1]:
-            code, row = ((total <= limit) & (own < q)).nonzero(as_tuple=True)  # [m]
+            code, row = ((total <= limit) & (mass_of < q)).nonzero(as_tuple=True)  # [m]
             for near in self.table[:, dense:].split(MORE, 1):
                 most = limit[code, row]
                 lent, last = _lend(rows[near[code].long(), row[:, None]], total[code, row], most)
-                own[code, row] += lent
+                mass_of[code, row] += lent
                 total[code, row] = last
-                more = (last <= most) & (own[code, row] < q[code, row])
+                more = (last <= most) & (mass_of[code, row] < q[code, row])
                 code, row = code[more], row[more]
                 if not len(code):
                     break
-        return own.T.reshape(p.shape)
+        return mass_of.T.reshape(p.shape)
 
 
 def _lend(mass: Tensor, total: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:

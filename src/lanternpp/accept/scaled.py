@@ -7,10 +7,10 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from lanternpp.accept.base import Fading
+from lanternpp.accept.base import DecayingAcceptance
 
 
-class ScaledAcceptance(Fading):
+class ScaledAcceptance(DecayingAcceptance):
     """Gives the candidate the mass `raised`, and takes the difference from, or gives it to, all other codes alike."""
 
     @abstractmethod
@@ -31,4 +31,6 @@ class ScaledAcceptance(Fading):
 
     def residual(self, p: Tensor, relaxed: Tensor, q: Tensor, code: Tensor) -> Tensor:
         """As in `Acceptance`; where a candidate was lowered, less than min(p, q) was let out."""
-        return super().residual(p, relaxed, torch.minimum(q, self.raised(p)) if self.optimal else q, code)
+        return super().residual(
+            p, relaxed, torch.minimum(q, self.raised(p)) if self.optimal_residual else q, code
+        )

@@ -23,15 +23,15 @@ def tv_cost(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:
     if type(rule).output_law is Acceptance.output_law:
         if type(rule).accept_mass is Acceptance.accept_mass and p.shape[-1] > ENUMERATED:
             return _sampled(rule, p, q)
-        if rule.optimal or rule.least:
+        if rule.optimal_residual or rule.paper_residual_is_optimal:
             return excess(rule, p, q)
     return (rule.output_law(p, q) - p).abs_().sum(-1) / 2
 
 
 def excess(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:
     """The mass that acceptance lets out beyond p, sum [a - p]+, [...]; p and q [..., V]."""
-    own = rule.accept_mass(p, q.where(q > p, 0))  # where q <= p nothing can be
-    return (torch.minimum(q, own) - p).clamp_(min=0).sum(-1)
+    mass = rule.accept_mass(p, q.where(q > p, 0))  # where q <= p nothing can be
+    return (torch.minimum(q, mass) - p).clamp_(min=0).sum(-1)
 
 
 def _sampled(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:
@@ -45,8 +45,8 @@ def _sampled(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:
     places = (torch.arange(SAMPLED, device=p.device) + 0.5) / SAMPLED
     codes = torch.searchsorted(total, (places * total[:, -1:]).contiguous(), right=True)
     codes = codes.clamp_(max=p.shape[-1] - 1).T  # [m, B]
-    own = rule.relax(p.expand(SAMPLED, -1, -1), codes).gather(-1, codes[..., None])[..., 0].T
+    mass = rule.relax(p.expand(SAMPLED, -1, -1), codes).gather(-1, codes[..., None])[..., 0].T
     at = codes.T
-    let_out = torch.minimum(q.gather(1, at), own) - p.gather(1, at)
+    let_out = torch.minimum(q.gather(1, at), mass) - p.gather(1, at)
     share = let_out.clamp_(min=0) / most.gather(1, at).clamp_(min=torch.finfo(p.dtype).tiny)
     return share.mean(1) * total[:, -1].to(p.dtype)

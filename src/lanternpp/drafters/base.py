@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn.configs import Codes, config_as
-from lanternpp.nn.decoder import Decoder, DecoderConfig, Memory
+from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.schema import Length
 from lanternpp.targets.base import Target
@@ -86,7 +86,7 @@ class Drafter(nn.Module, ABC):
         return prompt
 
     @abstractmethod
-    def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+    def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         """next_embeds [R, N, D] embeddings of the codes one position ahead, features [R, N, D] -> features [R, N, D]."""
 
 
@@ -156,7 +156,12 @@ class QueryDrafter(Drafter):
 
     @abstractmethod
     def forward(
-        self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: Memory, hints: Tensor | None = None
+        self,
+        next_embeds: Tensor,
+        features: Tensor,
+        nodes: Nodes,
+        cache: AttentionCache,
+        hints: Tensor | None = None,
     ) -> Tensor:
         """N known places and Q more `nodes`, queries, where no code is known yet -> features [B, N + Q, D].
 

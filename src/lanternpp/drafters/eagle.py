@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lanternpp.drafters.base import Drafter, DrafterConfig
 from lanternpp.errors import InputError
-from lanternpp.nn.decoder import Decoder, Memory
+from lanternpp.nn.decoder import AttentionCache, Decoder
 from lanternpp.targets.base import Target
 from lanternpp.types import Nodes
 
@@ -48,7 +48,7 @@ class EagleDrafter(Drafter):
             mine.load_state_dict(other.state_dict())
         self.fc.weight[:, self.config.decoder.dim :] += torch.eye(self.config.decoder.dim)
 
-    def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+    def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         """next_embeds [R, N, D], features [R, N, D] -> the features one position ahead, [R, N, D]."""
         return self.decoder(self.fc(torch.cat((next_embeds, features), -1)), nodes, cache)
 

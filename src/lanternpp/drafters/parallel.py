@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lanternpp.drafters.base import DrafterConfig, QueryDrafter
 from lanternpp.nn.configs import Slots, Width
-from lanternpp.nn.decoder import Decoder, Memory
+from lanternpp.nn.decoder import AttentionCache, Decoder
 from lanternpp.types import Nodes
 
 
@@ -51,7 +51,12 @@ class ParallelDrafter(QueryDrafter):
         self.up = nn.Linear(config.turn, dim)
 
     def forward(
-        self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: Memory, hints: Tensor | None = None
+        self,
+        next_embeds: Tensor,
+        features: Tensor,
+        nodes: Nodes,
+        cache: AttentionCache,
+        hints: Tensor | None = None,
     ) -> Tensor:
         """next_embeds [B, N, D], guided features [B, N, D] -> guided features one ahead at all `nodes`, [B, N + Q, D].
 

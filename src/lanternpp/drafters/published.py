@@ -91,9 +91,9 @@ def norm_rows(source: Source) -> tuple[int, int] | None:
 
 def shape_of(source: Source, target: Target) -> EagleConfig:
     """The shape of a published drafter: from its tensors, and what they do not say from config.json or the target."""
-    shapes, said = source.shapes(), config_as(Published, source.config, source.path)
+    shapes, published = source.shapes(), config_as(Published, source.config, source.path)
     dim = source.shape("fc.weight", 2)[0]
-    heads = said.num_attention_heads or target.decoder.config.heads
+    heads = published.num_attention_heads or target.decoder.config.heads
     config = {
         "dim": dim,
         "heads": heads,
@@ -103,7 +103,7 @@ def shape_of(source: Source, target: Target) -> EagleConfig:
         "first_norm": "layers.0.input_layernorm.weight" in shapes,
         "final_norm": "norm.weight" in shapes,
         "kv_heads": source.shape("layers.0.self_attn.k_proj.weight", 2)[0] * heads // dim,
-        "norm_eps": said.rms_norm_eps,
+        "norm_eps": published.rms_norm_eps,
         "qk_norm": NORM in shapes,
     }
     return EagleConfig.of(config, source.path)

@@ -49,8 +49,8 @@ def verify_block(
     weights = left[batch, last]
     bonus = sampling.draw(weights.where(weights.sum(-1, keepdim=True) > 0, law[batch, last]), noise)
     path = torch.arange(p.shape[1], device=p.device).minimum(last[:, None])
-    spent = (law - p).abs_().sum(-1) / 2 if measure else None
-    return verdict_of(draft, path, last + 1, bonus, spent)
+    cost = (law - p).abs_().sum(-1) / 2 if measure else None
+    return verdict_of(draft, path, last + 1, bonus, cost)
 
 
 def stops(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:

@@ -79,9 +79,9 @@ class Engine:
             prompt = self.target.prompt([condition], self.guidance.branches)
         count, device = prompt.embeds.shape[1], self.codes.device
         rows = torch.arange(self.guidance.branches, device=device) * self.batch + slot
-        memory = self.cache.rows(rows, prompt.start, count)
+        prompt_cache = self.cache.rows(rows, prompt.start, count)
         embeds = prompt.embeds.to(self.cache.kv.dtype)
-        features = self.target(embeds, memory.nodes(), memory)
+        features = self.target(embeds, prompt_cache.nodes(), prompt_cache)
         self.noise.seed[slot] = seed
         self.tv_cost[slot] = 0
         self.passes[slot] = 0
@@ -153,8 +153,8 @@ class Engine:
     def collect(self, slot: int) -> FinishedSample:
         """The codes of a finished sample."""
         accepted = self.accepted[slot, : int(self.passes[slot])].tolist()
-        spent = 0.0 if self.rule.lossless else float(self.tv_cost[slot]) if self.measure else None
-        return FinishedSample(slot, self.codes[slot, : self.target.length].clone(), accepted, spent)
+        cost = 0.0 if self.rule.lossless else float(self.tv_cost[slot]) if self.measure else None
+        return FinishedSample(slot, self.codes[slot, : self.target.length].clone(), accepted, cost)
 
     def _index(self, tree: Tree) -> Tensor:
         """Which code of the image the logits at each node decide, [B, N]."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lanternpp.accept.base import Acceptance, quick
+from lanternpp.accept.base import Acceptance, has_fast_law
 from lanternpp.engine.block import verify_block
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Guesses
@@ -21,7 +21,7 @@ VERIFIERS: dict[str, Verifier] = {TOKEN: verify, BLOCK: verify_block}
 
 
 @dataclass(frozen=True)
-class Drafts:
+class DraftTraits:
     """What decides how drafts may be verified."""
 
     guesses: Guesses
@@ -30,12 +30,12 @@ class Drafts:
     residual: str | None  # that was asked for
 
 
-def best(drafts: Drafts) -> str:
+def best_for(drafts: DraftTraits) -> str:
     """What keeps the most of drafts under the same law, at a cost that is worth it."""
-    return BLOCK if quick(drafts.rule) and unfit(drafts, BLOCK) is None else TOKEN
+    return BLOCK if has_fast_law(drafts.rule) and why_unsupported(drafts, BLOCK) is None else TOKEN
 
 
-def unfit(drafts: Drafts, name: str) -> str | None:
+def why_unsupported(drafts: DraftTraits, name: str) -> str | None:
     """Why a verifier may not have these drafts, in a sentence; None: it may."""
     if name == TOKEN or name not in VERIFIERS:
         return None

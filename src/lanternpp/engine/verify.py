@@ -37,49 +37,49 @@ def verify(
     if tree.chain and not measure:
         return _verify_chain(draft, logits, sampling, rule, noise)
     batch = torch.arange(len(logits), device=logits.device)
-    hasty = logits.device.type == "cpu"
+    early_exit = logits.device.type == "cpu"
     node = torch.zeros_like(batch)
     alive = torch.ones_like(batch, dtype=torch.bool)
     kept, path = torch.ones_like(batch), [node]
     left = sampling.probs(logits[batch, node])  # r, what is left of p at the node stood on
     u = noise.fine(Noise.ACCEPT, len(widths), max(widths, default=0))
-    spent = [torch.zeros_like(left[:, 0]) for _ in range(len(widths) + 1)]
+    cost = [torch.zeros_like(left[:, 0]) for _ in range(len(widths) + 1)]
     for level, width in enumerate(widths):
         here = rule.at(level)
         q = None if draft.probs is None else draft.probs[batch, node]
         down, below = torch.zeros_like(alive), node
         for rank in range(width):
             undecided = alive & ~down
-            if hasty and not undecided.any():
+            if early_exit and not undecided.any():
                 break
             child = tree.children[batch, node, rank]
             code = draft.codes[batch, child.clamp(min=0)]
             drawn = q if q is not None else torch.zeros_like(left).scatter_(1, code[:, None], 1)
             chance = drawn.gather(1, code[:, None])[:, 0]
             tried = undecided & (child >= 0) & (chance > 0)
-            if hasty and not tried.any():
+            if early_exit and not tried.any():
                 continue
             permitted = logits[batch, node, code] > float("-inf")  # what the format forbids is never relaxed
             relaxed = here.relax_with_draft(left, drawn, code).where(permitted[:, None], left)
             good = tried & sampling.accepts(relaxed, chance, code, u[:, level, rank])
             if measure:
-                spent[level] += tried * _cost(sampling, here, left, drawn, code, good)
+                cost[level] += tried * _cost(sampling, here, left, drawn, code, good)
             refused = tried & ~good
             down, below = down | good, torch.where(good, child, below)
-            if hasty and not refused.any():
+            if early_exit and not refused.any():
                 continue
             left = left.where(~refused[:, None], sampling.residual(here, left, relaxed, drawn, code))
             if q is not None:
                 q = q.where(~refused[:, None], without(q, code))
         alive, node = down, below
-        if hasty and not alive.any():
+        if early_exit and not alive.any():
             break
         left = left.where(~alive[:, None], sampling.probs(logits[batch, node]))
         kept = kept + alive
         path.append(node)
     path += [node] * (len(widths) + 1 - len(path))
     bonus = sampling.draw(left, noise)
-    return verdict_of(draft, torch.stack(path, 1), kept, bonus, torch.stack(spent, 1) if measure else None)
+    return verdict_of(draft, torch.stack(path, 1), kept, bonus, torch.stack(cost, 1) if measure else None)
 
 
 def _verify_chain(
@@ -107,15 +107,15 @@ def _verify_chain(
     good = tried & sampling.accepts(relaxed, chance, code, u)
     last = good.view_as(codes).cumprod(1).sum(1)  # [B] the node at which the walk ends
     left, at = p[batch, last], last.clamp(max=depth - 1)
-    turn = batch * depth + at
-    hasty, rest = logits.device.type == "cpu", left
+    row = batch * depth + at
+    early_exit, rest = logits.device.type == "cpu", left
     for level, each in enumerate(rules[:1] if same else rules):
         mine = batch >= 0 if same else at == level
-        if hasty and not mine.any():
+        if early_exit and not mine.any():
             continue
-        found = sampling.residual(each, here[turn], relaxed[turn], q[batch, at], code[turn])
+        found = sampling.residual(each, here[row], relaxed[row], q[batch, at], code[row])
         rest = found.where(mine[:, None], rest)
-    refused = tried[turn] & (last < depth)
+    refused = tried[row] & (last < depth)
     left = left.where(~refused[:, None], rest)
     path = torch.arange(depth + 1, device=codes.device).minimum(last[:, None])
     return verdict_of(draft, path, last + 1, sampling.draw(left, noise))
@@ -123,10 +123,10 @@ def _verify_chain(
 
 def _each(rules: Sequence[Acceptance], p: Tensor, q: Tensor, codes: Tensor) -> Tensor:
     """What p [B, N, V] becomes where every level's code [B, N - 1] has a rule of its own, [B * (N - 1), V]."""
-    bent = [
+    relaxed = [
         rule.relax_with_draft(p[:, level], q[:, level], codes[:, level]) for level, rule in enumerate(rules)
     ]
-    return torch.stack(bent, 1).flatten(0, 1)
+    return torch.stack(relaxed, 1).flatten(0, 1)
 
 
 def without(q: Tensor, code: Tensor) -> Tensor:
@@ -143,9 +143,9 @@ def _cost(sampling: Sampling, rule: Acceptance, p: Tensor, q: Tensor, code: Tens
 
 
 def verdict_of(
-    draft: Draft, path: Tensor, kept: Tensor, bonus: Tensor, spent: Tensor | None = None
+    draft: Draft, path: Tensor, kept: Tensor, bonus: Tensor, cost: Tensor | None = None
 ) -> Verdict:
     """The verdict that keeps the first `kept` [B] nodes of path [B, P] and draws `bonus` [B] behind them."""
     following = draft.codes.gather(1, path.roll(-1, 1))
     last = torch.arange(path.shape[1], device=path.device) == kept[:, None] - 1
-    return Verdict(path, kept, torch.where(last, bonus[:, None], following), bonus, spent)
+    return Verdict(path, kept, torch.where(last, bonus[:, None], following), bonus, cost)

@@ -17,7 +17,7 @@ from lanternpp.types import Nodes
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Memory(Protocol):
+class AttentionCache(Protocol):
     """What a decoder needs of a cache: to store keys and values and to attend over all of them."""
 
     def attend(self, layer: int, nodes: Nodes, mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -150,8 +150,8 @@ class Decoder(nn.Module):
         self.norm = Norm(config.dim, config.norm_eps) if config.final_norm else nn.Identity()
         self.register_buffer("rotary_table", rotary_table, persistent=False)  # [positions, 2, d]
 
-    def forward(self, x: Tensor, nodes: Nodes, memory: Memory) -> Tensor:
-        """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to `memory`."""
+    def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
+        """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to `cache`."""
         rotation = self.rotary_table[nodes.position.clamp(max=self.rotary_table.shape[0] - 1)][
             :, :, :, None
         ].to(x.dtype)
@@ -159,7 +159,7 @@ class Decoder(nn.Module):
         for layer, block in enumerate(self.blocks):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
-                return memory.attend(layer, nodes, mask, q, k, v)
+                return cache.attend(layer, nodes, mask, q, k, v)
 
             x = block(x, rotation, attend)
         return self.norm(x)

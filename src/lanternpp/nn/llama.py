@@ -105,12 +105,12 @@ def llama_rules(
     """
     queries, keys, half = shape.heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.hidden
     change = f"halves:{shape.head_dim}" if paired else None
-    turned, every, what = queries + keys, queries + 2 * keys, r"\.(weight|bias)"
+    rotated, every, what = queries + keys, queries + 2 * keys, r"\.(weight|bias)"
     wqkv, w13 = rf"{block}.wqkv.\2", rf"{block}.w13.\2"
     return [
         Rename(rf"{layer}\.self_attn\.q_proj{what}", wqkv, part=(0, queries), change=change),
-        Rename(rf"{layer}\.self_attn\.k_proj{what}", wqkv, part=(queries, turned), change=change),
-        Rename(rf"{layer}\.self_attn\.v_proj{what}", wqkv, part=(turned, every)),
+        Rename(rf"{layer}\.self_attn\.k_proj{what}", wqkv, part=(queries, rotated), change=change),
+        Rename(rf"{layer}\.self_attn\.v_proj{what}", wqkv, part=(rotated, every)),
         Rename(rf"{layer}\.self_attn\.o_proj{what}", rf"{block}.wo.\2"),
         *_norms(shape, layer, block, norm_rows or (shape.heads, shape.num_kv_heads)),
         Rename(rf"{layer}\.mlp\.gate_proj{what}", w13, part=(0, half)),

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import CONFIG, load_config
 from lanternpp.nn.shards import Shard, read_tensors, shards
-from lanternpp.nn.stores import check_scales, is_scale, meant, scaled
+from lanternpp.nn.stores import check_scales, is_scale, restored_meta, scaled
 
 CHUNK = 1 << 26  # bytes read before a file is opened anew, which lets go of what was read
 
@@ -50,7 +50,7 @@ class Rename:
     """How a tensor of a checkpoint maps into one of ours; every rule that matches a name applies.
 
     pattern: a regular expression that matches the whole upstream name; name: ours, with \\1, \\2.
-    rows: which rows of the upstream tensor are meant, (first, last), last excluded, or a list of them;
+    rows: which rows of the upstream tensor are taken, (first, last), last excluded, or a list of them;
     part: which rows of ours they fill, (first, last); change: an entry of `CHANGES`, with its integers
     after colons, applied between the two.
     """
@@ -67,7 +67,7 @@ class Rename:
         return found.expand(self.name) if found else None
 
     def apply(self, tensor: Tensor) -> Tensor:
-        """The rows meant, changed."""
+        """The selected rows, after `change`."""
         if isinstance(self.rows, Tensor):
             tensor = tensor[self.rows.to(tensor.device)]
         elif self.rows is not None:
@@ -94,7 +94,7 @@ class Piece:
         return whole if self.rule.part is None else whole[self.rule.part[0] : self.rule.part[1]]
 
 
-class Undrawn(TorchFunctionMode):
+class SkipInit(TorchFunctionMode):
     """First values are neither drawn nor scaled; on the meta device that would load all of torch's compiler."""
 
     def __torch_function__(
@@ -114,7 +114,7 @@ def blank(config_of: Path | None = None) -> Iterator[None]:
     config_of: where their config was read; InputError names it where no network can be made of it.
     """
     try:
-        with torch.device("meta"), Undrawn():
+        with torch.device("meta"), SkipInit():
             yield
     except InputError:
         raise
@@ -158,7 +158,7 @@ class Source:
         found = {name: meta for file in self._files for name, meta in file.metas().items()}
         check_scales(found, self.path)
         return {
-            name: meant(meta) if scaled(name, found) else meta
+            name: restored_meta(meta) if scaled(name, found) else meta
             for name, meta in found.items()
             if not is_scale(name, found)
         }
@@ -196,9 +196,9 @@ class Source:
         which are left as they are. Raises InputError that lists what is missing, unexpected, misshaped or of the wrong
         kind of number, at most ten of them, and names a tensor with a value that is no finite number.
         """
-        wanted = {name: own for name, own in module.state_dict().items() if name not in lacking}
+        expected_tensors = {name: own for name, own in module.state_dict().items() if name not in lacking}
         kept = {name for name, _ in module.named_buffers()}
-        pieces, faults = self._plan(wanted, rules, skip)
+        pieces, faults = self._plan(expected_tensors, rules, skip)
         if faults:
             more = f", and {len(faults) - 10} more" if len(faults) > 10 else ""
             raise InputError(
@@ -208,7 +208,7 @@ class Source:
         for upstream, tensor in self._read(pieces):
             for piece in pieces[upstream]:
                 if piece.ours not in filled:
-                    own = wanted[piece.ours]
+                    own = expected_tensors[piece.ours]
                     kind = own.dtype if piece.ours in kept or not own.is_floating_point() else dtype
                     filled[piece.ours] = torch.empty(own.shape, dtype=kind, device=device)
                 piece.place(filled[piece.ours]).copy_(piece.rule.apply(tensor))
@@ -219,7 +219,7 @@ class Source:
             raise RuntimeError(f"{type(module).__name__} was made without {', '.join(left)}")
 
     def _plan(
-        self, wanted: dict[str, Tensor], rules: Sequence[Rename], skip: Sequence[str]
+        self, expected_tensors: dict[str, Tensor], rules: Sequence[Rename], skip: Sequence[str]
     ) -> tuple[dict[str, list[Piece]], list[str]]:
         """Where every upstream tensor goes, by its name, and what is wrong with that."""
         pieces: dict[str, list[Piece]] = {}
@@ -229,20 +229,20 @@ class Source:
             if any(re.fullmatch(pattern, upstream) for pattern in skip):
                 continue
             ways = [(rule, name) for rule in rules if (name := rule.match(upstream)) is not None]
-            found = [Piece(upstream, name, rule) for rule, name in ways if name in wanted]
+            found = [Piece(upstream, name, rule) for rule, name in ways if name in expected_tensors]
             if not found:
                 wrong.append(f"unexpected {upstream}")
             for piece in found:
-                fault = misfit(piece, meta, wanted[piece.ours])
+                fault = misfit(piece, meta, expected_tensors[piece.ours])
                 if fault:
                     wrong.append(fault)
-                covered[piece.ours] += piece.place(wanted[piece.ours]).numel()
+                covered[piece.ours] += piece.place(expected_tensors[piece.ours]).numel()
             pieces[upstream] = found
         missing = [
             f"missing {name}"
             if not covered[name]
             else f"{name} is given {covered[name]} of {own.numel()} numbers"
-            for name, own in wanted.items()
+            for name, own in expected_tensors.items()
             if covered[name] != own.numel() or name not in covered
         ]
         return pieces, missing + wrong

@@ -33,8 +33,8 @@ def pack(tensors: Mapping[str, Tensor], store: Store, keep: Collection[str] = ()
             packed[name] = tensor.bfloat16()
         elif store in ("int8", "int6") and name not in keep and tensor.ndim >= 2:
             narrow = store == "int6" and tensor.shape[0] % 4 == 0
-            whole, packed[name + SCALE] = rounded(tensor.float(), 6 if narrow else 8)
-            packed[name] = squeezed(whole) if narrow else whole
+            whole, packed[name + SCALE] = quantised(tensor.float(), 6 if narrow else 8)
+            packed[name] = pack_int6(whole) if narrow else whole
         else:
             packed[name] = tensor.float()
     return packed
@@ -80,11 +80,11 @@ def check_scales(tensors: Mapping[str, Tensor], source: Path) -> None:
 
 def restored(tensor: Tensor, scale: Tensor) -> Tensor:
     """The float32 tensor that one of fewer bits stands for."""
-    whole = spread(tensor) if tensor.dtype == torch.uint8 else tensor
+    whole = unpack_int6(tensor) if tensor.dtype == torch.uint8 else tensor
     return whole.float() * scale.view(-1, *[1] * (whole.ndim - 1))
 
 
-def meant(meta: Tensor) -> Tensor:
+def restored_meta(meta: Tensor) -> Tensor:
     """On the meta device: the float32 tensor that one of fewer bits stands for."""
     shape = meta.shape
     if meta.dtype == torch.uint8:
@@ -92,7 +92,7 @@ def meant(meta: Tensor) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="meta")
 
 
-def rounded(tensor: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def quantised(tensor: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """([C, ...] int8, scale [C]): symmetric, a scale for each of dimension 0.
 
     8 bits span a row's whole range. 6 bits span the share of it that leaves the least squared error, and what
@@ -102,25 +102,25 @@ def rounded(tensor: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     full = rows.abs().amax(1).clamp_min(1e-12) / most
     if bits == 8:
         return (rows / full[:, None]).round().to(torch.int8).view(tensor.shape), full
-    errors = torch.stack([wrong(rows, full * share, most) for share in SHRINK])
+    errors = torch.stack([squared_error(rows, full * share, most) for share in SHRINK])
     scale = full * torch.tensor(SHRINK)[errors.argmin(0)]
     return (rows / scale[:, None]).round().clamp(-most, most).to(torch.int8).view(tensor.shape), scale
 
 
-def wrong(rows: Tensor, scale: Tensor, most: int) -> Tensor:
+def squared_error(rows: Tensor, scale: Tensor, most: int) -> Tensor:
     """Squared error [C] of rows [C, N] as whole numbers up to `most` times a scale [C]."""
     near = (rows / scale[:, None]).round().clamp(-most, most) * scale[:, None]
     return (near - rows).square().sum(1)
 
 
-def squeezed(whole: Tensor) -> Tensor:
+def pack_int6(whole: Tensor) -> Tensor:
     """Numbers of 6 bits [4 C, ...] int8 -> four of them in three bytes: [3, C, ...] uint8."""
     a, b, c, d = (whole.int() + OFFSET).unflatten(0, (-1, 4)).unbind(1)
     return torch.stack([a << 2 | b >> 4, (b & 15) << 4 | c >> 2, (c & 3) << 6 | d]).to(torch.uint8)
 
 
-def spread(packed: Tensor) -> Tensor:
-    """Undo `squeezed`."""
+def unpack_int6(packed: Tensor) -> Tensor:
+    """Undo `pack_int6`."""
     x, y, z = packed.int().unbind(0)
     four = [x >> 2, (x & 3) << 4 | y >> 4, (y & 15) << 2 | z >> 6, z & 63]
     return (torch.stack(four, 1) - OFFSET).flatten(0, 1).to(torch.int8)

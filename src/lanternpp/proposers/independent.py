@@ -10,15 +10,15 @@ from torch import Tensor
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
-from lanternpp.nn.decoder import Memory
-from lanternpp.proposers.drafted import Drafted
+from lanternpp.nn.decoder import AttentionCache
+from lanternpp.proposers.network import AutoregressiveProposer
 from lanternpp.targets.base import Target
 from lanternpp.types import Admission, Nodes
 
 LIKENESS = 0.05  # of two copies of a codebook, in lengths of it: their storage may differ
 
 
-class Independent(Drafted):
+class Independent(AutoregressiveProposer):
     """Reads the same prompt, in its own way, and guesses what it would draw itself, guided as the target is."""
 
     needs = "independent"
@@ -29,9 +29,9 @@ class Independent(Drafted):
         """The drafter's own prompt."""
         return self.drafter.slots
 
-    def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, memory: Memory) -> Tensor:
+    def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         """It needs the codes alone."""
-        return self.drafter(self.guidance.rows(self.drafter.embed(codes)), nodes, memory)
+        return self.drafter(self.guidance.rows(self.drafter.embed(codes)), nodes, cache)
 
     def head(self, features: Tensor) -> Tensor:
         """Its own head."""
@@ -52,8 +52,8 @@ class Independent(Drafted):
             prompt = self.drafter.prompt([None], self.guidance.branches)
         first = self.drafter.embed(new.root[:, None]).expand(len(new.rows), -1, -1)
         embeds = torch.cat((prompt.embeds.to(first.dtype), first), 1)
-        memory = self.cache.rows(new.rows, prompt.start, embeds.shape[1])
-        self.features[new.rows, 0] = self.drafter(embeds, memory.nodes(), memory)[:, -1]
+        prompt_cache = self.cache.rows(new.rows, prompt.start, embeds.shape[1])
+        self.features[new.rows, 0] = self.drafter(embeds, prompt_cache.nodes(), prompt_cache)[:, -1]
 
 
 def check_codes(drafter: Target, target: Target) -> None:

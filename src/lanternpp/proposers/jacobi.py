@@ -92,9 +92,9 @@ class Jacobi(Proposer):
     def propose(self, noise: Noise) -> Draft:
         """Bring every guess in line with the newest p of its place."""
         seen = (self._offsets < self.seen[:, None])[..., None]  # [B, W, 1]
-        wanted = self.p.where(seen, self._fresh())
-        self.codes.copy_(self._guess(wanted, noise))
-        self.q[:, : self.window] = wanted
+        new_q = self.p.where(seen, self._fresh())
+        self.codes.copy_(self._guess(new_q, noise))
+        self.q[:, : self.window] = new_q
         return Draft(self._tree, torch.cat((self.root[:, None], self.codes), 1), self.q)
 
     def observe(self, output: TargetOutput) -> None:
@@ -127,24 +127,24 @@ class Jacobi(Proposer):
             known[..., None], self.p
         )
 
-    def _guess(self, wanted: Tensor, noise: Noise) -> Tensor:
-        """Codes [B, W] that follow `wanted` [B, W, V], in the way of the coupling."""
+    def _guess(self, new_q: Tensor, noise: Noise) -> Tensor:
+        """Codes [B, W] that follow `new_q` [B, W, V], in the way of the coupling."""
         if self.sampling.greedy:
-            return wanted.argmax(-1)
+            return new_q.argmax(-1)
         if self.coupling == "gumbel":
             place = self.count[:, None] + self._offsets
             seed = noise.seed[:, None].expand_as(place)
-            race = Noise(seed.flatten(), place.flatten()).exponential(PLACE, wanted.shape[-1])
-            return (wanted / race.view(wanted.shape)).argmax(-1)
+            race = Noise(seed.flatten(), place.flatten()).exponential(PLACE, new_q.shape[-1])
+            return (new_q / race.view(new_q.shape)).argmax(-1)
         anew = noise.fine(GUESS, self.window, 1)
         if self.coupling == "none":
-            return draw(wanted, anew)[..., 0]
+            return draw(new_q, anew)[..., 0]
         q, codes = self.q[:, : self.window], self.codes[..., None]
         held = (self._offsets < self.held[:, None])[..., None]
         u = noise.fine(KEEP, self.window)[..., None]
-        keep = held & (u * q.gather(-1, codes) < wanted.gather(-1, codes))
-        rest = (wanted - q).clamp_(min=0)
-        rest = rest.where(held & (rest.sum(-1, keepdim=True) > 0), wanted)
+        keep = held & (u * q.gather(-1, codes) < new_q.gather(-1, codes))
+        rest = (new_q - q).clamp_(min=0)
+        rest = rest.where(held & (rest.sum(-1, keepdim=True) > 0), new_q)
         return self.codes.where(keep[..., 0], draw(rest, anew)[..., 0])
 
 

@@ -10,12 +10,12 @@ from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
-from lanternpp.proposers.drafted import OnTree
+from lanternpp.proposers.network import NetworkProposer
 from lanternpp.targets.base import Target
 from lanternpp.types import Admission, Draft, Frontier, TargetOutput
 
 
-class Parallel(OnTree):
+class Parallel(NetworkProposer):
     """Before every pass of the target, one of the drafter, over what was decided since and a query per level.
 
     Its cache has one row per sample and runs one position behind the target's, as EAGLE's does. What was
@@ -50,8 +50,8 @@ class Parallel(OnTree):
             (self.drafter.prompt_inputs(new.prompt.embeds[:1, 1:].to(like.dtype)), root), 1
         )
         slot = self._row[new.slot : new.slot + 1]
-        memory = self.cache.rows(slot, new.prompt.start[:1], features.shape[1])
-        self.drafter(next_embeds, features, memory.nodes(), memory)
+        prompt_cache = self.cache.rows(slot, new.prompt.start[:1], features.shape[1])
+        self.drafter(next_embeds, features, prompt_cache.nodes(), prompt_cache)
         self.cache.used[slot] -= 1  # the last waits, so that the queries can follow it
         self.next_embeds[slot, 0], self.features[slot, 0] = next_embeds[:, -1], features[:, -1]
         self.hints[slot] = 0

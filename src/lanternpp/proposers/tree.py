@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from lanternpp.drafters.base import Drafter
-from lanternpp.nn.decoder import Memory
-from lanternpp.proposers.drafted import Drafted
+from lanternpp.nn.decoder import AttentionCache
+from lanternpp.proposers.network import AutoregressiveProposer
 from lanternpp.types import Admission, Nodes
 
 
-class TreeProposer(Drafted):
+class TreeProposer(AutoregressiveProposer):
     """Feeds the drafter the target's features where they are known and its own where they are not.
 
     The drafter's input at a position pairs the target's feature there with the code one position ahead, so its
@@ -26,9 +26,9 @@ class TreeProposer(Drafted):
         """The target's prompt, whose first slot gives way to the root."""
         return self.target.slots
 
-    def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, memory: Memory) -> Tensor:
+    def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         """The embeddings are the target's."""
-        return self.drafter(self.guidance.rows(self.target.embed(codes)), below, nodes, memory)
+        return self.drafter(self.guidance.rows(self.target.embed(codes)), below, nodes, cache)
 
     def head(self, features: Tensor) -> Tensor:
         """The head is the target's."""
@@ -41,5 +41,7 @@ class TreeProposer(Drafted):
         next_embeds = torch.cat(
             (self.drafter.prompt_inputs(new.prompt.embeds[:, 1:].to(first.dtype)), first), 1
         )
-        memory = self.cache.rows(new.rows, new.prompt.start, new.features.shape[1])
-        self.features[new.rows, 0] = self.drafter(next_embeds, new.features, memory.nodes(), memory)[:, -1]
+        prompt_cache = self.cache.rows(new.rows, new.prompt.start, new.features.shape[1])
+        self.features[new.rows, 0] = self.drafter(
+            next_embeds, new.features, prompt_cache.nodes(), prompt_cache
+        )[:, -1]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.nn.decoder import Decoder, Memory
+from lanternpp.nn.decoder import AttentionCache, Decoder
 from lanternpp.nn.packed import pack
 from lanternpp.nn.sources import Source
 from lanternpp.nn.stores import Store
@@ -148,7 +148,7 @@ class Target(nn.Module, ABC):
         """Forbid what the format forbids: logits [B, N, V] of the codes at `index` [B, N] of the image."""
         return logits
 
-    def forward(self, x: Tensor, nodes: Nodes, cache: Memory) -> Tensor:
+    def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         """x [R, N, D] -> features [R, N, D] after the final norm."""
         return self.decoder(x, nodes, cache)
 

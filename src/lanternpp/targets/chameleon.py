@@ -178,18 +178,18 @@ def image_token(code: int) -> str:
 def read_config(source: Source) -> ChameleonConfig:
     """The config of a checkpoint in transformers' layout."""
     where = source.path
-    given, said = llama.fields(source.config, where), config_as(Published, source.config, where)
-    vq, lumina = said.vq_config or PublishedVQ(), is_lumina(source)
+    given, published = llama.fields(source.config, where), config_as(Published, source.config, where)
+    vq, lumina = published.vq_config or PublishedVQ(), is_lumina(source)
     called = re.search(r"Lumina-mGPT-\d+B-(\d+)", str(where.resolve()))  # its config does not say
     side = (called[1] if called else 768) if lumina else vq.resolution
     config = {
-        "shape": given.decoder(where, qk_norm=True, norm_after=bool(said.swin_norm)),
+        "shape": given.decoder(where, qk_norm=True, norm_after=bool(published.swin_norm)),
         "vq": vq.shape(unit=False),
         "dialect": "lumina" if lumina else "anole",
         "tokens": given.vocab_size,
         "positions": given.max_position_embeddings,
         "base": given.rope_base(where),
-        "size": str(said.size or side),
+        "size": str(published.size or side),
     }
     return config_as(ChameleonConfig, config, where)
 

@@ -140,15 +140,15 @@ def visual_token(code: int) -> str:
 def read_config(source: Source) -> Emu3Config:
     """The config of a checkpoint in transformers' layout."""
     where = source.path
-    said = config_as(Published, source.config, where)
-    given = llama.fields(said.text_config, where)
+    published = config_as(Published, source.config, where)
+    given = llama.fields(published.text_config, where)
     config = {
         "shape": given.decoder(where),
-        "vq": said.vq_config,
+        "vq": published.vq_config,
         "tokens": given.vocab_size,
         "positions": given.max_position_embeddings,
         "base": given.rope_base(where, 1e6),
-        "size": said.size,
+        "size": published.size,
     }
     return config_as(Emu3Config, config, where)
 

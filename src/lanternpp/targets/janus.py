@@ -196,14 +196,14 @@ def layout_of(source: Source) -> Layout | None:
 
 def read_config(source: Source, layout: Layout) -> JanusConfig:
     """The config of a published checkpoint; what its authors' config leaves to defaults is read off the tensors."""
-    where, said = source.path, config_as(Published, source.config, source.path)
-    language = said.text_config if layout.config == "text_config" else said.language_config
+    where, published = source.path, config_as(Published, source.config, source.path)
+    language = published.text_config if layout.config == "text_config" else published.language_config
     if language is None:
         raise InputError(
             f"{where}: config.json lacks {layout.config}; fetch it again from the model's repository"
         )
     given = llama.fields(language, where, rms_norm_eps=1e-6, max_position_embeddings=16384)
-    seen, vq = said.vision_config or Vision(), said.vq_config or PublishedVQ()
+    seen, vq = published.vision_config or Vision(), published.vq_config or PublishedVQ()
     codes, dim = source.shape(layout.table, 2)
     head = source.shapes().get(layout.head[0].replace("\\", "") + ".weight") or (0,)
     config = {

@@ -209,13 +209,13 @@ def rules(config: LlamaGenConfig) -> list[Rename]:
     """Official names, then those of Llama; queries and keys come in neighbouring pairs and become halves."""
     shape = config.decoder
     queries, keys = shape.heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    turned, every, halves = queries + keys, queries + 2 * keys, f"halves:{shape.head_dim}"
+    rotated, every, halves = queries + keys, queries + 2 * keys, f"halves:{shape.head_dim}"
     layer, block = r"layers\.(\d+)", r"decoder.blocks.\1"
     fused, w13, half = f"{block}.wqkv.weight", f"{block}.w13.weight", config.hidden
     return [
         *llama_rules(shape, r"model\.layers\.(\d+)", block, paired=True),
-        Rename(rf"{layer}\.attention\.wqkv\.weight", fused, (0, turned), (0, turned), halves),
-        Rename(rf"{layer}\.attention\.wqkv\.weight", fused, (turned, every), (turned, every)),
+        Rename(rf"{layer}\.attention\.wqkv\.weight", fused, (0, rotated), (0, rotated), halves),
+        Rename(rf"{layer}\.attention\.wqkv\.weight", fused, (rotated, every), (rotated, every)),
         Rename(rf"{layer}\.attention\.wo\.weight", f"{block}.wo.weight"),
         Rename(rf"{layer}\.feed_forward\.w1\.weight", w13, part=(0, half)),
         Rename(rf"{layer}\.feed_forward\.w3\.weight", w13, part=(half, 2 * half)),
@@ -232,7 +232,7 @@ def rules(config: LlamaGenConfig) -> list[Rename]:
 
 def shape_of(source: Source) -> LlamaGenConfig:
     """The shape of a published target: from its tensors, and what they do not say from config.json or the name."""
-    said = config_as(Published, source.config, source.path)
+    published = config_as(Published, source.config, source.path)
 
     def shape(dims: int, *ends: str) -> tuple[int, ...]:
         """Of the first tensor that is there, by its names under both layouts; one with a dot is how a name ends."""
@@ -244,7 +244,7 @@ def shape_of(source: Source) -> LlamaGenConfig:
 
     official = "layers.0.attention.wqkv.weight" in source.metas
     vocab, dim = shape(2, "tok_embeddings.weight", "embed_tokens.weight")
-    heads = said.num_attention_heads or HEADS.get(dim, max(dim // 64, 1))
+    heads = published.num_attention_heads or HEADS.get(dim, max(dim // 64, 1))
     if official:
         keys = (shape(2, "layers.0.attention.wqkv.weight")[0] - dim) // 2
     else:
@@ -256,13 +256,13 @@ def shape_of(source: Source) -> LlamaGenConfig:
         "layers": source.layers(r"(?:model\.)?layers\."),
         "heads": heads,
         "hidden": shape(2, "layers.0.feed_forward.w3.weight", "layers.0.mlp.up_proj.weight")[0],
-        "grid": grid_of(source.path, said, source.given.get("size")),
+        "grid": grid_of(source.path, published, source.given.get("size")),
         "kv_heads": keys // max(dim // heads, 1),
         "vocab": vocab,
         "classes": None if texts else shape(2, ".embedding_table.weight")[0] - 1,
         "caption_dim": caption_dim,
         "slots": slots,
-        "norm_eps": said.rms_norm_eps,
+        "norm_eps": published.rms_norm_eps,
     }
     return config_as(LlamaGenConfig, config, source.path)
 
@@ -277,7 +277,7 @@ class Published:
     input_type: str | None = None
 
 
-def grid_of(path: Path, said: Published, size: str | None = None) -> int:
+def grid_of(path: Path, published: Published, size: str | None = None) -> int:
     """Codes of an image's side, which no tensor says: given, from the config, or from the pixels in the name."""
     if size:
         if not re.fullmatch(r"[0-9]{1,5}", str(size)) or int(size) % DOWN or not int(size):
@@ -285,10 +285,10 @@ def grid_of(path: Path, said: Published, size: str | None = None) -> int:
                 f"size {size} is not a multiple of {DOWN} pixels; LlamaGen draws 256, 384 or 512"
             )
         return int(size) // DOWN
-    if said.block_size:
-        return round(said.block_size**0.5)
-    if said.input_type in GRIDS:
-        return GRIDS[said.input_type]
+    if published.block_size:
+        return round(published.block_size**0.5)
+    if published.input_type in GRIDS:
+        return GRIDS[published.input_type]
     for name in (path.name, path.resolve().parent.name):
         found = re.findall(r"(?<!\d)(256|384|512)(?!\d)", name)
         if found:

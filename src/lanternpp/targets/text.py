@@ -166,14 +166,14 @@ class T5Text(Text):
 
 def reason(error: BaseException) -> str:
     """The first line of what a library says of a model; its advice to let a file run code is not repeated."""
-    said = next(iter(str(error).strip().splitlines()), "")
+    first = next(iter(str(error).strip().splitlines()), "")
     if (
         isinstance(error, pickle.UnpicklingError)
         or "weights_only" in str(error)
         or "trust_remote_code" in str(error)
     ):
         return "a file of it is damaged, or would run code"
-    return said or type(error).__name__
+    return first or type(error).__name__
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lanternpp.vq.vqgan import Attention, Level, Residual, VQGANConfig, norm
 
 
-class Narrowing(Level):
+class DownLevel(Level):
     """A level, then, but in the last stage, half the size by a 3x3 of stride 2."""
 
     def __init__(self, inputs: int, outputs: int, blocks: int, attention: bool, last: bool):
@@ -32,7 +32,7 @@ class VQGANEncoder(nn.Module):
         self.entry = nn.Conv2d(3, config.channels, 3, padding=1)
         stages, deepest = [], len(widths) - 1
         for i, (inputs, width) in enumerate(zip([config.channels, *widths], widths, strict=False)):
-            stages.append(Narrowing(inputs, width, blocks, config.attention and i == deepest, i == deepest))
+            stages.append(DownLevel(inputs, width, blocks, config.attention and i == deepest, i == deepest))
         self.stages = nn.Sequential(*stages)
         before = coarsest if blocks else config.channels
         self.middle = nn.Sequential(Residual(before, before), Attention(before), Residual(before, before))

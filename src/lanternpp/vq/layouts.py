@@ -114,7 +114,7 @@ def read_vqgan(
     others = [f"(?!{prefix}).*"] if prefix else []
     skip = [*others, f"{prefix}(?!{DRAWING}).*"]
     source.fill(vq, rules(config, names, prefix), dtype, skip, device)
-    vq.settle().encoder = partial(read_encoder, source, config, names, prefix, dtype, device)
+    vq.prepare_for_inference().encoder = partial(read_encoder, source, config, names, prefix, dtype, device)
     return vq
 
 

@@ -94,7 +94,7 @@ def read_tokenizer(source: Source, grid: int, dtype: torch.dtype, device: torch.
     with blank(source.path):
         vq = VQGAN(config)
     source.fill(vq, [SAME] if ours else rules(config, LLAMAGEN), dtype, () if ours else SKIP, device)
-    vq.settle()
+    vq.prepare_for_inference()
     if not ours:
         vq.encoder = partial(read_encoder, source, config, LLAMAGEN, "", dtype, device)
     return vq

@@ -71,7 +71,7 @@ class Block(nn.Module):
         return x + self.conv2(F.silu(self.norm2(h)))
 
 
-class Mix(nn.Module):
+class SelfAttention(nn.Module):
     """Residual self-attention over all places, for the coarsest stage."""
 
     def __init__(self, channels: int, head_dim: int = 64):
@@ -113,13 +113,13 @@ def encoder(config: VQConfig) -> nn.Sequential:
             layers.append(nn.Conv2d(inputs, channels, 3, stride=2, padding=1))
         layers += [Block(channels) for _ in range(blocks)]
         inputs = channels
-    return nn.Sequential(*layers, Mix(last), norm(last), nn.SiLU(), nn.Conv2d(last, config.dim, 1))
+    return nn.Sequential(*layers, SelfAttention(last), norm(last), nn.SiLU(), nn.Conv2d(last, config.dim, 1))
 
 
 def decoder(config: VQConfig) -> nn.Sequential:
     """Latents [B, C, H/down, W/down] -> images [B, 3, H, W], not clamped."""
     last = config.channels[-1]
-    layers: list[nn.Module] = [nn.Conv2d(config.dim, last, 3, padding=1), Mix(last)]
+    layers: list[nn.Module] = [nn.Conv2d(config.dim, last, 3, padding=1), SelfAttention(last)]
     stages = list(zip(config.channels, config.decoder_blocks, strict=True))[::-1]
     for (channels, blocks), (below, _) in zip(stages, [*stages[1:], (config.thin, 1)], strict=True):
         layers += [Block(channels) for _ in range(blocks)]

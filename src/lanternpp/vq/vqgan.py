@@ -53,7 +53,7 @@ class PublishedVQ:
     def shape(self, **more: Any) -> VQGANConfig:
         """The decoder's shape; `more` are fields that its family knows better."""
         coarsest = self.resolution >> len(self.channel_multiplier) - 1
-        said = VQGANConfig(
+        shape = VQGANConfig(
             codes=self.num_embeddings,
             dim=self.embed_dim,
             latent=self.latent_channels,
@@ -62,7 +62,7 @@ class PublishedVQ:
             blocks=self.num_res_blocks + 1,
             attention=coarsest in (self.attn_resolutions or ()),
         )
-        return replace(said, **more)
+        return replace(shape, **more)
 
 
 def norm(channels: int) -> nn.GroupNorm:
@@ -119,7 +119,7 @@ class Level(nn.Module):
         return x
 
 
-class Widening(Level):
+class UpLevel(Level):
     """A level, then, but in the last stage, twice the size by repetition and a 3x3."""
 
     def __init__(self, inputs: int, outputs: int, blocks: int, attention: bool, last: bool):
@@ -150,7 +150,7 @@ class VQGAN(nn.Module):
         self.middle = nn.Sequential(Residual(first, first), Attention(first), Residual(first, first))
         self.stages = nn.Sequential(
             *(
-                Widening(inputs, width, config.blocks, config.attention and i == 0, i == len(widths) - 1)
+                UpLevel(inputs, width, config.blocks, config.attention and i == 0, i == len(widths) - 1)
                 for i, (inputs, width) in enumerate(zip([first, *widths], widths, strict=False))
             )
         )
@@ -166,7 +166,7 @@ class VQGAN(nn.Module):
         """Codes of an image."""
         return self.config.grid**2
 
-    def settle(self) -> VQGAN:
+    def prepare_for_inference(self) -> VQGAN:
         """For drawing, once the weights are in place: the codebook normalised, convolutions channels last."""
         if self.config.unit:
             self.codebook = F.normalize(self.codebook, dim=-1)

@@ -14,14 +14,14 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Guesses, Parts, Proposer
 from lanternpp.engine.sampling import Sampling
-from lanternpp.nn.decoder import Memory
+from lanternpp.nn.decoder import AttentionCache
 from lanternpp.registry import imported
 from lanternpp.targets.base import Target
 from lanternpp.trees.base import Extend, TreeBuilder
 from lanternpp.types import Draft, Frontier, Nodes, TargetOutput
 
 
-class OnTree(Proposer):
+class NetworkProposer(Proposer):
     """Grows a tree with a network of its own, and draws children from what that says at their parent."""
 
     dials = frozenset({"tree", "verify"})
@@ -56,7 +56,7 @@ class OnTree(Proposer):
         return self.builder.grow(self.root, q, extend, children)
 
 
-class Drafted(OnTree):
+class AutoregressiveProposer(NetworkProposer):
     """Looks beyond codes with a drafter, a pass for each level.
 
     The root is in the drafter's cache before a draft begins: what is known of its children came with the
@@ -69,7 +69,7 @@ class Drafted(OnTree):
         """The most slots of the drafter's cache that a prompt takes."""
 
     @abstractmethod
-    def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, memory: Memory) -> Tensor:
+    def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         """A pass over codes [B, N], given the features [R, N, D] at their parents -> features [R, N, D]."""
 
     @abstractmethod
