@@ -1,4 +1,4 @@
-"""The tensors that travel between the rooms of the library, as frozen dataclasses.
+"""The tensors that are passed between the packages of the library, as frozen dataclasses.
 
 Letters: B samples, R rows (R = branches x B), N nodes, P path length = depth + 1, V codes,
 D features, T prompt slots, S cache slots, W frontier width, K children.
@@ -51,16 +51,16 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Where a pass puts its inputs: three separate tensors for RoPE, for the cache, for attention."""
+    """The inputs' rotary positions, cache slots and attention mask, which are separate tensors."""
 
-    position: Tensor  # [R, N] int64 what RoPE sees
+    position: Tensor  # [R, N] int64 for rotary embeddings
     slot: Tensor  # [R, N] int64 where keys and values go
-    mask: Tensor  # [R, 1, N, S] bool, True = may be seen
+    mask: Tensor  # [R, 1, N, S] bool, True = attended to
 
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """What one pass of the target showed, for a proposer to learn from."""
+    """The output of one pass of the target over a draft, and the verdict on it."""
 
     draft: Draft
     features: Tensor  # [R, N, D] after the final norm
@@ -70,7 +70,7 @@ class TargetOutput:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A condition as the target's input. Conditional rows come first, unconditional ones after."""
+    """An encoded prompt. Conditional rows come first, unconditional ones after."""
 
     embeds: Tensor  # [R, T, D]
     start: Tensor  # [R] int64 the first slot that counts (left padding)
@@ -78,7 +78,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sample that enters a running batch, after its prompt's prefill."""
+    """A sample that was admitted to a running batch, after its prompt's prefill."""
 
     slot: int  # of the batch, 0..B-1
     rows: Tensor  # [r] int64 its rows, the conditional one first
@@ -90,11 +90,11 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """The nodes a tree builder asks the drafter to look beyond."""
+    """The nodes of a tree that the drafter is to expand next."""
 
     codes: Tensor  # [B, W] int64
     node: Tensor  # [B, W] int64 ids of these nodes
-    parent: Tensor  # [B, W] int64 ids of their parents, looked beyond before
+    parent: Tensor  # [B, W] int64 ids of their parents, which were expanded before
     level: int  # their depth
     depth: Tensor  # [B, W] int64, the same
-    mask: Tensor  # [B, W, N] bool, True at themselves and their ancestors, the root apart
+    mask: Tensor  # [B, W, N] bool, True at themselves and their ancestors except the root

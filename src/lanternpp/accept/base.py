@@ -1,4 +1,7 @@
-"""What `verify` asks of an acceptance rule: how it bends p in favour of a candidate."""
+"""Acceptance rules: the base class that `engine/verify.py` calls.
+
+A rule replaces the target's distribution p by a relaxed one in which the drafted code, the candidate, is more probable.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ RESIDUALS = ("paper", "optimal")
 
 @dataclass(frozen=True)
 class Dials:
-    """What a rule may be built from; each takes what it needs."""
+    """The settings that a rule may be built from; each rule reads those it has use for."""
 
     table: Callable[[int], Tensor]  # k -> the k nearest codes of every code, [V, k] int32
     neighbours: int | None = None  # k
@@ -32,14 +35,14 @@ class Dials:
 
 
 class Acceptance(ABC):
-    """A rule over distributions of V codes. `exact` returns p itself; relaxed rules move mass onto the code."""
+    """A rule over distributions of V codes. `exact` leaves p as it is; a relaxed rule adds probability to the candidate."""
 
     dials: ClassVar[frozenset[str] | None] = None  # the fields of `Dials` that it reads; None: any
     lossless: bool = False
-    optimal_residual: bool = False  # what is drawn after a refusal: the best correction, or the papers' own
-    paper_residual_is_optimal: bool = (
-        False  # whether the papers' own correction ends as near to p as the best one does
+    optimal_residual: bool = (
+        False  # after a refusal: draw from [p - a]+ instead of the papers' [relaxed - q]+
     )
+    paper_residual_is_optimal: bool = False  # whether the papers' residual costs no more than the optimal one
 
     @classmethod
     @abstractmethod
@@ -48,9 +51,9 @@ class Acceptance(ABC):
 
     @abstractmethod
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
-        """p [..., V] and a candidate [...] -> the distribution it is judged by, [..., V]; sums to 1.
+        """p [..., V] and a candidate [...] -> the relaxed distribution that verifies it, [..., V]; sums to 1.
 
-        A p of one certain code comes back as it is: the format forces that code.
+        Where p has probability 1 at one code it is returned unchanged: the format forces that code.
         """
 
     def at(self, level: int) -> Acceptance:
@@ -58,11 +61,14 @@ class Acceptance(ABC):
         return self
 
     def relax_with_draft(self, p: Tensor, q: Tensor, code: Tensor) -> Tensor:
-        """The distribution that a candidate drawn from q is judged by, `relax` unless a rule needs q; p, q [..., V]."""
+        """The relaxed distribution for a candidate drawn from q: `relax`, unless a rule needs q; p, q [..., V]."""
         return self.relax(p, code)
 
     def accept_mass(self, p: Tensor, q: Tensor) -> Tensor:
-        """relax(p, y)(y) of every code y that q may offer, [..., V]; anything from q(y) on where that is no less."""
+        """The probability relax(p, y)(y) that each code y is accepted with, [..., V]; p, q [..., V].
+
+        Exact where it is below q(y) > 0. Elsewhere any value of at least q(y) will do, as callers take min(q, .).
+        """
         mass = p.clone()
         for codes in candidate_codes(q, p.numel()):  # [m]
             each = broadcast_codes(codes, p)
@@ -71,16 +77,15 @@ class Acceptance(ABC):
         return mass
 
     def residual(self, p: Tensor, relaxed: Tensor, q: Tensor, code: Tensor) -> Tensor:
-        """What is left to draw from once the candidate is refused, [..., V], normalised.
+        """The distribution to draw from once the candidate is refused, [..., V], normalised.
 
-        The papers': [relaxed - q]+. The optimal one (arXiv 2601.09212, theorem on resampling) is what p has
-        beyond the mass a(y) = min(q(y), relax(p, y)(y)) that acceptance lets out at y, [p - a]+. A rule
-        that never lowers its candidate, as all that lend to it, has a >= min(p, q), so that is [p - q]+
-        whatever the rule. It is optimal for one child. With several, what is drawn after a refusal is also
+        The papers' residual is [relaxed - q]+. The optimal one (arXiv 2601.09212, theorem on resampling) is
+        [p - a]+, where a(y) = min(q(y), relax(p, y)(y)) is the mass accepted at y. A rule that never lowers the
+        candidate's probability has a >= min(p, q), so that its optimal residual is [p - q]+. It is optimal for one child. With several, what is drawn after a refusal is also
         what the next child is judged by: enumerated over random nodes of two and three children the optimal
         residual keeps a little more and is a little farther from p on average, and the papers' is within
         0.0002 of the least distance that its own acceptance leaves possible. Neither is always nearer. Where
-        nothing is left (q covers the distribution) it is the relaxed distribution.
+        the residual is zero everywhere it is the relaxed distribution.
         p, relaxed and q [..., V], code [...].
         """
         left = ((p if self.optimal_residual else relaxed) - q).clamp_(min=0)
@@ -88,10 +93,10 @@ class Acceptance(ABC):
         return (left / mass).where(mass > 0, relaxed)
 
     def output_law(self, p: Tensor, q: Tensor) -> Tensor:
-        """The law of the code that judging one child drawn from q decides, [..., V]; p and q [..., V].
+        """The distribution of the code that verifying one child drawn from q yields, [..., V]; p and q [..., V].
 
-        What is accepted, a, and for every code that may be refused its share of q - a in its residual. With the
-        optimal residual that is what p has beyond a, in proportion. Where q is 0 it is p.
+        It is the accepted mass a, plus the refused mass q - a of every code, spread as that code's residual. With the
+        optimal residual the second part is [p - a]+, scaled. Where q is 0 everywhere it is p.
         """
         if self.lossless:
             return p
@@ -118,7 +123,7 @@ class Acceptance(ABC):
 
 
 def check_relax(rule: Acceptance, named: str, vocab: int, levels: int, like: Tensor) -> None:
-    """InputError unless what a rule's `relax` returns are probabilities, tried on a few distributions of `vocab` codes."""
+    """InputError unless a rule's `relax` returns probabilities, tried on a few distributions of `vocab` codes."""
     generator = torch.Generator().manual_seed(0)
     p = torch.rand(3, vocab, generator=generator).pow(8).to(like.device)
     p = p / p.sum(-1, keepdim=True)
@@ -147,17 +152,17 @@ def check_relax(rule: Acceptance, named: str, vocab: int, levels: int, like: Ten
 
 
 class DecayingAcceptance(Acceptance):
-    """A rule whose relaxation falls with the level of the draft, by a factor exp(-nu level)."""
+    """A rule whose relaxation decays with the level i of the draft, by a factor exp(-nu i)."""
 
     nu: float = 0.0
     _level: int | Tensor = 0
 
     def at(self, level: int) -> Self:
-        """The rule at a level; itself at the first one, and where nothing falls."""
+        """The rule at a level; itself at level 0 and where nu is 0."""
         return self._at(level) if level else self
 
     def output_laws(self, p: Tensor, q: Tensor, depth: Tensor, levels: int) -> Tensor:
-        """All levels at once."""
+        """`output_law` of all levels in one computation."""
         return self._at(depth).output_law(p, q)
 
     def decay_factor(self, like: Tensor) -> Tensor | float:
@@ -175,21 +180,21 @@ class DecayingAcceptance(Acceptance):
 
 
 def has_fast_law(rule: Acceptance | type[Acceptance]) -> bool:
-    """Whether a rule's law at every level of a draft is little work: it then asks for no code one by one."""
+    """Whether `output_law` of a rule is fast, because it does not call `relax` for every code."""
     kind = rule if isinstance(rule, type) else type(rule)
     optimal = rule.optimal_residual or (isinstance(rule, type) and "residual" in (rule.dials or ()))
     return rule.lossless or (optimal and kind.accept_mass is not Acceptance.accept_mass)
 
 
 def broadcast_codes(codes: Tensor, p: Tensor) -> Tensor:
-    """codes [m] for every row of p [..., V], [m, ...]."""
+    """codes [m] repeated for every row of p [..., V]: [m, ...]."""
     return codes.view(-1, *[1] * (p.dim() - 1)).expand(-1, *p.shape[:-1])
 
 
 def candidate_codes(q: Tensor, each: int, most: int = 1 << 22) -> tuple[Tensor, ...]:
-    """The codes that some row of q [..., V] may offer, in chunks of about `most` elements, `each` per code.
+    """The codes that may be drafted under q [..., V], in chunks: `each` elements per code, at most about `most` a chunk.
 
-    On a CPU those with q > 0; elsewhere all, so that nothing is read back.
+    On a CPU the codes with q > 0 in some row; on other devices all codes, which needs no transfer to the host.
     """
     if q.device.type == "cpu":
         codes = (q > 0).flatten(0, -2).any(0).nonzero()[:, 0]
@@ -199,14 +204,14 @@ def candidate_codes(q: Tensor, each: int, most: int = 1 << 22) -> tuple[Tensor, 
 
 
 def check_nu(nu: float | None) -> float:
-    """How fast a relaxation falls with the level; InputError where it would rise."""
+    """nu as a number, 0 for None; InputError where it is negative or infinite."""
     if nu is not None and not 0 <= nu < math.inf:
         raise InputError(f"nu {nu} is negative or infinite; use 0 (the same at every level) or more")
     return nu or 0.0
 
 
 def wants_optimal(residual: str | None, default: str) -> bool:
-    """Whether a dial asks for the optimal residual; InputError where it names none."""
+    """Whether the residual named, or else the default, is the optimal one; InputError for an unknown name."""
     if residual is not None and residual not in RESIDUALS:
         raise InputError(f"residual {residual!r} is unknown; known: {', '.join(RESIDUALS)}")
     return (residual or default) == "optimal"

@@ -13,7 +13,7 @@ from lanternpp.errors import InputError
 
 
 class Lantern(NeighbourAcceptance):
-    """Neighbours lend at most delta: the total variation between p and relax(p, x) stays within it."""
+    """Neighbours lend at most delta, so that the total variation between p and relax(p, x) is at most delta."""
 
     dials = frozenset({"neighbours", "delta", "nu", "residual"})
 

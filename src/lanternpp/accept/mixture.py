@@ -1,4 +1,4 @@
-"""The plainest relaxed rule: draw from a mixture of the target and the drafter."""
+"""The simplest relaxed rule, a baseline: draw from a mixture of the target and the drafter."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lanternpp.errors import InputError
 
 
 class Mixture(DecayingAcceptance):
-    """Follows (1 - t) p + t q, t = delta exp(-nu i) at the i-th level: a candidate passes unjudged with probability t.
+    """Follows (1 - t) p + t q, t = delta exp(-nu i) at the i-th level: a candidate is accepted without a test with probability t.
 
-    It costs exactly t times the total variation between p and q, and buys as much acceptance. Every rule that
-    knows more than that of the codes must beat it at equal cost. delta 0 is exact.
+    The output is exactly t TV(p, q) from p in total variation, and acceptance rises by the same amount. It uses no
+    knowledge of the codes, so that it is the baseline for rules that do. delta 0 is exact.
     """
 
     dials = frozenset({"delta", "nu"})
@@ -34,7 +34,7 @@ class Mixture(DecayingAcceptance):
         return cls(dials.delta, check_nu(dials.nu))
 
     def accept_mass(self, p: Tensor, q: Tensor) -> Tensor:
-        """(1 - t) p + t q; p where it is certain of a code, and in place of what mass q lacks."""
+        """(1 - t) p + t q, where p stands in for any mass that q lacks; p itself where a code has probability 1."""
         share = self.delta * self.decay_factor(p) * (p.amax(-1, keepdim=True) < 1)
         return p + share * (q - p * q.sum(-1, keepdim=True))
 
@@ -47,5 +47,5 @@ class Mixture(DecayingAcceptance):
         return self.accept_mass(p, q)
 
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
-        """The mixture with a drafter that is sure of the code."""
+        """The mixture with a drafter that gives the code probability 1."""
         return self.accept_mass(p, torch.zeros_like(p).scatter_(-1, code[..., None], 1))

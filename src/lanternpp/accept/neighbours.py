@@ -1,4 +1,4 @@
-"""The relaxation both LANTERN rules share: probable neighbours lend their mass to the candidate."""
+"""The relaxation that both LANTERN rules share: the candidate gets the probability of its nearest codes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lanternpp.accept.base import DecayingAcceptance, check_nu, wants_optimal
 
-FIRST = 16  # neighbours that are looked at for every code at once
-MORE = 64  # and then, for those codes that go on
+FIRST = 16  # nearest neighbours that are summed for all codes together
+MORE = 64  # neighbours per chunk after that, for the codes whose budget is not used up
 
 
 class NeighbourAcceptance(DecayingAcceptance):
-    """Moves onto the code the mass of its nearest codebook neighbours, as many as a budget allows.
+    """Moves the mass of a code's nearest codebook neighbours onto it, as many of them as a budget allows.
 
     table [V, k] holds the k nearest codes of every code, nearest first, itself excluded.
 
@@ -38,7 +38,7 @@ class NeighbourAcceptance(DecayingAcceptance):
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
         """The longest prefix A of the neighbours with p(A) <= budget lends all its mass to the code.
 
-        A code that is certain never lends: the format forces it (row ends, the end of the image).
+        A code of probability 1 never lends: the format forces it (row ends, the end of the image).
         """
         near = self.table[code].long()  # [..., k]
         mass = p.gather(-1, near)
@@ -51,10 +51,11 @@ class NeighbourAcceptance(DecayingAcceptance):
         return relaxed.scatter(-1, at, p_code + lent.sum(-1, keepdim=True))
 
     def accept_mass(self, p: Tensor, q: Tensor) -> Tensor:
-        """p(y) and what its neighbours lend, without the relaxed distributions themselves.
+        """p(y) plus the mass its neighbours lend, computed without the relaxed distributions.
 
-        Most codes have spent their budget after a few neighbours, or have q(y) and need no more. On a CPU the rest
-        of the neighbours are looked at for the others alone; elsewhere for all, so that nothing is read back.
+        Most codes use up their budget after a few neighbours, or reach q(y), beyond which the value does not matter.
+        On a CPU the remaining neighbours are summed for the other codes alone; on other devices for all codes, which
+        needs no transfer to the host.
         """
         rows, q = p.flatten(0, -2).T.contiguous(), q.flatten(0, -2).T  # [V, M]: of a neighbour a row is read
         limit = self.budget(p).flatten(0, -2).T

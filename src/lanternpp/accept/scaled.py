@@ -1,4 +1,4 @@
-"""The relaxation of rules that know no neighbours: a candidate's own probability grows, all others shrink in proportion."""
+"""The relaxation of rules without neighbours: the candidate's probability grows, all others shrink in proportion."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ScaledAcceptance(DecayingAcceptance):
         return others.scatter(-1, at, after)
 
     def residual(self, p: Tensor, relaxed: Tensor, q: Tensor, code: Tensor) -> Tensor:
-        """As in `Acceptance`; where a candidate was lowered, less than min(p, q) was let out."""
+        """As in `Acceptance`; the accepted mass is min(q, raised(p)), which may be below min(p, q) for a lowered candidate."""
         return super().residual(
             p, relaxed, torch.minimum(q, self.raised(p)) if self.optimal_residual else q, code
         )

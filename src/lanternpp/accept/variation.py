@@ -1,4 +1,4 @@
-"""What relaxing costs: the total variation between p and the law of judging one drafted code."""
+"""The cost of relaxing: the total variation between p and `output_law`, the distribution of the code decided."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from lanternpp.accept.base import Acceptance
 
 ENUMERATED = 1024  # codes up to which the cost of a rule without an `accept_mass` is computed code by code
-SAMPLED = 64  # codes that stand for all of them beyond that
+SAMPLED = 64  # codes that are sampled where there are more
 
 
 def tv_cost(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:
-    """The total variation between p and the law of judging one child drawn from q, [...]; p and q [..., V].
+    """The total variation between p and `output_law` for one child drawn from q, [...]; p and q [..., V].
 
-    With the optimal residual it is `excess`, the least that acceptance leaves possible. Of a rule that defines neither
+    With the optimal residual it is `excess`, the least possible for the same acceptance. Of a rule that defines neither
     `accept_mass` nor `output_law`, over more than `ENUMERATED` codes, it is an estimate of that least with either residual: judging
     every code takes V passes over V codes, seconds for a child of thousands.
     """
@@ -29,16 +29,16 @@ def tv_cost(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:
 
 
 def excess(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:
-    """The mass that acceptance lets out beyond p, sum [a - p]+, [...]; p and q [..., V]."""
-    mass = rule.accept_mass(p, q.where(q > p, 0))  # where q <= p nothing can be
+    """The accepted mass above p, sum [a - p]+ with a = min(q, accept_mass), [...]; p and q [..., V]."""
+    mass = rule.accept_mass(p, q.where(q > p, 0))  # where q <= p there is no excess
     return (torch.minimum(q, mass) - p).clamp_(min=0).sum(-1)
 
 
 def _sampled(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:
-    """`excess` from `SAMPLED` codes, spread evenly over the mass [q - p]+ that could be let out, [B].
+    """`excess` from `SAMPLED` codes, spread evenly over the mass [q - p]+, its upper bound, [B].
 
-    A code y contributes a share [min(q, own) - p]+ / [q - p]+ of its mass; their mean has no bias beyond that of
-    an even spread, and at most 0.5 / sqrt(SAMPLED) of the mass as its error.
+    A code y contributes a share [min(q, accept_mass) - p]+ / [q - p]+ of its mass (stratified sampling at fixed
+    points), and the mean has at most 0.5 / sqrt(SAMPLED) of the mass as its error.
     """
     most = (q - p).clamp(min=0)
     total = most.cumsum(-1, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Continuous batching: where a sample is finished, the next request takes its slot of the engine."""
+"""Continuous batching: when a sample is finished, the next request takes its slot of the engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lanternpp.engine.decode import Engine, FinishedSample
 
 
 class ContinuousBatch:
-    """An engine, and the requests, each a condition and a seed, that pass through its slots."""
+    """An engine and a queue of requests, each a condition and a seed, that fill its slots."""
 
     def __init__(self, engine: Engine, requests: Iterable[tuple[str | None, int]]):
         self.engine, self._requests = engine, enumerate(requests)
@@ -16,7 +16,7 @@ class ContinuousBatch:
         self.counts = engine.decided()
 
     def refill(self) -> Iterator[tuple[int, FinishedSample] | None]:
-        """Take out what is finished, as (index of its request, sample), and admit what is next, slot by slot.
+        """Collect finished samples, as (index of its request, sample), and admit the next requests, slot by slot.
 
         Yields None after each admission.
         """

@@ -1,7 +1,7 @@
-"""Block verification of a chain (arXiv 2403.10444): how much of it is kept is decided once, by all its ratios.
+"""Block verification of a chain (arXiv 2403.10444): how many guesses are kept is decided jointly, from all their ratios.
 
-The walk from the root (`verify`) ends at the first guess that is refused. Here a guess that the target finds likelier than
-the drafter did makes up for one that it finds less likely, before it or behind it. With p_i the target's distribution
+The walk from the root (`verify`) ends at the first guess that is refused. Here a ratio p / q above 1 at one guess can
+make up for a ratio below 1 at another, before it or behind it. With p_i the target's distribution
 at level i, q_i the drafter's and x_i the guess:
 
     w_0 = 1;  w_i = min(w_{i-1} p_i(x_i) / q_i(x_i), 1)
@@ -32,10 +32,10 @@ from lanternpp.types import Draft, Verdict
 def verify_block(
     draft: Draft, logits: Tensor, sampling: Sampling, rule: Acceptance, noise: Noise, measure: bool = False
 ) -> Verdict:
-    """A chain of N nodes, each guess drawn from `draft.probs`, and the target's logits [B, N, V] -> what is kept.
+    """A chain of N nodes, each guess drawn from `draft.probs`, and the target's logits [B, N, V] -> the verdict.
 
-    The temperature must be above 0. measure: also the total variation of the rule's law at every kept node, which is
-    exact. Two numbers are drawn a pass, and nothing is read back.
+    The temperature must be above 0. measure: also the exact total variation between p and the rule's output law at every
+    kept node. Two random numbers are drawn per pass, and nothing is transferred to the host.
     """
     p, there = sampling.probs(logits), draft.tree.children[..., :1] >= 0
     assert draft.probs is not None
@@ -54,7 +54,7 @@ def verify_block(
 
 
 def stops(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a chain of g guesses behind its root may end, and what is drawn there.
+    """Where a chain of g guesses behind its root ends, and the weights of the code drawn there.
 
     p, q [B, g + 1, V], q 0 behind the last guess; codes [B, g + 1] -> the probability [B, g] that fewer than
     1, 2 .. g guesses are kept, and the weights R [B, g + 1, V] of the code behind the root and behind each guess.

@@ -1,4 +1,4 @@
-"""The KV cache: of final size from the start, written by index, committed by gather and scatter."""
+"""The KV cache: allocated once at full size, written by index; accepted nodes are moved into place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TILES = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()  # a priva
 
 
 class Cache:
-    """Keys and values of R rows in S slots, and how many slots of each row are decided."""
+    """Keys and values of R rows in S slots; `used` counts the slots of each row that hold decided codes."""
 
     def __init__(self, config: DecoderConfig, rows: int, slots: int, like: Tensor):
         shape = (config.layers, 2, rows, config.num_kv_heads, slots, config.head_dim)
@@ -24,7 +24,7 @@ class Cache:
         self._slots = torch.arange(slots, device=like.device)  # [S]
 
     def nodes(self, depth: Tensor, mask: Tensor, scratch: Tensor | None = None) -> Nodes:
-        """Places for N nodes after what is decided.
+        """Slots, positions and attention mask for N nodes behind the decided codes.
 
         depth [R, N]; mask [R, N, M] bool over M scratch slots; scratch [R, N] the scratch slot of each
         node (default: its index).
@@ -49,7 +49,10 @@ class Cache:
             self.kv[layer, kind].transpose(1, 2).index_put_((rows, slots), x)
 
     def commit(self, path: Tensor | None, kept: Tensor) -> None:
-        """Move the kept nodes, path [R, P], behind what is decided; kept [R] of them now count. None: they lie there."""
+        """Move the accepted nodes, path [R, P], to the slots after `used`, which grows by kept [R].
+
+        path None: the nodes are in these slots already, as those of a chain are.
+        """
         if path is not None:
             source = self.used[:, None] + path
             target = self.used[:, None] + torch.arange(path.shape[1], device=path.device)
@@ -58,20 +61,20 @@ class Cache:
         self.used += kept
 
     def rows(self, rows: Tensor, start: Tensor, count: int) -> RowCache:
-        """The rows [r] of one sample, emptied, for a prefill of `count` slots that begin to count at start [r]."""
+        """The rows [r] of one sample, for a prefill of `count` slots; those before start [r] are padding."""
         self.start[rows] = start
         self.used[rows] = count
         return RowCache(self, rows, start, count)
 
 
 class RowCache:
-    """Some rows of a cache during their prefill: nothing but the prompt itself can be seen yet."""
+    """Some rows of a cache during their prefill, where attention is over the prompt alone."""
 
     def __init__(self, cache: Cache, rows: Tensor, start: Tensor, count: int):
         self._cache, self._rows, self._start, self._count = cache, rows[:, None], start, count
 
     def nodes(self) -> Nodes:
-        """Places for the whole prompt; a padding slot sees itself alone."""
+        """Slots, positions and mask for the whole prompt; a padding slot attends to itself alone."""
         slot = torch.arange(self._count, device=self._rows.device).expand(len(self._rows), -1)
         seen = slot[:, None] >= self._start[:, None, None]
         mask = torch.ones(self._count, self._count, dtype=torch.bool, device=slot.device).tril()
@@ -97,7 +100,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """`attention`, one product after the other."""
+    """`attention` as separate matrix products."""
     count, kv_heads = q.shape[2], k.shape[1]
     q = (q * q.shape[-1] ** -0.5).unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [R, Hkv, H / Hkv * N, d]
     scores = (q @ k.transpose(-1, -2)).unflatten(2, (-1, count)) + mask[:, :, None]

@@ -1,4 +1,4 @@
-"""The loop. Admit samples, step until they are done, harvest their codes.
+"""The decoding loop: admit samples, step until they are finished, collect their codes.
 
 Plain AR is the same loop with an empty tree, so a speed-up divides two runs of the same code.
 """
@@ -30,11 +30,13 @@ class FinishedSample:
     slot: int  # of the engine, where it was
     codes: Tensor  # [length] int64
     accepted: list[int]  # codes decided by each pass, the prefill first
-    tv_spent: float | None = None  # total variation that relaxing cost, summed; None: not measured
+    tv_spent: float | None = (
+        None  # total variation cost of relaxed acceptance, summed over codes; None: not measured
+    )
 
 
 class Engine:
-    """A batch of samples that advance on their own, each at its own pace."""
+    """Decodes a batch of samples, each of which advances by as many codes per step as its draft had accepted."""
 
     def __init__(
         self,
@@ -70,10 +72,10 @@ class Engine:
 
     @torch.inference_mode()
     def admit(self, slot: int, condition: str | None, seed: int, prompt: Prompt | None = None) -> None:
-        """A sample enters at `slot`: prefill its prompt, decide its first code.
+        """Start a sample at `slot`: prefill its prompt, draw its first code.
 
-        prompt: the condition as `target.prompt` gives it for this guidance, where it was encoded before. One sample at
-        a time, so that its rounding does not depend on who enters beside it.
+        prompt: the encoded condition, as `target.prompt` gives it for this guidance, where the caller has it. Samples are
+        prefilled one at a time, so that rounding does not depend on what else is admitted.
         """
         if prompt is None:
             prompt = self.target.prompt([condition], self.guidance.branches)
@@ -100,7 +102,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Draft, run the target over the whole draft in one pass, keep a path."""
+        """Propose a draft, run the target over all its nodes in one pass, verify it, commit the accepted path."""
         rows, noise = self.guidance.rows, self.noise.precomputed(self.proposer.depth)
         self._enter("draft")
         draft = self.proposer.propose(noise)
@@ -127,12 +129,12 @@ class Engine:
         return features, target.constrain(self.guidance.merge(target.head(features)), self._index(draft.tree))
 
     def _verify(self, draft: Draft, logits: Tensor, noise: Noise) -> Verdict:
-        """What is kept of a draft: no more than the image has room for, nothing for a finished sample."""
+        """The verdict on a draft, cut where the image ends; a finished sample keeps nothing."""
         verdict = self.verifier(draft, logits, self.sampling, self.rule, noise, self.measure)
         return replace(verdict, kept=torch.minimum(verdict.kept, self.target.length - self.count))
 
     def _enter(self, phase: Phase) -> None:
-        """Tell the observers which part of the work begins."""
+        """Notify the observers that a phase begins."""
         for observer in self.observers:
             observer.entered(phase)
 
@@ -142,12 +144,12 @@ class Engine:
         return counts
 
     def done(self) -> list[int]:
-        """Slots with nothing left to decide, the idle ones among them; reads as `decided` does."""
+        """Slots of finished samples and idle slots; a host read, as `decided` is."""
         return [slot for slot, count in enumerate(self.decided()) if count >= self.target.length]
 
     @torch.inference_mode()
     def drop(self, slot: int) -> None:
-        """Give up the sample at `slot`, which is idle from now on."""
+        """Abandon the sample at `slot`; the slot is idle from now on."""
         self.count[slot] = self.target.length
 
     def collect(self, slot: int) -> FinishedSample:
@@ -161,7 +163,7 @@ class Engine:
         return (self.count[:, None] + tree.depth).clamp(max=self.target.length - 1)
 
     def _append(self, verdict: Verdict) -> None:
-        """Write what was decided behind what was; a finished sample's overflow falls into the margin."""
+        """Append the decided codes; what a finished sample would write falls into the margin of `codes`."""
         where = self.count[:, None] + self._offsets
         self.codes.scatter_(1, where, verdict.next_codes)
         self.accepted.scatter_(1, self.passes[:, None], verdict.kept[:, None])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 
-MOST = 1e6  # beyond it guided logits may leave float32
+MOST = 1e6  # above it guided logits may overflow float32
 
 
 @dataclass(frozen=True)

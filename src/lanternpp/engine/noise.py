@@ -1,7 +1,7 @@
-"""Random numbers as a function: of a sample's seed, its own turn, a purpose and an index.
+"""Random numbers as a function of a sample's seed, its step count, a purpose and an index (a counter-based generator).
 
-Nothing is drawn from a stateful generator, so a picture does not depend on which batch, order or
-server it was made in. The function is an integer hash: multiply and xor-shift on 32 bits, under 64 bits of key.
+There is no generator state, so that a picture does not depend on the batch, order or server it is drawn in. The function
+is an integer hash: multiply and xor-shift on 32 bits, under 64 bits of key.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-READY = 1 << 16  # numbers that are made ahead
+PRECOMPUTED = 1 << 16  # numbers that are computed at once at most
 _GOLDEN, _MIX_A, _MIX_B = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 
 
@@ -31,7 +31,7 @@ def _mix(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The noise of B samples at their present turns."""
+    """The noise of B samples at their present steps."""
 
     seed: Tensor  # [B] int64
     step: Tensor  # [B] int64
@@ -54,13 +54,13 @@ class Noise:
         return _joined(self.uniform(purpose, *shape, 2))
 
     def precomputed(self, levels: int) -> Noise:
-        """This noise at its present turn, some numbers of every purpose up to a draft's last level made at once.
+        """This noise, with some numbers of every purpose up to a draft's last level computed in one operation.
 
-        Small operations are all start and no work, so that costs as much as one number; a large batch, where
-        it would not, makes its own as it goes.
+        For a small batch that takes as long as one number, as launching an operation costs more than computing it.
+        For a large batch it would not, and the noise is returned as it is.
         """
         purpose = torch.arange(self.ACCEPT, self.DRAFT + levels, device=self.seed.device)
-        count = min(64, READY // (len(self.seed) * len(purpose)))
+        count = min(64, PRECOMPUTED // (len(self.seed) * len(purpose)))
         if not count:
             return self
         numbers = _joined(self._uniform(purpose, 2 * count).view(-1, len(purpose), count, 2))
@@ -89,12 +89,12 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class PrecomputedNoise(Noise):
-    """Noise of which some was made before it was asked for; the numbers are the same."""
+    """Noise with some numbers computed in advance; they are the same as without."""
 
     numbers: Tensor  # [B, purposes, count] float64
 
     def fine(self, purpose: int, *shape: int) -> Tensor:
-        """As of any noise; from the precomputed numbers where there is enough."""
+        """As `Noise.fine`, taken from the precomputed numbers where there are enough."""
         count = 1
         for n in shape:
             count *= n

@@ -1,4 +1,4 @@
-"""Observers of an engine: they see every sample that enters and every pass, and change nothing of what they see."""
+"""Observers of an engine: callbacks for every admitted sample and every pass, which must not change what they are given."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Phase = Literal["draft", "pass", "verify", "observe", "rest"]
 
 
 class Observer:
-    """Called by every engine that has it in `observers`; each method does nothing here."""
+    """Base class: an engine calls the methods of all in its `observers`; here they do nothing."""
 
     def entered(self, phase: Phase) -> None:
-        """A part of a step or of an admission begins, and the one before it ends."""
+        """A phase of a step or of an admission begins, and the one before it ends."""
 
     def admitted(self, new: Admission) -> None:
         """A sample has entered, and its first code is decided."""
@@ -29,9 +29,9 @@ class AcceptanceByRank(Observer):
     """Counts how often children are kept, by the depth of their parent and their rank among its children.
 
     tried: the children that verification came to, their parent kept and no sibling before them. kept: those of them
-    that were kept. A child that repeats a sibling's code, because the drafter had no other to offer, is never judged;
-    it counts as refused. For a tree search it must: the search asks what a place in the tree is worth, and
-    such a place was in the draft and decided nothing. Only passes with room for a whole draft are counted, as what the
+    that were kept. A child that repeats a sibling's code, because the drafter had no other to offer, is not tried;
+    it counts as refused, since the tree search needs the value of a place in the tree, and such a place was in the draft
+    and decided nothing. Only passes with room for a whole draft are counted, as what the
     end of an image cuts off is not refused. All of it is counted on the device, and nothing is read from there.
     """
 

@@ -1,4 +1,4 @@
-"""What the engine asks of a proposer: a draft before every pass."""
+"""The base class of proposers, which give the engine a draft before every pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lanternpp.types import Admission, Draft, TargetOutput
 
 @dataclass(frozen=True)
 class Parts:
-    """What a proposer may be built from; each takes what it needs."""
+    """What a proposer may be built from; each reads what it has use for."""
 
     tree: TreeBuilder
     network: Any = None  # what `Proposer.needs` names, a `Drafter` or a smaller `Target`; None for `guesses`
@@ -30,7 +30,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Guesses:
-    """How a proposer comes by its guesses, which decides how a draft may be verified."""
+    """How a proposer draws its guesses, which decides which verifiers support its drafts."""
 
     chain: bool = False  # no node has more than one child
     why_not_drawn: str | None = "does not say how it comes by its guesses"
@@ -57,17 +57,17 @@ class Proposer(ABC):
 
     @classmethod
     def guesses(cls, parts: Parts) -> Guesses:
-        """How one of these parts, among which there is no network yet, comes by its guesses."""
+        """How a proposer built from these parts draws its guesses; `parts.network` is None here."""
         return Guesses()
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
-        """Make room for a batch; called once, before anything else."""
+        """Allocate the state of a batch; called once, before any other method."""
         self.target, self.sampling, self.guidance = target, sampling, guidance
         self.root = torch.zeros(batch, dtype=torch.int64, device=next(target.parameters()).device)
         self.count = torch.ones_like(self.root)
 
     def begin(self, new: Admission) -> None:
-        """A sample enters; the others stand still."""
+        """A sample is admitted; the state of the others does not change."""
         self.root[new.slot] = new.root[0]
         self.count[new.slot] = 1
 
@@ -76,6 +76,6 @@ class Proposer(ABC):
         """A draft for every sample."""
 
     def observe(self, output: TargetOutput) -> None:
-        """Learn what was decided."""
+        """Update the state with the verdict on the last draft and the target's features."""
         self.root.copy_(output.verdict.bonus)
         self.count += output.verdict.kept

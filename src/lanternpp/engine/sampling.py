@@ -1,6 +1,6 @@
-"""From logits to choices: temperature, top-k and top-p, or the greedy choice.
+"""From logits to codes: temperature, top-k and top-p, or the greedy choice.
 
-Stochastic and greedy decoding differ in how a child is tried and how a code is drawn, nowhere else.
+The difference between stochastic and greedy decoding is in this file alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.engine.noise import Noise
 from lanternpp.errors import InputError
 
-LEAST, MOST = 1e-6, 1e6  # temperatures: beyond them logits may leave float32
+LEAST, MOST = 1e-6, 1e6  # temperatures; outside this range logits may overflow float32
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Sampling:
         return self.temperature == 0
 
     def probs(self, logits: Tensor) -> Tensor:
-        """logits [..., V] -> the distribution codes are drawn from, [..., V]. Greedy: the plain softmax."""
+        """logits [..., V] -> the distribution that codes are drawn from, [..., V]. Greedy: the softmax without temperature."""
         if self.greedy:
             return logits.softmax(-1)
         if self.temperature != 1:
@@ -59,9 +59,8 @@ class Sampling:
     def children(self, q: Tensor, count: int, noise: Noise, purpose: int) -> Tensor:
         """q [B, W, V] -> `count` codes per row in trial order, [B, W, count].
 
-        Stochastic: the first distinct of four times as many independent draws, which is drawing without
-        replacement for as long as there are any; a row that runs out ends in repetitions, which are never
-        tried. Greedy: the top-k.
+        Stochastic: sampling without replacement, as the distinct codes of four times as many independent draws, in
+        order. A row with too few distinct codes ends in repetitions, which verification skips. Greedy: the top-k.
         """
         if self.greedy:
             return q.topk(count, -1).indices
@@ -81,7 +80,7 @@ class Sampling:
         return u * chance < relaxed.gather(-1, code[:, None])[:, 0]
 
     def residual(self, rule: Acceptance, p: Tensor, relaxed: Tensor, q: Tensor, code: Tensor) -> Tensor:
-        """What the next child is judged by once one is refused, [B, V]; greedy: p still."""
+        """The distribution that the next child is verified against once one is refused, [B, V]; greedy: still p."""
         return p if self.greedy else rule.residual(p, relaxed, q, code)
 
     def draw(self, probs: Tensor, noise: Noise) -> Tensor:
@@ -92,6 +91,6 @@ class Sampling:
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:
-    """Inverse of the cumulated probs [..., V], not necessarily normalised, at u [..., M] -> codes [..., M]."""
+    """Inverse-CDF sampling: probs [..., V], not necessarily normalised, at uniform u [..., M] -> codes [..., M]."""
     total = probs.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(total, u * total[..., -1:], right=True).clamp_(max=probs.shape[-1] - 1)

@@ -1,4 +1,4 @@
-"""The ways to verify a draft, by the name that `--verify` takes, and which of them may have which drafts."""
+"""The ways to verify a draft, by the names of `--verify`, and which drafts each supports."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ VERIFIERS: dict[str, Verifier] = {TOKEN: verify, BLOCK: verify_block}
 
 @dataclass(frozen=True)
 class DraftTraits:
-    """What decides how drafts may be verified."""
+    """The properties of drafts and sampling that decide which verifiers support them."""
 
     guesses: Guesses
     rule: Acceptance | type[Acceptance]
     greedy: bool
-    residual: str | None  # that was asked for
+    residual: str | None  # as given by the user
 
 
 def best_for(drafts: DraftTraits) -> str:
-    """What keeps the most of drafts under the same law, at a cost that is worth it."""
+    """The verifier that accepts most for the same output distribution: block where it is supported and fast, else token."""
     return BLOCK if has_fast_law(drafts.rule) and why_unsupported(drafts, BLOCK) is None else TOKEN
 
 
 def why_unsupported(drafts: DraftTraits, name: str) -> str | None:
-    """Why a verifier may not have these drafts, in a sentence; None: it may."""
+    """Why a verifier does not support these drafts, in a sentence; None where it does."""
     if name == TOKEN or name not in VERIFIERS:
         return None
     instead = f"use verify {TOKEN}"

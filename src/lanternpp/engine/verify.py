@@ -1,14 +1,14 @@
-"""Verification: walk a draft from the root, judging only the children of the node stood on.
+"""Verification: walk a draft from the root; at each node its children are tried in order until one is accepted.
 
 Written once for every rule, tree and proposer (SpecInfer, arXiv 2305.09781; without replacement,
 Sequoia 2402.12374). With a rule whose `relax` is the identity, the output follows the target's law.
 
-What a relaxed rule costs can be measured. Judging one child drawn from q decides a code of a law that the
-rule knows, and whose total variation from r, the law it should have had, is exact. At a node with one
-child that is the node's whole cost. With several it is summed over the children judged: by the triangle
-inequality the mean of the sum is no less than the node's total variation, and the mean over pictures of
-the sum over nodes no less than that of the law of pictures. Greedy decoding pays 1 for each code that is
-not the most probable.
+The cost of a relaxed rule can be measured. Let r be the distribution that the next child is verified against. Trying one
+child drawn from q yields a code that follows the rule's output law, and the total variation between that and r is
+computed exactly. At a node with one child this is the node's cost. With several children the costs of those tried are
+summed; by the triangle inequality the mean of the sum bounds the node's total variation from above, and the mean over
+pictures of the sum over nodes bounds that between the distributions of pictures. In greedy decoding the cost is 1 for
+each code that is not the most probable.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def verify(
 ) -> Verdict:
     """A draft of N nodes and the target's logits [B, N, V] at them -> the path that is kept and its bonus.
 
-    measure: also the total variation that each node of the path cost. Trip counts are constants of the tree; on
-    a CPU a loop is left once no sample is undecided, and a child that no sample tries is passed over.
+    measure: also the total variation cost of each node of the path. Loop lengths are constants of the tree, so that the
+    step can be compiled; on a CPU loops end early once every sample is decided.
     """
     tree, widths = draft.tree, draft.tree.widths
     if tree.chain and not measure:
@@ -41,7 +41,7 @@ def verify(
     node = torch.zeros_like(batch)
     alive = torch.ones_like(batch, dtype=torch.bool)
     kept, path = torch.ones_like(batch), [node]
-    left = sampling.probs(logits[batch, node])  # r, what is left of p at the node stood on
+    left = sampling.probs(logits[batch, node])  # r: p at the current node, less what refused children took
     u = noise.fine(Noise.ACCEPT, len(widths), max(widths, default=0))
     cost = [torch.zeros_like(left[:, 0]) for _ in range(len(widths) + 1)]
     for level, width in enumerate(widths):
@@ -85,7 +85,7 @@ def verify(
 def _verify_chain(
     draft: Draft, logits: Tensor, sampling: Sampling, rule: Acceptance, noise: Noise
 ) -> Verdict:
-    """`verify` where no node has more than one child: every level is judged at once, as if all before it were kept."""
+    """`verify` where no node has more than one child: all levels are verified at once, each as if those before it were kept."""
     codes, depth = draft.codes[:, 1:], draft.codes.shape[1] - 1
     batch = torch.arange(len(codes), device=codes.device)
     p = sampling.probs(logits)
@@ -122,7 +122,7 @@ def _verify_chain(
 
 
 def _each(rules: Sequence[Acceptance], p: Tensor, q: Tensor, codes: Tensor) -> Tensor:
-    """What p [B, N, V] becomes where every level's code [B, N - 1] has a rule of its own, [B * (N - 1), V]."""
+    """p [B, N, V] relaxed for codes [B, N - 1], each level by its own rule -> [B * (N - 1), V]."""
     relaxed = [
         rule.relax_with_draft(p[:, level], q[:, level], codes[:, level]) for level, rule in enumerate(rules)
     ]
@@ -136,7 +136,7 @@ def without(q: Tensor, code: Tensor) -> Tensor:
 
 
 def _cost(sampling: Sampling, rule: Acceptance, p: Tensor, q: Tensor, code: Tensor, good: Tensor) -> Tensor:
-    """The total variation from p [B, V] that judging one child cost, [B]."""
+    """The total variation from p [B, V] that trying one child cost, [B]."""
     if sampling.greedy:
         return (good & (code != p.argmax(-1))).to(p.dtype)
     return tv_cost(rule, p, q).to(p.dtype)
