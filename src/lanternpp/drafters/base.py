@@ -1,4 +1,4 @@
-"""What a tree proposer asks of a drafter: the small network that guesses the next codes."""
+"""The base classes of drafters, the small networks that predict the target's features of the next codes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class DrafterConfig:
 
 
 class Drafter(nn.Module, ABC):
-    """Predicts the target's next feature from the code one ahead and the feature here."""
+    """Predicts the target's feature at the next position from the feature here and the code at the next position."""
 
     decoder: Decoder
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
@@ -82,21 +82,21 @@ class Drafter(nn.Module, ABC):
         return drafter
 
     def prompt_inputs(self, prompt: Tensor) -> Tensor:
-        """What it sees of a prompt whose inputs one ahead are [R, T - 1, D]; the same shape."""
+        """The drafter's inputs for a prompt [R, T - 1, D], the target's shifted by one position; the same shape."""
         return prompt
 
     @abstractmethod
     def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
-        """next_embeds [R, N, D] embeddings of the codes one position ahead, features [R, N, D] -> features [R, N, D]."""
+        """next_embeds [R, N, D], embeddings of the codes at the next positions, and features [R, N, D] -> features there."""
 
 
 class DrafterWarning(UserWarning):
-    """A drafter that may serve, and was trained for another target."""
+    """A drafter of the right sizes that was trained for another target."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What a drafter's config keeps of its target, as `mark` writes it."""
+    """The target's entry in a drafter's config, as `mark` writes it."""
 
     vocab: Codes
     probe: Annotated[tuple[float, ...], Length(0, 64)] = ()
@@ -110,7 +110,7 @@ class Trained:
 
 
 def mark(target: Target) -> dict[str, Any]:
-    """What a drafter's config keeps of its target: its sizes, and numbers of its embeddings to know it by."""
+    """The target's entry in a drafter's config: its sizes, and a fingerprint of its embeddings."""
     return {"vocab": target.vocab, "dim": target.decoder.config.dim, "probe": probe(target).tolist()}
 
 
@@ -152,7 +152,7 @@ def check_fit(source: Source, dim: int, target: Target) -> None:
 
 
 class QueryDrafter(Drafter):
-    """Looks at all levels of a draft in one pass, on guided features, in one row per sample."""
+    """Predicts all levels of a draft in one pass, on guided features, with one row per sample."""
 
     @abstractmethod
     def forward(
@@ -163,22 +163,23 @@ class QueryDrafter(Drafter):
         cache: AttentionCache,
         hints: Tensor | None = None,
     ) -> Tensor:
-        """N known places and Q more `nodes`, queries, where no code is known yet -> features [B, N + Q, D].
+        """N known positions, and Q queries at positions whose code is not known yet -> features [B, N + Q, D].
 
-        hints [B, N + Q, D]: what the target thought, on codes it refused, of the features asked for; or 0.
+        `nodes` has all N + Q. hints [B, N + Q, D]: the target's features at these positions on the codes that it refused
+        in the last draft, or 0.
         """
 
     @abstractmethod
     def level_query(self, features: Tensor) -> Tensor:
-        """Features of a level [..., D] -> [..., H], what matters of them once the code before is known."""
+        """Features of a level [..., D] -> [..., H], the level's part of what `combine` reads."""
 
     @abstractmethod
     def prev_code(self, before: Tensor) -> Tensor:
-        """Embeddings of codes [..., D] -> [..., H], what a code says of the level behind it."""
+        """Embeddings of codes [..., D] -> [..., H], the previous code's part of what `combine` reads."""
 
     @abstractmethod
     def combine(self, features: Tensor, level_query: Tensor, prev_code: Tensor) -> Tensor:
-        """Features of a level, turned by the code drafted before it."""
+        """Features of a level [..., D], conditioned on the code drafted before it."""
 
     def condition_on(self, features: Tensor, before: Tensor) -> Tensor:
         """Features of a level [..., D] and embeddings of the codes drafted before it [..., D] -> features [..., D]."""

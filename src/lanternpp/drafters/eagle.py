@@ -1,4 +1,4 @@
-"""EAGLE (arXiv 2401.15077): one decoder layer over [embedding of the code one ahead ; target feature]."""
+"""EAGLE (arXiv 2401.15077): one decoder layer over [embedding of the next code ; target feature]."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EagleDrafter(Drafter):
 
     @torch.no_grad()
     def inherit(self, target: Target) -> None:
-        """Begin as the target's last blocks, reading mostly the feature. InputError where it has too few."""
+        """Initialise from the target's last blocks, and `fc` to pass the feature on. InputError where it has too few blocks."""
         blocks, own = list(target.decoder.blocks), self.decoder.blocks
         if len(own) > len(blocks):
             raise InputError(f"a drafter of {len(own)} layers cannot begin as the last of {len(blocks)}.")
@@ -49,7 +49,7 @@ class EagleDrafter(Drafter):
         self.fc.weight[:, self.config.decoder.dim :] += torch.eye(self.config.decoder.dim)
 
     def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
-        """next_embeds [R, N, D], features [R, N, D] -> the features one position ahead, [R, N, D]."""
+        """next_embeds [R, N, D], features [R, N, D] -> the features at the next positions, [R, N, D]."""
         return self.decoder(self.fc(torch.cat((next_embeds, features), -1)), nodes, cache)
 
     def forward_sequence(self, next_embeds: Tensor, features: Tensor, seen: Tensor | None = None) -> Tensor:

@@ -1,11 +1,11 @@
-"""A drafter that looks at all levels of a draft in one pass: learned queries stand where no code is known yet.
+"""A drafter that predicts all levels of a draft in one pass, with learned queries where no code is known yet.
 
 It works on guided features: where the head is linear, the head of merged features is the merged logits, so
 one row does for both branches of classifier-free guidance. A query sees everything decided and the queries
-before it (the mask tokens of PaSS, arXiv 2311.13581); what it says of a level is then turned by the code
-drafted just before, through two small layers (the sequential heads of Hydra, arXiv 2402.05109). What the target
-thought of the refused end of the last draft is a hint of what it will think there next, as in Jacobi decoding
-(arXiv 2410.01699), and is added to the queries.
+before it (the mask tokens of PaSS, arXiv 2311.13581); its feature of a level is then conditioned on the
+code drafted just before, through two small layers (the sequential heads of Hydra, arXiv 2402.05109). The target's
+features at the refused end of the last draft predict those of the next pass there, as in Jacobi decoding (arXiv
+2410.01699); they are added to the queries as hints.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ParallelConfig(DrafterConfig):
     """The shape of a parallel drafter."""
 
     queries: Slots = 7  # levels beyond the first; deeper ones repeat the last query
-    turn: Width = 256  # width of the layers that see the code drafted before
+    turn: Width = 256  # width of the layers that condition on the previous code
 
 
 class ParallelDrafter(QueryDrafter):
@@ -58,10 +58,10 @@ class ParallelDrafter(QueryDrafter):
         cache: AttentionCache,
         hints: Tensor | None = None,
     ) -> Tensor:
-        """next_embeds [B, N, D], guided features [B, N, D] -> guided features one ahead at all `nodes`, [B, N + Q, D].
+        """next_embeds [B, N, D], guided features [B, N, D] -> guided features at the positions after all `nodes`, [B, N + Q, D].
 
-        The last Q nodes are queries: places where no code is known yet. hints [B, N + Q, D]: what the target
-        thought, on a draft that it refused, of the features asked for here; 0 where there is no such thing.
+        The last Q nodes are queries: places where no code is known yet. hints [B, N + Q, D]: the
+        target's features at these positions on the refused end of the last draft; 0 where there are none.
         """
         queries = nodes.position.shape[1] - next_embeds.shape[1]
         return self.decoder(self.inputs(next_embeds, features, queries, 1, hints), nodes, cache)
@@ -69,7 +69,7 @@ class ParallelDrafter(QueryDrafter):
     def inputs(
         self, next_embeds: Tensor, features: Tensor, levels: int, times: int, hints: Tensor | None
     ) -> Tensor:
-        """What the decoder reads: [B, N, D] twice, and hints -> [B, N + times * levels, D]."""
+        """The decoder's input: next_embeds and features [B, N, D], and hints -> [B, N + times * levels, D]."""
         x = self.fc(torch.cat((next_embeds, features), -1))
         if levels:
             level = torch.arange(levels, device=x.device).clamp_(max=self.config.queries - 1)
@@ -86,7 +86,7 @@ class ParallelDrafter(QueryDrafter):
         return self.before(before)
 
     def combine(self, features: Tensor, level_query: Tensor, prev_code: Tensor) -> Tensor:
-        """What a query said, turned by the code drafted just before it."""
+        """The features of a level, plus a correction for the code drafted just before it."""
         return features + self.up(F.silu(level_query + prev_code))
 
     def forward_sequence(
@@ -98,7 +98,7 @@ class ParallelDrafter(QueryDrafter):
         start: Tensor | None = None,
         hints: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """next_embeds [B, S, D], features [B, S, D], anchors [B or 1, A] slots to draft from -> features one position ahead.
+        """next_embeds [B, S, D], features [B, S, D], anchors [B or 1, A] slots to draft from -> features at the next positions.
 
         [B, S, D] of the first level, and [B, A, levels, D] of more: each query sees the slots up to its
         anchor and the queries between. Rows begin at start [B]; None: at slot 0. hints [B, S + A * levels, D].
@@ -110,7 +110,7 @@ class ParallelDrafter(QueryDrafter):
 
 
 def _lesson(count: int, anchors: Tensor, levels: int, start: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of N = count + A * levels slots and queries behind the anchors: positions [b, N], mask [b, 1, N, N]."""
+    """Positions [b, N] and attention mask [b, 1, N, N] of N = count + A * levels slots and queries behind the anchors."""
     device, rows = anchors.device, max(len(anchors), 1 if start is None else len(start))
     slots = torch.arange(count, device=device).expand(rows, -1)
     level = torch.arange(levels, device=device).repeat(anchors.shape[1]).expand(rows, -1)

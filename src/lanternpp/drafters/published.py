@@ -18,7 +18,10 @@ from lanternpp.nn.sources import Rename, Source, blank
 from lanternpp.targets.base import Target
 
 MARKS = {"embed_tokens.weight", "fc.weight", "layers.0.self_attn.q_proj.weight"}
-PAIRED = ("t2i", "t2i2")  # `input_type` of drafters that turn neighbouring channels, as LlamaGen does
+PAIRED = (
+    "t2i",
+    "t2i2",
+)  # `input_type` of drafters whose rotary pairs are neighbouring channels, as LlamaGen's are
 NORM = "layers.0.self_attn.q_norm.weight"
 ALIKE = 0.9  # least cosine of a code's embedding with the target's
 
@@ -32,10 +35,10 @@ class Published:
 
 
 class PublishedDrafter(EagleDrafter):
-    """An EAGLE drafter that sees the embedding of its vocabulary's entry 0 wherever the prompt is.
+    """An EAGLE drafter whose input at prompt positions is the embedding of its vocabulary's entry 0.
 
-    Its authors trained it so, and its accept lengths are right only if it is used so: of the prompt it knows
-    what the target's features tell.
+    Its authors trained it so, and its accept lengths are reproduced only if it is used so. Of the prompt it has the
+    target's features alone.
     """
 
     about = "config.json and pytorch_model.bin as EAGLE's code writes them"
@@ -69,7 +72,7 @@ class PublishedDrafter(EagleDrafter):
         return drafter
 
     def check(self, target: Target, source: Source) -> None:
-        """InputError where code 0 looks otherwise to the target: the drafter's embedding is a copy of its own."""
+        """InputError where the embedding of code 0 is not the target's, of which the drafter has a copy."""
         zero = torch.zeros(1, 1, dtype=torch.int64, device=target.decoder.rotary_table.device)
         theirs = target.embed(zero)[0].detach().to("cpu", torch.float32)
         if F.cosine_similarity(self.entry.detach().cpu().float(), theirs).item() < ALIKE:
@@ -78,7 +81,7 @@ class PublishedDrafter(EagleDrafter):
             )
 
     def prompt_inputs(self, prompt: Tensor) -> Tensor:
-        """prompt [R, T - 1, D] -> as many times entry 0."""
+        """prompt [R, T - 1, D] -> entry 0 at every position."""
         return self.entry.to(prompt.dtype).expand_as(prompt)
 
 

@@ -1,4 +1,4 @@
-"""A smaller target as drafter: speculative sampling as it began (arXiv 2211.17192, 2302.01318)."""
+"""A smaller target as drafter: the original speculative sampling (arXiv 2211.17192, 2302.01318)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from lanternpp.proposers.network import AutoregressiveProposer
 from lanternpp.targets.base import Target
 from lanternpp.types import Admission, Nodes
 
-LIKENESS = 0.05  # of two copies of a codebook, in lengths of it: their storage may differ
+LIKENESS = (
+    0.05  # greatest relative distance (Frobenius norm) between two copies of a codebook, stored differently
+)
 
 
 class Independent(AutoregressiveProposer):
-    """Reads the same prompt, in its own way, and guesses what it would draw itself, guided as the target is."""
+    """Encodes the same prompt itself and drafts from its own distribution, with the target's guidance scale."""
 
     needs = "independent"
     drafter: Target
@@ -30,7 +32,7 @@ class Independent(AutoregressiveProposer):
         return self.drafter.slots
 
     def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
-        """It needs the codes alone."""
+        """As in the base class; the parents' features are not used."""
         return self.drafter(self.guidance.rows(self.drafter.embed(codes)), nodes, cache)
 
     def head(self, features: Tensor) -> Tensor:
@@ -57,7 +59,7 @@ class Independent(AutoregressiveProposer):
 
 
 def check_codes(drafter: Target, target: Target) -> None:
-    """InputError unless a code means the same to both, and both draw as many."""
+    """InputError unless drafter and target have the same codebook and the same number of codes per image."""
     ours, theirs = (drafter.vocab, drafter.length), (target.vocab, target.length)
     if ours != theirs:
         raise InputError(

@@ -1,10 +1,10 @@
-"""Jacobi drafting: no drafter, the target's own last opinions as guesses (SJD, arXiv 2410.01699).
+"""Speculative Jacobi decoding: the target's distributions of the last pass are the draft (SJD, arXiv 2410.01699).
 
-Why it is lossless. Go by place in the image. Given everything that happened at the places before it, a guess
-follows the q it is offered with: a fresh one is drawn from a q that those places decide, and a pass
-replaces q by the target's p there, which again depends on the places before alone, and the guess by one that
-follows it: drawn anew (SJD), or coupled to the last one so that it rarely changes (SCD, arXiv 2510.24211).
-So the test of `verify` is that of any draft, and an exact rule yields the target's law.
+Why it is lossless, by induction over the places of the image. Given everything at the places before it, a guess follows
+the q that it is offered with. A fresh guess is drawn from a q that depends on those places alone. A pass replaces q by
+the target's p, which also depends on those places alone, and the guess by one that follows p: drawn anew (SJD), or
+coupled to the last guess so that it rarely changes (SCD, arXiv 2510.24211). So `verify` applies as to any draft, and
+with an exact rule the output follows the target's distribution.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FRESH = ("uniform", "last", "above", "mixed")
 
 
 class Jacobi(Proposer):
-    """A window of guesses behind the root, judged and improved by every pass, in a chain.
+    """A chain of `window` guesses behind the root, which every pass verifies and redraws.
 
     coupling: "none" draws every guess anew from its new p (SJD); "maximal" keeps it with probability
     min(1, p/q), else draws from [p - q]+ (SCD); "gumbel" draws with noise that belongs to the place in the
     image, the same in every pass (SCD).
-    fresh: what a guess never seen by the target is drawn from: "uniform"; "last", the p at the end of the
+    fresh: the distribution of a guess at a place without a p: "uniform"; "last", the p at the end of the
     window; "above", the p of the code one image row above, where known (else as "last"); "mixed", above at
     even places and last at odd ones. Before the first pass all of them are uniform.
     """
@@ -54,14 +54,14 @@ class Jacobi(Proposer):
 
     @classmethod
     def build(cls, parts: Parts) -> Self:
-        """From window, coupling and fresh; what is not given is SJD's."""
+        """From window, coupling and fresh; the defaults are those of SJD."""
         window = 16 if parts.window is None else parts.window
         return cls(window, parts.coupling or "none", parts.fresh or "uniform")
 
     @classmethod
     def guesses(cls, parts: Parts) -> Guesses:
-        """Redrawn for every pass without coupling. A coupled guess is kept or not by what became of those before it,
-        and block verification stops early for the sake of those behind, so a kept one would have another law."""
+        """Drawn anew for every pass, unless coupled. Coupled guesses are reused after a pass, and block verification may stop
+        because of guesses behind, so that those which survive would no longer follow their q."""
         kept = (parts.coupling or "none") != "none"
         return Guesses(True, f"keeps guesses from pass to pass (coupling {parts.coupling})" if kept else None)
 
@@ -75,22 +75,24 @@ class Jacobi(Proposer):
         self._offsets = torch.arange(window, device=like.device)
         self.codes = torch.zeros(batch, window, dtype=torch.int64, device=like.device)
         self.q = torch.zeros(batch, self.size, vocab, dtype=dtype, device=like.device)  # of a node's child
-        self.p = torch.full_like(self.q[:, :window], 1 / vocab)  # the newest; past its end: the last
+        self.p = torch.full_like(
+            self.q[:, :window], 1 / vocab
+        )  # the latest p of each place; beyond its end the last one
         self.seen = torch.zeros_like(self.root)  # guesses whose place has a p
-        self.held = torch.zeros_like(self.root)  # guesses that were guessed before
+        self.held = torch.zeros_like(self.root)  # guesses that were in the last draft
         self.rows = self.width + self.size if self.fresh in ("above", "mixed") else 0
         self.above = torch.zeros(
             batch, self.rows, vocab, dtype=dtype, device=like.device
         )  # p by place, a ring
 
     def begin(self, new: Admission) -> None:
-        """A sample enters: nothing is known of any place yet."""
+        """A sample is admitted: no place has a p yet."""
         super().begin(new)
         self.seen[new.slot] = self.held[new.slot] = 0
         self.p[new.slot] = 1 / self.p.shape[-1]
 
     def propose(self, noise: Noise) -> Draft:
-        """Bring every guess in line with the newest p of its place."""
+        """Redraw every guess from the latest p of its place."""
         seen = (self._offsets < self.seen[:, None])[..., None]  # [B, W, 1]
         new_q = self.p.where(seen, self._fresh())
         self.codes.copy_(self._guess(new_q, noise))
@@ -98,7 +100,7 @@ class Jacobi(Proposer):
         return Draft(self._tree, torch.cat((self.root[:, None], self.codes), 1), self.q)
 
     def observe(self, output: TargetOutput) -> None:
-        """Slide the window behind what was decided."""
+        """Move the window behind the decided codes."""
         probs, kept, window = self.sampling.probs(output.logits), output.verdict.kept, self.window
         if self.rows:
             place = (self.count[:, None] + torch.arange(self.size, device=kept.device)) % self.rows
@@ -113,7 +115,7 @@ class Jacobi(Proposer):
         super().observe(output)
 
     def _fresh(self) -> Tensor:
-        """What guesses at places without a p are drawn from, [B, W, V]."""
+        """The distributions of guesses at places without a p, [B, W, V]."""
         if self.fresh == "uniform":
             return torch.full_like(self.p, 1 / self.p.shape[-1])
         if self.fresh == "last":
@@ -128,7 +130,7 @@ class Jacobi(Proposer):
         )
 
     def _guess(self, new_q: Tensor, noise: Noise) -> Tensor:
-        """Codes [B, W] that follow `new_q` [B, W, V], in the way of the coupling."""
+        """Codes [B, W] that follow `new_q` [B, W, V], drawn as `coupling` says."""
         if self.sampling.greedy:
             return new_q.argmax(-1)
         if self.coupling == "gumbel":

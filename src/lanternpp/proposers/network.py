@@ -1,4 +1,4 @@
-"""What proposers with a network of their own share: it grows a tree, and follows what is decided, in a cache."""
+"""Base classes of proposers that draft with a network: a drafter or a smaller target, with a KV cache of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lanternpp.types import Draft, Frontier, Nodes, TargetOutput
 
 
 class NetworkProposer(Proposer):
-    """Grows a tree with a network of its own, and draws children from what that says at their parent."""
+    """Grows a draft tree; the network's distribution at a node proposes the node's children."""
 
     dials = frozenset({"tree", "verify"})
     drafter: Any
@@ -41,14 +41,14 @@ class NetworkProposer(Proposer):
 
     @classmethod
     def guesses(cls, parts: Parts) -> Guesses:
-        """Its tree's: what earlier passes refused is in the distributions alone."""
+        """As the tree builder draws them; earlier drafts have no influence but through the decided codes and features."""
         drawn = parts.tree.drawn
         return Guesses(
             parts.tree.chain, None if drawn else "offers the likeliest codes instead of drawing them"
         )
 
     def grow(self, q: Tensor, extend: Extend, noise: Noise) -> Draft:
-        """A draft from what the root's children are drawn from, q [B, V]."""
+        """q [B, V], the distribution of the root's children -> a draft."""
 
         def children(q: Tensor, count: int, level: int) -> Tensor:
             return self.sampling.children(q, count, noise, Noise.DRAFT + level)
@@ -57,10 +57,10 @@ class NetworkProposer(Proposer):
 
 
 class AutoregressiveProposer(NetworkProposer):
-    """Looks beyond codes with a drafter, a pass for each level.
+    """Runs its network once per level of the tree.
 
-    The root is in the drafter's cache before a draft begins: what is known of its children came with the
-    last pass over what was decided.
+    The root is in the network's cache before a draft begins: the pass over the codes decided last gave the features
+    that propose its children.
     """
 
     @property
@@ -70,14 +70,14 @@ class AutoregressiveProposer(NetworkProposer):
 
     @abstractmethod
     def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
-        """A pass over codes [B, N], given the features [R, N, D] at their parents -> features [R, N, D]."""
+        """A pass over codes [B, N], with the features `below` [R, N, D] at their parents -> features [R, N, D]."""
 
     @abstractmethod
     def head(self, features: Tensor) -> Tensor:
         """features [R, N, D] -> logits [R, N, V] of the codes' children."""
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
-        """Make room for a batch: the drafter's cache and the features of the nodes of a draft."""
+        """Allocate the drafter's cache and the features of the nodes of a draft."""
         super().open(target, sampling, guidance, batch)
         like, rows = next(self.drafter.parameters()), guidance.branches * batch
         shape = self.drafter.decoder.config
@@ -97,7 +97,7 @@ class AutoregressiveProposer(NetworkProposer):
         return self.grow(q, self._extend, noise)
 
     def observe(self, output: TargetOutput) -> None:
-        """Run the drafter over what was decided, with the target's own features."""
+        """Run the drafter over the decided codes, with the target's features in place of its own."""
         super().observe(output)
         rows = self.guidance.rows
         path, kept = rows(output.verdict.path), rows(output.verdict.kept)
@@ -108,7 +108,7 @@ class AutoregressiveProposer(NetworkProposer):
         self.cache.used += kept
 
     def _extend(self, at: Frontier) -> Tensor:
-        """Look beyond nodes whose parents were looked beyond before."""
+        """Expand nodes whose parents were expanded before -> the distributions of their children, [B, W, V]."""
         rows = self.guidance.rows
         node, parent = rows(at.node), rows(at.parent)
         nodes = self.cache.nodes(rows(at.depth) - 1, rows(at.mask), node)
@@ -118,7 +118,7 @@ class AutoregressiveProposer(NetworkProposer):
         return self._probs(out, at.depth)
 
     def _probs(self, features: Tensor, depth: Tensor) -> Tensor:
-        """Features [R, W, D] of nodes at depth [B, W] -> what their children are drawn from, [B, W, V]."""
+        """Features [R, W, D] of nodes at depth [B, W] -> the distributions of their children, [B, W, V]."""
         index = (self.count[:, None] + depth).clamp(max=self.target.length - 1)
         logits = self.guidance.merge(self.head(features))
         return self.sampling.probs(self.target.constrain(logits, index))

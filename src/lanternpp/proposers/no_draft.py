@@ -1,4 +1,4 @@
-"""The empty tree: plain autoregressive decoding in the same loop as everything else."""
+"""No draft: plain autoregressive decoding, in the loop that every method uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lanternpp.types import Draft
 
 
 class NoDraft(Proposer):
-    """Proposes the root alone."""
+    """Proposes a draft of the root alone, so that every pass decides one code."""
 
     dials = frozenset()
     size = 1
@@ -22,11 +22,11 @@ class NoDraft(Proposer):
 
     @classmethod
     def build(cls, parts: Parts) -> Self:
-        """It needs none."""
+        """None of the parts is used."""
         return cls()
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
-        """Make room for a batch."""
+        """Allocate the state of a batch."""
         super().open(target, sampling, guidance, batch)
         self._tree = chain_tree(batch, 0, self.root.device)
 

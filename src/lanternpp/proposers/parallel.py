@@ -16,20 +16,20 @@ from lanternpp.types import Admission, Draft, Frontier, TargetOutput
 
 
 class Parallel(NetworkProposer):
-    """Before every pass of the target, one of the drafter, over what was decided since and a query per level.
+    """One drafter pass per draft, over the codes decided since the last draft and one query per level.
 
-    Its cache has one row per sample and runs one position behind the target's, as EAGLE's does. What was
-    decided waits, with the target's guided features there, until the next draft.
+    Its cache has one row per sample and holds one position less than the target's, as EAGLE's does. The codes of the last
+    verdict are kept as `next_embeds`, with the target's guided features, until the next draft; `waiting` counts them.
     """
 
     needs = "parallel"
     drafter: QueryDrafter
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
-        """Make room for a batch: the drafter's cache, and what waits to be looked at."""
+        """Allocate the drafter's cache and the inputs that the next draft starts with."""
         super().open(target, sampling, guidance, batch)
         like, depth, dim = next(self.drafter.parameters()), self.depth, self.drafter.decoder.config.dim
-        span = 2 * depth  # what waits, one level more than the draft has, and the queries
+        span = 2 * depth  # waiting inputs, at most depth + 1, and depth - 1 queries
         self.cache = Cache(self.drafter.decoder.config, batch, target.slots + target.length + span, like)
         self.next_embeds = torch.zeros(batch, depth + 1, dim, dtype=like.dtype, device=like.device)
         self.features = torch.zeros_like(self.next_embeds)
@@ -43,7 +43,7 @@ class Parallel(NetworkProposer):
     def begin(self, new: Admission) -> None:
         """Prefill with the prompt's guided features, each beside the conditional input one position ahead."""
         super().begin(new)
-        like = self.ahead
+        like = self.next_embeds
         features = self.guidance.merge(new.features).to(like.dtype)
         root = self.target.embed(new.root[:, None]).to(like.dtype)
         next_embeds = torch.cat(
@@ -52,13 +52,13 @@ class Parallel(NetworkProposer):
         slot = self._row[new.slot : new.slot + 1]
         prompt_cache = self.cache.rows(slot, new.prompt.start[:1], features.shape[1])
         self.drafter(next_embeds, features, prompt_cache.nodes(), prompt_cache)
-        self.cache.used[slot] -= 1  # the last waits, so that the queries can follow it
+        self.cache.used[slot] -= 1  # the last input is run again with the queries behind it
         self.next_embeds[slot, 0], self.features[slot, 0] = next_embeds[:, -1], features[:, -1]
         self.hints[slot] = 0
         self.waiting[slot] = 1
 
     def propose(self, noise: Noise) -> Draft:
-        """One pass of the drafter, then a tree whose nodes cost a product each."""
+        """One pass of the drafter, then a tree whose nodes cost one product with the head each."""
         levels = self._drafter_forward()  # [B, depth, D]
         query = self.drafter.level_query(levels)
         index = self.count[:, None] + self._line[: self.depth]
@@ -66,14 +66,14 @@ class Parallel(NetworkProposer):
 
         def extend(at: Frontier) -> Tensor:
             here, prev_code = slice(at.level, at.level + 1), self.prev_code_table[at.codes]
-            turned = self.drafter.combine(levels[:, here], query[:, here], prev_code)
-            return self._probs(turned, index[:, here])
+            conditioned = self.drafter.combine(levels[:, here], query[:, here], prev_code)
+            return self._probs(conditioned, index[:, here])
 
         q = self._probs(levels[:, :1], index[:, :1])[:, 0]
         return self.grow(q, extend, noise)
 
     def observe(self, output: TargetOutput) -> None:
-        """Keep what was decided, with the target's own features, for the next draft."""
+        """Keep the decided codes, with the target's features, for the next draft."""
         super().observe(output)
         verdict = output.verdict
         features = self.guidance.merge(output.features)
@@ -84,11 +84,11 @@ class Parallel(NetworkProposer):
         self.hints.copy_(refused(output, features))
 
     def _drafter_forward(self) -> Tensor:
-        """The drafter's pass over what waits and the queries -> features of every level, [B, depth, D]."""
+        """The drafter's pass over the waiting inputs and the queries -> features of every level, [B, depth, D]."""
         known, line, waiting = self.next_embeds.shape[1], self._line, self.waiting[:, None]
         query = line >= known
         there = query | (line < waiting)  # [B, N]
-        place = torch.where(query, waiting + line - known, line)  # behind what is decided
+        place = torch.where(query, waiting + line - known, line)  # relative to the decided codes
         mask = (line[:, None] >= line) & there[:, None] | (line[:, None] == line)
         nodes = self.cache.nodes(place, mask)
         last = (line[:known] == waiting - 1)[..., None]  # the hint of the first level belongs to the root
@@ -99,16 +99,16 @@ class Parallel(NetworkProposer):
         return torch.cat((first[:, None], out[:, known:]), 1)
 
     def _probs(self, features: Tensor, index: Tensor) -> Tensor:
-        """Features [B, W, D] of codes index [B, 1] of the image -> what those are drawn from, [B, W, V]."""
+        """Features [B, W, D] of codes index [B, 1] of the image -> their distributions, [B, W, V]."""
         logits = self.target.head(features)
         logits = logits if logits.element_size() == 8 else logits.float()
         return self.sampling.probs(self.target.constrain(logits, index))
 
 
 def refused(output: TargetOutput, features: Tensor) -> Tensor:
-    """What a pass showed of the places behind what it decided, [B, depth, D]; guided features [B, N, D].
+    """The target's features at refused nodes, as hints for the next draft, [B, depth, D]; guided features [B, N, D].
 
-    At every depth it is the feature of the draft's first node there; 0 where the draft ended before.
+    Entry i is the feature of the draft's first node at depth kept + i; 0 where the draft has none that deep.
     """
     tree, kept = output.draft.tree, output.verdict.kept
     depth = output.verdict.path.shape[1] - 1

@@ -1,4 +1,4 @@
-"""A drafter and a tree builder: EAGLE's way of guessing ahead (arXiv 2401.15077, section 3)."""
+"""Drafting with an EAGLE drafter and a tree builder (arXiv 2401.15077, section 3)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lanternpp.types import Admission, Nodes
 
 
 class TreeProposer(AutoregressiveProposer):
-    """Feeds the drafter the target's features where they are known and its own where they are not.
+    """Feeds the drafter the target's features for decided codes and the drafter's own features within a draft.
 
-    The drafter's input at a position pairs the target's feature there with the code one position ahead, so its
-    cache runs one position behind the target's.
+    The drafter's input at a position is the feature there and the embedding of the code at the next position, so that
+    its cache holds one position less than the target's.
     """
 
     needs = "drafter"
@@ -23,11 +23,11 @@ class TreeProposer(AutoregressiveProposer):
 
     @property
     def slots(self) -> int:
-        """The target's prompt, whose first slot gives way to the root."""
+        """Those of the target's prompt: inputs are shifted by one, so the root takes the place of the first slot."""
         return self.target.slots
 
     def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
-        """The embeddings are the target's."""
+        """As in the base class; codes are embedded by the target."""
         return self.drafter(self.guidance.rows(self.target.embed(codes)), below, nodes, cache)
 
     def head(self, features: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a tree proposer asks of a tree builder."""
+"""The base class of tree builders, which decide the shape of a draft."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lanternpp.types import Draft, Frontier
 
-Extend = Callable[[Frontier], Tensor]  # -> [B, W, V] what the children of these nodes are drawn from
+Extend = Callable[[Frontier], Tensor]  # -> [B, W, V] distributions of the children of these nodes
 Children = Callable[[Tensor, int, int], Tensor]  # (q [B, W, V], count, level) -> codes [B, W, count]
 
 
@@ -18,12 +18,10 @@ class TreeBuilder(ABC):
 
     size: int  # N, the root included
     depth: int  # levels below the root
-    scratch: int  # cache slots the drafter needs for the nodes it looks beyond
-    drawn: bool = (
-        False  # whether children are drawn from what the drafter says, in order, without replacement
-    )
+    scratch: int  # cache slots the drafter needs for the nodes it expands
+    drawn: bool = False  # whether children are sampled from q without replacement, in trial order
     chain: bool = False  # whether no node has more than one child
 
     @abstractmethod
     def grow(self, root: Tensor, q: Tensor, extend: Extend, children: Children) -> Draft:
-        """root [B] and what its children are drawn from, q [B, V] -> a draft of `size` nodes."""
+        """root [B] and the distribution of its children, q [B, V] -> a draft of `size` nodes."""

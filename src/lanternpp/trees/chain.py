@@ -1,4 +1,4 @@
-"""The simplest tree: one child per node."""
+"""A chain: a tree with one child per node."""
 
 from __future__ import annotations
 

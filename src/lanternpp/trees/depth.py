@@ -1,4 +1,4 @@
-"""Dynamic depth decoding (DDD, arXiv 2409.00142): a dynamic tree whose depth is decided on the way."""
+"""Dynamic depth decoding (DDD, arXiv 2409.00142): a dynamic tree whose depth is decided while it is drafted."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lanternpp.trees.dynamic import DynamicTree
 
 
 class DepthTree(DynamicTree):
-    """Stops below a level where the beam has little likelihood left.
+    """Stops drafting at a level where the beam has little likelihood left.
 
-    The log-sum-exp of the beam's summed log q is the drafter's belief that the next code lies below the
-    beam at all. From level `start` on, a sample stops once that falls below `threshold`. The default, 5 %,
-    is about what a level costs: a pass of a one-layer drafter in passes of its target. On a CPU the levels
-    that no sample of the batch wants are not computed; elsewhere they are, and thrown away.
+    The log-sum-exp of the beam's summed log q is the drafter's probability that the decoded path runs
+    through the beam at all. From level `start` on, a sample stops once that falls below `threshold`. The default, 5 %,
+    is about the cost of a level: the time of a one-layer drafter's pass relative to its target's. On a CPU levels at
+    which every sample has stopped are not computed; on other devices they are computed and discarded.
     """
 
     def __init__(

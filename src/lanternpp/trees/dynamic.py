@@ -27,11 +27,11 @@ class DynamicTree(TreeBuilder):
     """A beam of the likeliest nodes is expanded level by level; the likeliest of all nodes are kept.
 
     A node's likelihood is the product of q along its path. Every node of the beam offers its `beam`
-    likeliest codes; the best `beam` of a level are looked beyond. Of all that was offered the best `nodes`
+    likeliest codes; the best `beam` of a level are expanded. Of all nodes offered the best `nodes`
     become the draft. Sums of log q only fall on the way down and ties go to the smaller number, so the
     ancestors of a kept node are kept. Children are a top-k, not drawn: point masses (`Draft.probs` None).
-    Where fewer nodes have any likelihood, the rest of the draft is spare: children of the root that no
-    one tries.
+    Where fewer nodes have a likelihood above 0, the rest of the draft is padding: nodes below the root that are in no
+    child list, so that verification never tries them.
     """
 
     def __init__(self, beam: int = 10, depth: int = 5, nodes: int = 59):
@@ -51,11 +51,11 @@ class DynamicTree(TreeBuilder):
         self.scratch = 1 + (depth - 1) * beam
 
     def enough(self, depth: int, beam: Tensor) -> Tensor | None:
-        """Which samples [B] stop below `depth`, given the beam's summed log q [B, beam]; None: no one."""
+        """Which samples [B] stop below `depth`, given the beam's summed log q [B, beam]; None: none."""
         return None
 
     def grow(self, root: Tensor, q: Tensor, extend: Extend, children: Children) -> Draft:
-        """root [B], q [B, V] -> a draft; the drafter looks beyond one beam per level."""
+        """root [B], q [B, V] -> a draft; the drafter expands one beam per level."""
         if q.shape[-1] < self.beam:
             raise InputError(
                 f"a dynamic tree with a beam of {self.beam} needs as many codes; got {q.shape[-1]}"
@@ -72,7 +72,7 @@ class DynamicTree(TreeBuilder):
             torch.full((batch, self.offers), NEVER, dtype=q.dtype, device=q.device),
         )
         rank = torch.arange(wide, device=q.device)
-        slot = torch.zeros_like(none[:, :1])  # scratch slots of the nodes looked beyond; 0 is the root's
+        slot = torch.zeros_like(none[:, :1])  # scratch slots of the expanded nodes; 0 is the root's
         number = slot - 1
         seen = torch.zeros(batch, 1, self.scratch, dtype=torch.bool, device=q.device)
         score, first = torch.zeros(batch, 1, dtype=q.dtype, device=q.device), 0
@@ -118,7 +118,9 @@ class DynamicTree(TreeBuilder):
         depth = torch.cat((torch.zeros_like(root[:, None]), depth), 1)
         codes = offers.code.gather(1, best).where(real, root[:, None])
         table = torch.full((batch, self.size, wide + 1), -1, dtype=torch.int64, device=root.device)
-        place = parent[:, 1:] * (wide + 1) + (best % wide).where(real, wide)  # the last column is thrown away
+        place = parent[:, 1:] * (wide + 1) + (best % wide).where(
+            real, wide
+        )  # the last column takes the padding and is dropped
         table.flatten(1).scatter_(1, place, ids)
         tree = Tree(parent, depth, table[..., :wide], self._mask(parent), (wide,) * self.depth)
         return Draft(tree, torch.cat((root[:, None], codes), 1), None)

@@ -1,8 +1,8 @@
 """The static tree that keeps the most codes per pass, given how often children are kept (Sequoia, arXiv 2402.12374).
 
 An acceptance table [D, K] says, for a node at depth d that the walk stands on, how often its child of rank r is
-kept once those of lower rank were refused. A path is then reached with a probability that no other node of the
-tree changes, and a pass decides one code more than the nodes it reaches. Sequoia's section 3.2 finds the best
+kept once those of lower rank were refused. The probability that a node is reached then does not depend on the other
+nodes of the tree, and a pass decides one code more than the number of nodes it reaches. Sequoia's section 3.2 finds the best
 tree for one row of acceptances; here each depth has its own.
 """
 
@@ -121,16 +121,16 @@ def expected(table: Tensor, shape: Shape) -> float:
 
 
 def expected_tried(table: Tensor, shape: Shape, known: Mapping[Path, float] | None = None) -> float:
-    """Expected children that a pass judges: those whose parent is kept and whose earlier siblings are not."""
+    """Expected children that a pass tries: those whose parent is kept and whose earlier siblings are not."""
     found = known or reaches(table, shape)
     rows = table.tolist()
     return sum(found[p[:-1]] * prod(1 - kept for kept in rows[len(p) - 1][: p[-1]]) for p in shape)
 
 
 def polish(shape: Shape, rate: Callable[[Shape], float], ranks: int, depth: int, most: int) -> Shape:
-    """A shape that no leaf added, taken away or moved makes better, by `rate`.
+    """Local search from a shape: add, remove or move a leaf as long as `rate` improves.
 
-    The best tree of a size does not know what its own drafting costs; this does.
+    `Search` maximises the codes per pass for a number of nodes; `rate` may also count the time that drafting takes.
     """
     best, worth = shape, rate(shape)
     while True:
@@ -156,12 +156,12 @@ def _sorted(paths: frozenset[Path]) -> Shape:
 
 
 def _leaves(paths: frozenset[Path]) -> list[Path]:
-    """Nodes that can go: no child, no later sibling."""
+    """Nodes that can be removed: no child, no later sibling."""
     return [p for p in paths if (*p, 0) not in paths and (*p[:-1], p[-1] + 1) not in paths]
 
 
 def _room(paths: frozenset[Path], ranks: int, depth: int) -> list[Path]:
-    """Nodes that can come: the next child of every node."""
+    """Nodes that can be added: the next child of every node."""
     found = []
     for above in ((), *paths):
         rank = next(r for r in range(ranks + 1) if (*above, r) not in paths)

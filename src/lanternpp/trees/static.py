@@ -1,4 +1,4 @@
-"""A tree of fixed shape (EAGLE-1, LANTERN++): children drawn without replacement, whatever the drafter says."""
+"""A tree of fixed shape (EAGLE-1, LANTERN++), whose children are sampled without replacement from q."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StaticTree(TreeBuilder):
         self._ready: tuple[Tree, list[_Level], Tensor] | None = None
 
     def grow(self, root: Tensor, q: Tensor, extend: Extend, children: Children) -> Draft:
-        """root [B], q [B, V] -> a draft; the drafter looks beyond the inner nodes of each level at once."""
+        """root [B], q [B, V] -> a draft; the drafter expands the inner nodes of a level in one pass."""
         tree, levels, probs = self._constants(root, q)
         codes = root[:, None].repeat(1, self.size)
         level_q = q[:, None]
