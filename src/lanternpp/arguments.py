@@ -1,4 +1,4 @@
-"""What a caller of `Pipeline` may give, brought into one form; one sentence for the rest."""
+"""Conversion of the arguments of `Pipeline`; each function raises InputError for what it cannot convert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`method="auto"`: which method a model is drawn with where none is named, and why that one.
+"""`method="auto"`: the method that is used for a model where none is named, and the reason.
 
 In this order: the method that the model's `defaults.json` names; the one that `lanternpp tune` was last run for with these
 weights; the parallel drafter's chain; EAGLE's drafter, in a short chain on a CPU and on its tree elsewhere; coupled
@@ -23,7 +23,7 @@ from lanternpp.registry import unknown
 from lanternpp.settings import network_needed, resolve
 from lanternpp.tuned import Tuned
 
-SHORT = "chain-4"  # EAGLE's tree on a CPU, where every drafted code costs
+SHORT = "chain-4"  # EAGLE's tree on a CPU, where the time of a pass grows with every drafted code
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def choose(
     tuned: Tuned | None,
     device: str,
 ) -> Chosen:
-    """The method that `requested` means on a model in `folder` with another `drafter`, if any, on a kind of device.
+    """The method that `requested` stands for, for the model in `folder`, a given drafter or None, and a device type.
 
     Reads at most the headers of a drafter. Raises InputError where the model's default is no method.
     """
@@ -94,6 +94,6 @@ def _drafts(place: Path) -> str:
         try:
             target_source(place)
         except InputError:
-            return "drafter"  # what is wrong with it is said when it is read
+            return "drafter"  # the error is raised when it is read
         return "independent"
     return "parallel" if issubclass(entry, QueryDrafter) else "drafter"

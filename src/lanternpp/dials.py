@@ -1,4 +1,4 @@
-"""The dials: everything that decides a picture besides its method, its prompt and its seed, a row for each.
+"""The dials: all settings of a picture except method, prompt and seed, one row each.
 
 The command line, the HTTP API, the page, `Settings` and the files of tunings take names, ranges and texts from here.
 Nothing here imports the parts that read a dial, so that help is quick.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-CODES = 1 << 20  # more than any model has
+CODES = 1 << 20  # above the codebook size of any model
 
 
 class Group(Enum):
@@ -63,7 +63,7 @@ class Dial:
 
     @property
     def about(self) -> str:
-        """All that is said of it, with the names that it may be."""
+        """The full help text, with its possible values."""
         names = f"One of: {', '.join(self.choices)}." if self.choices and not self.more else self.more
         return f"{self.help} {names}".strip()
 

@@ -1,4 +1,4 @@
-"""Engines that are kept for the next picture of the same settings, as long as they take little memory."""
+"""A cache of engines by settings, bounded by the memory that they take."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BYTES = 1 << 30
 
 
 class EngineCache:
-    """At most `most` bytes of idle engines; beyond that the one unused for longest goes. The latest always stays.
+    """At most `most` bytes of engines; beyond that the least recently used are dropped, but never the latest.
 
-    It has no lock of its own: `Pipeline` has one.
+    It is not thread-safe: `Pipeline` has the lock.
     """
 
     def __init__(self, make: Callable[[Settings], Engine], most: int = BYTES):
@@ -36,18 +36,18 @@ class EngineCache:
 
     @contextmanager
     def lend(self, settings: Settings) -> Iterator[Engine]:
-        """An engine that no one else is lent meanwhile. It is not kept where an error ends its use halfway."""
+        """An engine for exclusive use; it is dropped where an error ends its use."""
         engine = self._kept.pop(settings, None) or self.make(settings)
         yield engine
         self._keep(settings, engine)
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Drop all engines."""
         self._kept.clear()
 
     @property
     def bytes(self) -> int:
-        """What the kept engines hold together, the networks apart."""
+        """Bytes of tensors that the cached engines hold, without the networks."""
         return tensor_bytes(list(self._kept.values()))
 
     def _keep(self, settings: Settings, engine: Engine) -> None:

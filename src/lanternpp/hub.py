@@ -47,7 +47,7 @@ def hub_id(text: str) -> HubId | None:
     return HubId(found["repo"], found["file"], found["revision"])
 
 
-def fetch(requested: HubId) -> Path:
+def fetch(wanted: HubId) -> Path:
     """The folder, or the file, of a hub id on this machine; what is missing is fetched.
 
     Only weights of one format come, safetensors where there are any, with the configs and tokenizers
@@ -56,18 +56,18 @@ def fetch(requested: HubId) -> Path:
     """
     quiet()
     try:
-        files = choose(requested, listing(requested))
+        files = choose(wanted, listing(wanted))
     except UnreachableError as error:
-        return cached(requested, error)
+        return cached(wanted, error)
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(requested.repo, revision=requested.revision, allow_patterns=files))
+        folder = Path(snapshot_download(wanted.repo, revision=wanted.revision, allow_patterns=files))
     except Exception as error:  # as in `listing`, and a full disk
         raise InputError(
-            f"{requested} could not be fetched whole ({first_line(error)}); run it again to go on"
+            f"{wanted} could not be fetched whole ({first_line(error)}); run it again to go on"
         ) from None
-    return folder / requested.file if requested.file else folder
+    return folder / wanted.file if wanted.file else folder
 
 
 def quiet() -> None:
@@ -83,7 +83,7 @@ class UnreachableError(Exception):
     """The hub did not answer."""
 
 
-def listing(requested: HubId) -> list[str]:
+def listing(wanted: HubId) -> list[str]:
     """The files of a repository. Raises InputError where the hub has no such thing, UnreachableError without an answer."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
@@ -94,36 +94,36 @@ def listing(requested: HubId) -> list[str]:
     )
 
     try:
-        info = HfApi().model_info(requested.repo, revision=requested.revision, timeout=PATIENCE)
+        info = HfApi().model_info(wanted.repo, revision=wanted.revision, timeout=PATIENCE)
         return [file.rfilename for file in info.siblings or []]
     except GatedRepoError:
         raise InputError(
-            f"{requested.repo} asks for its terms to be accepted; accept them on its page, then log in: hf auth login"
+            f"{wanted.repo} asks for its terms to be accepted; accept them on its page, then log in: hf auth login"
         ) from None
     except RepositoryNotFoundError:
         raise InputError(
-            f"model {str(requested)!r} is neither here nor on the hub; check the id, or log in if it is private: hf auth login"
+            f"model {str(wanted)!r} is neither here nor on the hub; check the id, or log in if it is private: hf auth login"
         ) from None
     except RevisionNotFoundError:
         raise InputError(
-            f"{requested.repo} has no revision {requested.revision!r}; name a branch, tag or commit"
+            f"{wanted.repo} has no revision {wanted.revision!r}; name a branch, tag or commit"
         ) from None
     except HFValidationError as error:
-        raise InputError(f"{requested} is no id of the hub: {first_line(error)}") from None
+        raise InputError(f"{wanted} is no id of the hub: {first_line(error)}") from None
     except Exception as error:  # the errors of whichever HTTP client the hub's library uses
         raise UnreachableError(first_line(error)) from None
 
 
-def choose(requested: HubId, files: Sequence[str]) -> list[str]:
+def choose(wanted: HubId, files: Sequence[str]) -> list[str]:
     """What to fetch of a repository's files. Raises InputError where that is nothing, or not clear."""
     beside = [name for name in files if PurePosixPath(name).suffix in BESIDE]
-    if requested.file:
-        if requested.file not in files:
+    if wanted.file:
+        if wanted.file not in files:
             held = ", ".join(name for name in files if PurePosixPath(name).suffix in SAFE + PICKLED)
-            raise InputError(f"{requested.repo} holds no {requested.file}; its weights are: {held or 'none'}")
-        folder = PurePosixPath(requested.file).parent
+            raise InputError(f"{wanted.repo} holds no {wanted.file}; its weights are: {held or 'none'}")
+        folder = PurePosixPath(wanted.file).parent
         near = [name for name in beside if PurePosixPath(name).parent == folder]
-        return [requested.file, *tokenizer_of(requested.file, files), *near]
+        return [wanted.file, *tokenizer_of(wanted.file, files), *near]
     for suffixes in (SAFE, PICKLED):
         weights = [name for name in files if PurePosixPath(name).suffix in suffixes]
         if not weights:
@@ -133,10 +133,10 @@ def choose(requested: HubId, files: Sequence[str]) -> list[str]:
         if suffixes == PICKLED and len(targets) > 1 and not indexed:
             named = ", ".join(weights[:10])
             raise InputError(
-                f"{requested.repo} holds several checkpoints ({named}); name one: {requested.repo}/{targets[0]}"
+                f"{wanted.repo} holds several checkpoints ({named}); name one: {wanted.repo}/{targets[0]}"
             )
         return [*weights, *(name for name in files if is_vq(name) and name not in weights), *beside]
-    raise InputError(f"{requested.repo} holds no weights (.safetensors, .pt, .pth or .bin)")
+    raise InputError(f"{wanted.repo} holds no weights (.safetensors, .pt, .pth or .bin)")
 
 
 def tokenizer_of(file: str, files: Sequence[str]) -> list[str]:
@@ -161,31 +161,28 @@ def words(file: str) -> set[str]:
     return set(re.split(r"[\W_]+", PurePosixPath(file).stem))
 
 
-def cached(requested: HubId, why: UnreachableError) -> Path:
+def cached(wanted: HubId, why: UnreachableError) -> Path:
     """What an earlier run fetched whole."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
     for suffixes in (SAFE, PICKLED):
-        patterns = [requested.file] if requested.file else [f"*{suffix}" for suffix in suffixes + BESIDE]
+        patterns = [wanted.file] if wanted.file else [f"*{suffix}" for suffix in suffixes + BESIDE]
         try:
             folder = Path(
                 snapshot_download(
-                    requested.repo,
-                    revision=requested.revision,
-                    allow_patterns=patterns,
-                    local_files_only=True,
+                    wanted.repo, revision=wanted.revision, allow_patterns=patterns, local_files_only=True
                 )
             )
         except (LocalEntryNotFoundError, IncompleteSnapshotError):
             continue
-        if requested.file and (folder / requested.file).is_file():
-            return folder / requested.file
-        if not requested.file and any(path.suffix in suffixes for path in folder.rglob("*")):
+        if wanted.file and (folder / wanted.file).is_file():
+            return folder / wanted.file
+        if not wanted.file and any(path.suffix in suffixes for path in folder.rglob("*")):
             return folder
     raise InputError(
-        f"{requested} is not on this machine (neither a path nor whole in {HF_HUB_CACHE}) and the hub did not answer: {why}"
+        f"{wanted} is not on this machine (neither a path nor whole in {HF_HUB_CACHE}) and the hub did not answer: {why}"
     )
 
 

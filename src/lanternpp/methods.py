@@ -1,4 +1,4 @@
-"""The named methods: rows of proposer + tree + acceptance rule, each part overridable."""
+"""The named methods: a proposer, a tree and an acceptance rule each, which overrides may replace."""
 
 from __future__ import annotations
 

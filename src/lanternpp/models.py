@@ -1,4 +1,4 @@
-"""Where models come from: a name or a folder, read once as a target and, when first needed, a drafter."""
+"""Models by name, path or hub id: the target, and drafters, which are loaded when first needed."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def holds(folder: Path, kind: str) -> bool:
 
 
 def read_defaults(folder: Path) -> dict[str, Any]:
-    """What a model folder says of the settings it draws best with."""
+    """The recommended settings in a model folder; {} where it has none."""
     path = folder / DEFAULTS
     if not path.is_file():
         return {}
@@ -126,7 +126,7 @@ def read_defaults(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Defaults:
-    """How `defaults.json` is laid out; what its settings may be is for `resolve` to say."""
+    """The layout of `defaults.json`; its settings are checked by `resolve`."""
 
     method: str = ""
     methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -236,7 +236,7 @@ class Model:
 
 @torch.inference_mode()
 def in_eight_bits(target: Target) -> Effect:
-    """Store a target's layers in 8 bits; what that did to its logits after the null prompt and some random codes."""
+    """Quantise a target's layers to 8 bits; the change of its logits on the null prompt and some random codes."""
     codes = torch.randint(
         target.vocab, (1, min(PROBE, target.length)), generator=torch.Generator().manual_seed(0)
     )
@@ -248,7 +248,7 @@ def in_eight_bits(target: Target) -> Effect:
 
 
 def check_compiler(device: torch.device) -> None:
-    """InputError where torch.compile would fail for want of a C++ compiler; lets it keep every shape of a step."""
+    """InputError where torch.compile lacks a C++ compiler; raises its recompile limit to all shapes of a step."""
     compiler = os.environ.get("CXX", "g++")
     if device.type == "cpu" and not any(map(shutil.which, (compiler, "g++", "clang++"))):
         raise InputError(

@@ -1,4 +1,4 @@
-"""A model, ready to draw: `Pipeline.from_pretrained("nature-128")("a photo of a red tulip")`."""
+"""A loaded model: `Pipeline.from_pretrained("nature-128")("a photo of a red tulip")`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TABLES = [
 
 
 class Pipeline:
-    """A target, perhaps a drafter, and engines that are kept for the settings asked for lately.
+    """A target, its drafter if it has one, and a cache of engines for the settings used last.
 
     Several threads may call one pipeline: their calls take turns, each drawing the pictures that it would draw alone,
     and one that ends in an error leaves the others as they are. `progress` is called within its call's turn, so it must
@@ -121,7 +121,7 @@ class Pipeline:
         settings, why = self.settings(method, **given), self.chosen(method).why
         with self._lock:
             for one in dict.fromkeys(prompts):
-                self.target.check(one)  # what is wrong with one is said before any is drawn
+                self.target.check(one)  # raise errors of all prompts before drawing any
             with self._engines.lend(settings) as engine:
                 return self.draw(
                     engine, settings, [p for p in prompts for _ in range(n)], seeds, progress, why
@@ -199,31 +199,31 @@ class Pipeline:
 
     @property
     def dtype(self) -> str:
-        """What the target computes in, such as "bfloat16"; "int8, bfloat16" where its weights have 8 bits."""
+        """The target's compute dtype, such as "bfloat16"; "int8, bfloat16" where its weights have 8 bits."""
         model = self._models[False]
         computed = str(model.dtype).removeprefix("torch.")
         return f"{INT8}, {computed}" if model.int8 else computed
 
     @property
     def weights(self) -> str:
-        """A hash of the weights of model and drafter: what is measured holds for these."""
+        """A hash of the weights of model and drafter, to which measurements belong."""
         model = self._models[False]
         return fingerprint(model.folder, model.other)
 
     @property
     def effect(self) -> Effect | None:
-        """What weights in 8 bits did to the target's logits; None where they have their own dtype."""
+        """The change of the target's logits by 8-bit weights; None without them."""
         return self._models[False].effect
 
     def conditions(self, settings: Settings) -> dict[str, Any]:
-        """What a tuning holds for: the kind of device, the dtype, the batch, and the method's parts."""
+        """The conditions that a tuning is valid for: device type, dtype, batch size, and the method's parts."""
         where = {"device": next(self.target.parameters()).device.type, "dtype": self.dtype}
         return where | {name: getattr(settings, name) for name in CONDITIONS if name not in where}
 
     def can_draft(self, settings: Settings) -> bool:
-        """Whether what these settings draw with is there: the network that drafts, a codebook where neighbours lend.
+        """Whether this model has what the settings need: the network that drafts, a codebook for rules with neighbours.
 
-        Nothing is read.
+        No weights are read.
         """
         lends = "neighbours" in dials_read(settings.proposer, settings.accept)
         kind = network_needed(settings)
@@ -231,12 +231,12 @@ class Pipeline:
         return there and not (lends and self.target.codebook is None)
 
     def engine(self, settings: Settings) -> Engine:
-        """The kept engine for these settings, with which calls draw too; `new_engine` makes one of your own."""
+        """The cached engine for these settings, which calls use too; `new_engine` makes one of your own."""
         with self._lock:
             return self._engines.get(settings)
 
     def release(self) -> None:
-        """Let go of the engines that are kept, and the memory of their caches."""
+        """Free the cached engines and the memory of their KV caches."""
         with self._lock:
             self._engines.clear()
 
@@ -292,7 +292,7 @@ class Pipeline:
         return drawn
 
     def describe(self, settings: Settings) -> dict[str, Any]:
-        """Settings as a result tells them: with the device, the dtype, and what weights in 8 bits did."""
+        """Settings as results report them: with the device, the dtype, and the effect of 8-bit weights."""
         where: dict[str, Any] = {"device": str(next(self.target.parameters()).device), "dtype": self.dtype}
         if self.effect:
             where["int8"] = asdict(self.effect)

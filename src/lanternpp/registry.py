@@ -23,15 +23,15 @@ ENTRIES_ALONE = (
 class Importable(str):
     """A name given on the command line or in Python, which may be "package.module:Class" or a file.
 
-    It is equal to the plain name. What a file or a request says stays a plain `str`, which `find` looks up in the
-    registry and never imports; JSON and text leave nothing of this class behind.
+    It is equal to the plain name. Names from files and requests are plain `str`, which `find` looks up in the registry and
+    never imports; writing a name as JSON or text loses this class.
     """
 
 
 class Given(Importable):
-    """A class, or an object made of one, that the caller gave in place of a name; its text is the class's name.
+    """A class or instance that the caller gave in place of a name; its text is the class's name.
 
-    It is equal to itself alone: two classes may have the same name.
+    Two are equal only if they hold the same class or instance, as two classes may have the same name.
     """
 
     entry: Any
@@ -97,7 +97,7 @@ def imported(kind: str, entry: Any) -> Any:
 
 
 def check_class(kind: str, name: str, entry: Any, base: type) -> None:
-    """InputError unless an entry is a class of its kind that lacks nothing of what `base` asks for."""
+    """InputError unless an entry is a subclass of `base` without abstract methods."""
     if not (isinstance(entry, type) and issubclass(entry, base)):
         raise InputError(
             f"{kind} {str(name)!r} is no class of that kind; give one that derives from {base.__module__}:{base.__name__}"
@@ -108,7 +108,7 @@ def check_class(kind: str, name: str, entry: Any, base: type) -> None:
 
 
 def unknown(kind: str, name: str, names: Iterable[str]) -> str:
-    """The sentence for a name that is not there."""
+    """The message for an unknown name, with the nearest known one."""
     names = list(names)
     near = difflib.get_close_matches(name, names, 1)
     hint = f"did you mean {near[0]!r}? " if near else ""

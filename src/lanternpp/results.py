@@ -1,4 +1,4 @@
-"""What drawing gives back: pictures, and what they took."""
+"""Results of drawing: pictures, and statistics of the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lanternpp.engine.decode import FinishedSample
 
 @dataclass(frozen=True)
 class Stats:
-    """What a run took. Seconds cover decoding and pixels, not loading."""
+    """Statistics of a run. Seconds cover decoding and pixels, not loading."""
 
     method: str
     model: str
@@ -30,7 +30,7 @@ class Stats:
     accepted_per_pass: list[int] = field(repr=False)
     settings: dict[str, Any] = field(repr=False)
     versions: dict[str, str] = field(repr=False)
-    tv_spent: float | None = None  # mean per picture of the total variation that relaxing cost
+    tv_spent: float | None = None  # mean per picture of the total variation cost of relaxed acceptance
     tv_spent_per_image: list[float] = field(default_factory=list, repr=False)  # empty: not measured
     auto: str | None = None  # why method="auto" took this method; None: it was named
 
@@ -71,7 +71,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Result:
-    """Pictures, the codes they were made of, and what making them took."""
+    """Pictures, their codes, and statistics of the run."""
 
     images: list[Image.Image]
     codes: Tensor  # [n, length] int64
@@ -96,5 +96,5 @@ def versions() -> dict[str, str]:
 
 
 def drawn_with(method: str, auto: str | None) -> str:
-    """A method for a reader, with why `auto` took it where it did."""
+    """A method as users read it, with the reason where `auto` chose it."""
     return method if auto is None else f"{method} (auto: {auto})"

@@ -1,4 +1,4 @@
-"""What values from outside must be: the types and ranges that a dataclass's annotations say.
+"""Validation of values from files and requests against the annotations of a dataclass.
 
 A field is an int, a float, a bool, a str, a `Literal`, one of these or None, a tuple or list of one kind, a mapping, or
 another dataclass. `Annotated[int, Between(1, 64)]` bounds a number, `Annotated[..., Length(1, 8)]` a text's or a tuple's length.
@@ -41,15 +41,15 @@ class Length:
 
 @functools.cache
 def hints(kind: Any) -> dict[str, Any]:
-    """What each field of a dataclass must be."""
+    """The annotated type of each field of a dataclass."""
     known = get_type_hints(kind, include_extras=True)
     return {field.name: known[field.name] for field in dataclasses.fields(kind)}
 
 
 def made(kind: type[T], values: Mapping[str, Any], within: str = "") -> T:
-    """`kind` of `values`; keys that it does not have are left alone, and null is what is left out.
+    """An instance of dataclass `kind` from `values`; unknown keys are ignored, and null counts as absent.
 
-    within: the names that lead to these values, each with a dot.
+    within: prefix of the names in messages, such as "shape.".
     Raises InputError where a field without a default is missing, or a value is not what the field may be.
     """
     values = {name: value for name, value in values.items() if value is not None}
@@ -63,7 +63,7 @@ def made(kind: type[T], values: Mapping[str, Any], within: str = "") -> T:
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:
-    """The value called `name`, if it is what `hint` says; a list as a tuple, an object as its dataclass. InputError."""
+    """The value, converted to type `hint`: a list to a tuple, an object to its dataclass. InputError calls it `name`."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         found = checked(name, value, args[0])
@@ -104,15 +104,15 @@ def checked(name: str, value: Any, hint: Any) -> Any:
 
 
 def plain(value: Any, kind: type) -> bool:
-    """Whether a value is of a plain type; true and false are no numbers, and a whole number is a float too."""
+    """Whether a value is of a plain type. A bool is not a number; an int is also a float."""
     if kind is float:
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and -HUGE <= value <= HUGE  # NaN is not, nor a whole number that no float holds
+        return number and -HUGE <= value <= HUGE  # excludes NaN, and integers too large for a float
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def bounded(name: str, value: Any, limit: Any) -> None:
-    """InputError unless a number or a length is within a limit; None is in every one."""
+    """InputError unless a number or a length is within a limit; None always is."""
     if value is None:
         return
     if isinstance(limit, Between) and not limit.low <= value <= limit.high:
@@ -123,7 +123,7 @@ def bounded(name: str, value: Any, limit: Any) -> None:
 
 
 def wrong(name: str, value: Any, right: str) -> InputError:
-    """The sentence for a value that cannot be used."""
+    """The error for a value that cannot be used."""
     return InputError(f"{name} {shown(value)} cannot be used; use {right}")
 
 

@@ -1,4 +1,4 @@
-"""What decides a picture, besides its prompt and its seed: a method's row, a model's defaults, and overrides."""
+"""All settings of a picture except prompt and seed: a method's row, a model's defaults, and overrides."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ PLAIN: dict[type, Callable[[str, Any], Any]] = {
     float: arguments.real,
     bool: arguments.switch,
 }
-SANE = Between(-(1 << 31), 1 << 31)  # whole numbers of a file; their parts say what they take
-TREE = "eagle-25"  # of a proposer that takes one, where no one says which
+SANE = Between(-(1 << 31), 1 << 31)  # whole numbers in files; the parts check their own ranges
+TREE = "eagle-25"  # default of proposers that take a tree
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides a picture, besides its prompt and its seed; a dial that no part reads is None."""
+    """All settings of a picture except prompt and seed; a dial that no part of the method reads is None."""
 
     method: str
     proposer: str
@@ -107,20 +107,20 @@ def resolve(
 
 
 def best_verifier(settings: Settings) -> str | None:
-    """What keeps the most of these drafts without changing the law of the pictures; None where there are none."""
+    """The verifier that accepts most of these drafts for the same output distribution; None where nothing is drafted."""
     if "verify" not in dials_read(settings.proposer, settings.accept):
         return None
     return best_for(_draft_traits(settings))
 
 
 def _draft_traits(settings: Settings, proposer: type[Proposer] | None = None) -> DraftTraits:
-    """What decides how these settings' drafts may be verified; proposer: another than they name."""
+    """The properties that decide which verifiers support these settings' drafts; proposer: in place of the settings'."""
     guesses = (proposer or _proposer(settings)).guesses(_parts(settings))
     return DraftTraits(guesses, _rule(settings), settings.temperature == 0, settings.residual)
 
 
 def with_tree(settings: Settings, tree: str | None) -> Settings:
-    """The same settings on another tree, verified as asked, or in the best way where that was not asked for."""
+    """The same settings with another tree. A verifier that is not the default is kept where it supports the tree."""
     made = replace(settings, tree=tree)
     requested = settings.verify != best_verifier(settings) and not why_unsupported(
         _draft_traits(made), settings.verify or TOKEN
@@ -129,7 +129,7 @@ def with_tree(settings: Settings, tree: str | None) -> Settings:
 
 
 def typed(name: str, value: Any) -> Any:
-    """An override as its field of `Settings` has it; a part may also be a class, and a rule an object. InputError."""
+    """An override converted to the type of its field. A part may also be a class, and a rule an object. InputError."""
     dial = TABLE.get(name)
     if dial is None:
         return value  # refused with the names that are known
@@ -163,7 +163,7 @@ def defaults_of(defaults: Mapping[str, Any], method: str) -> dict[str, Any]:
 def dials_read(proposer: str, accept: str) -> frozenset[str]:
     """The dials that these parts read: all of them where a part does not say. InputError if one is unknown.
 
-    A rule that is made already reads none.
+    A rule given as an instance reads none.
     """
     parts = find("proposer", proposer, PROPOSERS), find("acceptance rule", accept, RULES)
     read: frozenset[str] = frozenset()
@@ -184,7 +184,7 @@ def build_rule(settings: Settings, table: Callable[[int], Tensor]) -> Acceptance
 
 
 def _rule(settings: Settings) -> Acceptance | type[Acceptance]:
-    """The rule that settings name: a class, or an object made of one."""
+    """The rule that settings name: a class or an instance."""
     entry: Acceptance | type[Acceptance] = find("acceptance rule", settings.accept, RULES)
     if not isinstance(entry, Acceptance):
         check_class("acceptance rule", settings.accept, entry, Acceptance)
@@ -202,9 +202,9 @@ def build_proposer(settings: Settings, network: Callable[[str], Drafter | Target
 
 
 def network_needed(settings: Settings) -> str | None:
-    """The kind of network that these settings draft with, by the name of a model's folder for it; None: they need none.
+    """The kind of network that these settings draft with, by the name of its folder in a model; None where they need none.
 
-    None is read. Raises InputError where a dial of the proposer is wrong.
+    No weights are read. Raises InputError where a dial of the proposer is wrong.
     """
     entry, parts = _proposer(settings), _parts(settings)
     if entry.needs is None:
@@ -220,13 +220,13 @@ def _proposer(settings: Settings) -> type[Proposer]:
 
 
 def _parts(settings: Settings) -> Parts:
-    """What a proposer is built from, but for its network."""
+    """The arguments of `Proposer.build`, without the network."""
     tree = build_tree(settings.tree or TREE)
     return Parts(tree, None, settings.window, settings.coupling, settings.fresh)
 
 
 def build_verifier(settings: Settings) -> Verifier:
-    """What verifies the drafts."""
+    """The function that verifies drafts."""
     made: Verifier = find("verifier", settings.verify or TOKEN, VERIFIERS)
     return made
 

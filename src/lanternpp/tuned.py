@@ -1,8 +1,8 @@
-"""What `lanternpp tune` found: a file beside the model, whose settings become the defaults where they were measured.
+"""Results of `lanternpp tune`: a file beside the model, whose settings are the defaults under the conditions measured.
 
-One entry per method and condition. It is applied where all of CONDITIONS are those that it was measured under, and
-model and drafter are the files it was measured with; elsewhere it is passed over. Threads and the processor's name are
-written down and not compared. Files of older versions hold for drafts that are verified by a walk, which was all there was.
+One entry per method and condition. An entry applies where all of CONDITIONS, and the weights of model and drafter,
+are those that it was measured with; elsewhere it is ignored. Threads and the processor's name are recorded and not
+compared. Entries of older versions are for token verification, the only kind there was.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from lanternpp.vq.neighbours import cache_folder
 
 FILE = "tuned.json"
 CONDITIONS = ("device", "dtype", "batch_size", "compile", "proposer", "accept", "verify")
-UNSAID = {"verify": "token"}  # of conditions that an older version did not write down
+UNSAID = {"verify": "token"}  # conditions that older versions did not record, and their value then
 CHOSEN = ("tree", *names(RULE))  # what an entry may set
-MADE = {"judge", "codes", "rollouts"}  # folders of what does not draw
-ENDS = 1 << 16  # bytes of a file's ends that are read to tell it from others
+MADE = {"judge", "codes", "rollouts"}  # folders of files that are not used for drawing
+ENDS = 1 << 16  # bytes of a file's beginning and end that are hashed
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Tuned:
         return {}
 
     def _warn_of_older(self) -> None:
-        """Once, that entries of an older version are not applied."""
+        """Warn once that entries of an older version are not applied."""
         if "warned" not in self.__dict__:
             self.__dict__["warned"] = True
             warnings.warn(
@@ -131,7 +131,7 @@ def tuned_path(model: Path) -> Path:
 
 
 def fingerprint(model: Path, drafter: Path | None = None) -> str:
-    """A hash of the names, sizes and ends of the weights of a model and its drafter; what only judges is left out."""
+    """A hash of the names, sizes and ends of the weights of a model and its drafter; the classifier is left out."""
     found = blake2b(digest_size=8)
     for folder in (model, *([drafter] if drafter else [])):
         for path in _weights(folder):

@@ -1,6 +1,6 @@
 """A config file's fields as a frozen dataclass, whose annotations are the schema: see `lanternpp.schema`.
 
-The ranges here are far beyond any published model and far below what a machine cannot make.
+The ranges are far beyond any published model, and small enough that a bad file cannot exhaust the machine.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class AttentionCache(Protocol):
-    """What a decoder needs of a cache: to store keys and values and to attend over all of them."""
+    """The interface of a KV cache: store keys and values, and attend over all that are stored."""
 
     def attend(self, layer: int, nodes: Nodes, mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [R, N, H, d], k and v [R, N, Hkv, d] -> [R, N, H, d]."""
@@ -27,7 +27,7 @@ class AttentionCache(Protocol):
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a decoder; a family is a row of these."""
+    """The hyperparameters of a decoder. Raises ValueError where heads or channels do not divide."""
 
     dim: Width
     layers: Layers
@@ -39,7 +39,7 @@ class DecoderConfig:
     first_norm: bool = True
     dropout: Share = 0.0
     head_dim: HeadDim = 0  # channels of one head; 0: dim / heads
-    qk_norm: bool = False  # a LayerNorm over each head of queries and keys, before they are turned
+    qk_norm: bool = False  # a LayerNorm over each head of queries and keys, before rotation
     norm_after: bool = False  # normalise what a sublayer returns, not what it is given (Swin v2, 2111.09883)
     attention_bias: bool = False
     ffn_bias: bool = False
@@ -55,7 +55,7 @@ class DecoderConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """Heads of keys and values: fewer than `heads` in grouped-query attention (arXiv 2305.13245)."""
         return self.kv_heads or self.heads
 
 
@@ -88,7 +88,7 @@ class HeadNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and a SwiGLU, each beside a residual stream."""
+    """One layer: attention and a SwiGLU, each with a residual connection."""
 
     def __init__(self, config: DecoderConfig, first: bool = False):
         super().__init__()
@@ -134,7 +134,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A stack of blocks over a table of rotations, with or without a cache."""
+    """A stack of blocks with a table of rotary embeddings; runs with a KV cache, or over a whole sequence without."""
 
     rotary_table: Tensor
 
@@ -169,7 +169,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """x [B, T, D] -> features [B, T, D], without a cache.
 
-        At positions 0..T-1 or positions [b, T]; causal, or where seen [b, 1, T, T] is what each may see; b is B or 1.
+        At positions 0..T-1 or positions [b, T]. The mask is causal, or seen [b, 1, T, T], True where attended to; b is B or 1.
         """
         if positions is None:
             rotations = self.rotary_table[None, : x.shape[1]]

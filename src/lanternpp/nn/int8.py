@@ -1,4 +1,4 @@
-"""Weights in 8 bits, by way of torchao: half the memory of bfloat16, for some rounding that is measured when it is done.
+"""8-bit weights with torchao: half the memory of bfloat16, at the cost of rounding, whose effect is measured.
 
 Symmetric, one scale per output channel, activations as they are (weight-only). Only the decoder's linear layers
 are stored so: embeddings and the head, where rounding would move the logits most directly, keep their dtype.
@@ -20,7 +20,7 @@ from lanternpp.errors import InputError
 
 @dataclass(frozen=True)
 class Effect:
-    """What storing weights in 8 bits did to a target's logits, over the places of a probe."""
+    """The change of a target's logits by 8-bit weights, over the positions of a probe."""
 
     max_logit_difference: float
     mean_logit_difference: float
@@ -29,7 +29,7 @@ class Effect:
     bytes_after: int
 
     def __str__(self) -> str:
-        """For a reader."""
+        """One line for users."""
         return (
             f"logits move by {self.mean_logit_difference:.2g} in the mean and {self.max_logit_difference:.2g} at most, "
             f"probabilities by {self.total_variation:.2g} (total variation); "
@@ -58,8 +58,8 @@ def compared(before: Tensor, after: Tensor, weights: tuple[int, int]) -> Effect:
     """logits [..., V] of the same places before and after; bytes of the weights before and after."""
     before, after = before.float(), after.float()
     moved = (before - after).abs()
-    spent = (before.softmax(-1) - after.softmax(-1)).abs().sum(-1) / 2
-    return Effect(moved.max().item(), moved.mean().item(), spent.mean().item(), *weights)
+    distance = (before.softmax(-1) - after.softmax(-1)).abs().sum(-1) / 2
+    return Effect(moved.max().item(), moved.mean().item(), distance.mean().item(), *weights)
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -1,7 +1,7 @@
-"""Linear layers with their weight in the CPU library's own blocked order, for passes over few rows.
+"""Linear layers with weights prepacked for oneDNN, for fast passes over few rows on a CPU.
 
-A pass over a handful of codes spends much of its time bringing weights into the order that oneDNN
-multiplies in. Doing it once, when a model is read, leaves the product itself.
+oneDNN multiplies with weights in a blocked order. In a pass over a few codes much of the time goes into reordering them;
+here they are reordered once, when a model is read.
 """
 
 from __future__ import annotations

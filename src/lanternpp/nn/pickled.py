@@ -24,7 +24,7 @@ OPTIONS: list[Any] = [argparse.Namespace]  # a training script's own, which may 
 
 
 class TooLongError(Exception):
-    """A pickle goes on and on."""
+    """A pickle is longer than `MOST` bytes."""
 
 
 def read_pt(path: str | Path, mmap: bool = False) -> dict[str, Any]:

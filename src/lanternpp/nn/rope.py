@@ -1,6 +1,7 @@
-"""Rotary position tables. One rotation for every family: rotate half against half.
+"""Rotary position embeddings (RoFormer, arXiv 2104.09864), as tables of cosines and sines.
 
-A checkpoint that pairs neighbouring channels is permuted to halves when it is read.
+Every family rotates channel i with channel i + d / 2 of a head. Checkpoints that pair neighbouring channels are permuted
+when they are read.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from torch import Tensor
 def grid_table(prefix: int, grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
     """2-D table over a grid of codes, [prefix + grid * grid, 2, head_dim], for `rotate`.
 
-    The first half of the frequency pairs turns with the row, the second with the column.
-    Prefix slots are not turned at all. On the CPU, as `line_table`.
+    The first half of the frequencies encodes the row, the second the column. Prefix slots have angle 0, which is no
+    rotation. On the CPU, as `line_table`.
     """
     quarter = head_dim // 4
     freq = base ** -(torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter)
@@ -36,11 +37,11 @@ def line_table(positions: int, head_dim: int, base: float = 10000.0) -> Tensor:
 
 
 def angle_table(angle: Tensor) -> Tensor:
-    """Angles [positions, head_dim / 2] as the two factors of `rotate`, [positions, 2, head_dim]."""
+    """Angles [positions, head_dim / 2] -> cosines and signed sines for `rotate`, [positions, 2, head_dim]."""
     cos, sin = angle.cos(), angle.sin()
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """x [R, N, H, d] turned by the rows `rotation` [R, N, 2, 1, d] of a table."""
+    """x [R, N, H, d] rotated by rows [R, N, 2, 1, d] of a table -> the same shape."""
     return torch.addcmul(x * rotation[:, :, 0], x.roll(x.shape[-1] // 2, -1), rotation[:, :, 1])

@@ -83,24 +83,24 @@ SAME = Rename(r"(.+)", r"\1")
 
 @dataclass(frozen=True)
 class Piece:
-    """An upstream tensor's way into one of ours."""
+    """A mapping of one upstream tensor into one of ours."""
 
     upstream: str
     ours: str
     rule: Rename
 
     def place(self, whole: Tensor) -> Tensor:
-        """The rows of ours that it fills."""
+        """The rows of our tensor `whole` that it fills."""
         return whole if self.rule.part is None else whole[self.rule.part[0] : self.rule.part[1]]
 
 
 class SkipInit(TorchFunctionMode):
-    """First values are neither drawn nor scaled; on the meta device that would load all of torch's compiler."""
+    """Skips initialisers: on the meta device they have no effect and would import torch's compiler."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The function, or its tensor as it is."""
+        """Call the function; an initialiser returns its tensor unchanged."""
         kwargs = kwargs or {}
         if getattr(func, "__module__", "") == "torch.nn.init" or func is F.normalize:
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
@@ -130,9 +130,7 @@ class Source:
 
     def __init__(self, path: Path, files: Sequence[Shard], given: Mapping[str, Any] | None = None):
         self.path, self._files = path, files
-        self.given = dict(
-            given or {}
-        )  # what the user says of it that lies not beside it: tokenizer, text, size
+        self.given = dict(given or {})  # given by the user instead of found beside it: tokenizer, text, size
 
     @classmethod
     def open(cls, path: Path, given: Mapping[str, Any] | None = None) -> Source:
@@ -248,7 +246,7 @@ class Source:
         return pieces, missing + wrong
 
     def _read(self, pieces: dict[str, list[Piece]]) -> Iterator[tuple[str, Tensor]]:
-        """Every planned tensor once; files are opened anew every so many bytes."""
+        """Every planned tensor once; a file is reopened after every `CHUNK` bytes, so that its pages are freed."""
         for file in self._files:
             metas = file.metas()
             group: list[str] = []

@@ -1,4 +1,4 @@
-"""How weights lie on disk in fewer bits: 8 or 6 a number, and a scale per output channel beside them."""
+"""Quantised weights on disk: 8 or 6 bits a number, with a scale per output channel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lanternpp.errors import InputError
 
 Store = Literal["float32", "bfloat16", "int8", "int6"]
 STORES: tuple[str, ...] = get_args(Store)
-SCALE = ".scale"  # suffix of the tensor that undoes a tensor of fewer bits
+SCALE = ".scale"  # suffix of the tensor with the scales of a quantised tensor
 SHRINK = [1 - 0.04 * i for i in range(12)]  # shares of a row's range that are tried for 6 bits
 OFFSET = 32  # makes 6 bits unsigned
 
@@ -95,8 +95,7 @@ def restored_meta(meta: Tensor) -> Tensor:
 def quantised(tensor: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """([C, ...] int8, scale [C]): symmetric, a scale for each of dimension 0.
 
-    8 bits span a row's whole range. 6 bits span the share of it that leaves the least squared error, and what
-    lies beyond becomes its end.
+    8 bits span a row's whole range. 6 bits span the share of it with the least squared error; values beyond are clamped.
     """
     rows, most = tensor.flatten(1), 2 ** (bits - 1) - 1
     full = rows.abs().amax(1).clamp_min(1e-12) / most

@@ -1,4 +1,4 @@
-"""What the engine asks of a target: a decoder that speaks codes 0..V-1."""
+"""The base class of targets: decoders over image codes 0..V-1."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def check_codes(target: Path, speaks: int, tokenizer: Path, has: int) -> None:
 
 
 class Target(nn.Module, ABC):
-    """The AR model whose images we want. Offsets into a text vocabulary stay in the family's file."""
+    """The autoregressive model whose distribution is decoded. Codes are 0..V-1; a family maps them to its vocabulary."""
 
     vocab: int  # V
     length: int  # codes of an image, in raster order
     width: int  # codes of one image row
     decoder: Decoder
     any_size: ClassVar[bool] = False  # whether `read` heeds a size in pixels that the user gives
-    about: ClassVar[str] = ""  # the checkpoints it reads, for the message about one that nobody reads
-    defaults: Mapping[str, Any] = {}  # settings it draws best with, where a model folder says nothing
+    about: ClassVar[str] = ""  # the checkpoints it reads, for the message about an unknown one
+    defaults: Mapping[str, Any] = {}  # recommended settings, for models without a defaults.json
 
     @classmethod
     def claims(cls, source: Source) -> bool:
@@ -105,7 +105,7 @@ class Target(nn.Module, ABC):
         """b conditions (None: the null condition) as [branches * b, T, D], conditional rows first."""
 
     def check(self, condition: str | None) -> None:
-        """What `prompt` says of a condition, its InputError or its warnings; cheaper where a family can."""
+        """Check a condition: the InputError or warnings that `prompt` gives, without the encoding where a family can."""
         self.prompt([condition], 1)
 
     @abstractmethod
@@ -122,30 +122,30 @@ class Target(nn.Module, ABC):
 
     @property
     def conditions(self) -> Sequence[str]:
-        """Every condition that it can follow, where they can be listed; else none."""
+        """Every condition that it knows; empty where they cannot be listed."""
         return ()
 
     @property
     def words(self) -> Mapping[str, Sequence[str]]:
-        """What a prompt may speak of, a list for each kind of word, where that can be listed; else none."""
+        """The words that prompts may use, a list for each kind of word; empty where they cannot be listed."""
         return {}
 
     def cache_prompts(self, prompts: int) -> None:
-        """So many prompts will be asked for again and again: keep of them what is slow to make."""
+        """Keep the encoded features of up to so many more prompts, which will be used repeatedly."""
         return
 
     def release_encoder(self) -> None:
-        """Let go of what makes prompts, where it is large; the next new prompt loads it again."""
+        """Free the text encoder, where there is one; the next new prompt loads it again."""
         return
 
     def reader(self) -> Reader:
-        """What its tokenizer makes of pictures. InputError where it only draws."""
+        """The encoder of its tokenizer, pictures to codes. InputError where it has none."""
         raise InputError(
             f"the tokenizer of this {type(self).__name__} only draws: use --self instead of --data."
         )
 
     def constrain(self, logits: Tensor, index: Tensor) -> Tensor:
-        """Forbid what the format forbids: logits [B, N, V] of the codes at `index` [B, N] of the image."""
+        """Logits [B, N, V] of the codes at places `index` [B, N] -> the same, -inf at codes that the format forbids there."""
         return logits
 
     def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
@@ -153,7 +153,7 @@ class Target(nn.Module, ABC):
         return self.decoder(x, nodes, cache)
 
     def pack(self) -> None:
-        """Prepare for passes over few rows, where the device has something to prepare; for inference only."""
+        """Prepack weights for passes over few rows, on devices where that helps; for inference only."""
         pack(self.decoder)
 
     def states(self, prompt: Tensor, codes: Tensor) -> Tensor:

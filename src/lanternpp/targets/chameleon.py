@@ -1,6 +1,6 @@
 """Chameleon (arXiv 2405.09818) taught to draw: Anole-7B (2407.06135) and Lumina-mGPT-7B (2408.02657).
 
-Both are laid out as transformers' `ChameleonForConditionalGeneration`; they differ in how they are asked:
+Both are laid out as transformers' `ChameleonForConditionalGeneration`; they differ in their prompts:
 
 * Anole (leloy/Anole-7b-v0.1-hf): <s> prompt <reserved08706> <racm3:break>, then 32 x 32 codes, 512 px.
   Guidance leads away from <s> <racm3:break> (facebookresearch/chameleon, inference/chameleon.py, which
@@ -46,7 +46,7 @@ NO_CODES = "it only writes text; Anole-7B and Lumina-mGPT-7B draw"
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a finetuned Chameleon is asked for an image, and what it draws best with."""
+    """The prompt format of a finetuned Chameleon, and its recommended settings."""
 
     most: int  # codes of its largest images
     ends: bool  # the size before the first code, and a row end behind every row

@@ -17,7 +17,7 @@ from lanternpp.types import Prompt
 
 
 class Condition(nn.Module, ABC):
-    """What turns conditions into prompt slots."""
+    """Encodes conditions as prompt slots."""
 
     @abstractmethod
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
@@ -28,15 +28,15 @@ class Condition(nn.Module, ABC):
         """InputError where a condition cannot be followed."""
 
     def open(self, text: Text) -> None:
-        """Where features of texts come from, for those that need them."""
+        """Set the source of text features, for conditions that need them."""
         return
 
     def cache_prompts(self, prompts: int) -> None:
-        """Keep what is slow to make of so many more prompts."""
+        """Keep the features of up to so many more prompts."""
         return
 
     def release_encoder(self) -> None:
-        """Let go of what makes prompts."""
+        """Free the text encoder."""
         return
 
     def save(self, folder: Path) -> list[str]:
@@ -79,7 +79,7 @@ class TextCondition(Condition):
         self._text: list[Text] = []
 
     def open(self, text: Text) -> None:
-        """Features come from `text`, which is asked when the first prompt arrives."""
+        """Take features from `text`; it is loaded when the first prompt arrives."""
         self._text[:] = [text]
 
     def cache_prompts(self, prompts: int) -> None:
@@ -88,12 +88,12 @@ class TextCondition(Condition):
             text.cache_texts(prompts)
 
     def release_encoder(self) -> None:
-        """Let go of the encoder."""
+        """Free the text encoder."""
         for text in self._text:
             text.release()
 
     def save(self, folder: Path) -> list[str]:
-        """The encoder, or what stands in for it."""
+        """The encoder, or the file of features."""
         return self._text[0].save(folder) if self._text else []
 
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
@@ -110,7 +110,7 @@ class TextCondition(Condition):
         return Prompt(embeds, torch.tensor(start, device=embeds.device))
 
     def check(self, condition: str | None) -> None:
-        """Whether the encoder reads the text; its features are kept where `expect` has said so."""
+        """Whether the encoder reads the text; its features are kept for `prompt`."""
         if condition is not None:
             self._features(condition)
 

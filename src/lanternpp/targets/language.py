@@ -1,4 +1,4 @@
-"""Targets that are language models: they write an image's codes as a language model writes tokens."""
+"""Targets that are language models, whose image codes are predicted like tokens after a prompt."""
 
 from __future__ import annotations
 

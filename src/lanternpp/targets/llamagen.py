@@ -77,8 +77,8 @@ class LlamaGenConfig:
 def rotary_table(config: LlamaGenConfig) -> Tensor:
     """The table of rotations, whose rows of prompt slots are zero.
 
-    The published models were trained with it: queries and keys of the prompt vanish, so that every code
-    sees its slots alike and none of them sees another more than the next.
+    The published models were trained with it: a zero factor makes queries and keys of prompt slots vanish, so that
+    attention to and among prompt slots is uniform.
     """
     table = grid_table(config.slots, config.grid, config.decoder.head_dim, config.rope_base)
     table[: config.slots] = 0

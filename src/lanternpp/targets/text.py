@@ -46,7 +46,7 @@ class Text(ABC):
             save_file(rows, temporary)
 
     def release(self) -> None:
-        """Let go of what is loaded; the next text loads it again."""
+        """Free what is loaded; the next new text loads it again."""
         return
 
     def cache_texts(self, texts: int) -> None:
@@ -80,7 +80,7 @@ class StoredText(Text):
         return self.otherwise.features(text, like)
 
     def release(self) -> None:
-        """Let go of the encoder behind it."""
+        """Free the encoder of other texts."""
         self.otherwise.release()
 
     def cache_texts(self, texts: int) -> None:
@@ -114,7 +114,7 @@ class T5Text(Text):
             self._load(like)
             self._known[text] = self._encoded(text, like)
             if len(self._known) > self._kept:
-                self._known.popitem(last=False)  # the one that was asked for longest ago
+                self._known.popitem(last=False)  # the least recently used one
         return self._known[text].to(like)
 
     def _encoded(self, text: str, like: Tensor) -> Tensor:
@@ -128,11 +128,11 @@ class T5Text(Text):
         return states.clone()
 
     def release(self) -> None:
-        """Let go of encoder and tokenizer; remembered features stay."""
+        """Free encoder and tokenizer; cached features stay."""
         self._encoder = self._tokenizer = None
 
     def cache_texts(self, texts: int) -> None:
-        """Remember so many more than usual."""
+        """Cache so many more than `KEPT`."""
         self._kept += texts
 
     def save(self, folder: Path) -> list[str]:
@@ -178,7 +178,7 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Transformers without its bars where nobody watches, and without its notes."""
+    """Silences transformers: no warnings, and no progress bars where stderr is not a terminal."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

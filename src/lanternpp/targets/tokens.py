@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER = "tokenizer.json"
-STRIDE = 32  # prompts are padded to a multiple of this: few shapes to compile for
+STRIDE = 32  # prompts are padded to a multiple of this, so that few shapes are compiled
 
 
 class Text:
-    """The tokenizer.json of a checkpoint folder, read when it is first asked."""
+    """The tokenizer.json of a checkpoint folder, read when it is first used."""
 
     def __init__(self, folder: Path):
         self.path = folder / TOKENIZER

@@ -59,7 +59,7 @@ def _kept(path: Path, shape: tuple[int, int]) -> Tensor | None:
 
 
 def cache_folder(beside: Path) -> Path:
-    """Where derived tables go: beside the model, or the user's cache where that is not ours to write."""
+    """The folder for derived tables: the model's, or the user's cache where that is read-only or part of this package."""
     shipped = Path(__file__).parent.parent
     if os.access(beside, os.W_OK) and shipped not in beside.resolve().parents:
         return beside

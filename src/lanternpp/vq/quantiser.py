@@ -10,12 +10,14 @@ from torch import Tensor, nn
 class Quantiser(nn.Module):
     """The nearest row of an l2-normalised codebook, which follows the latents as a moving k-means.
 
-    Codes that hardly any latent chooses are revived: they take the place of a random latent of the batch.
+    Codes that are rarely chosen are restarted at a random latent of the batch.
     """
 
     codebook: Tensor  # [V, C], unit rows
     sums: Tensor  # [V, C], moving sum of the latents of each code
-    counts: Tensor  # [V], moving number of them; zero at birth, so the first batch seeds the codebook
+    counts: (
+        Tensor  # [V], moving number of them; zero at first, so that the first batch initialises the codebook
+    )
 
     def __init__(self, codes: int, dim: int, decay: float = 0.99, dead: float = 0.05):
         super().__init__()
@@ -27,7 +29,7 @@ class Quantiser(nn.Module):
         self.register_buffer("counts", torch.zeros(codes), persistent=True)
 
     def restart(self) -> None:
-        """The moving statistics as at birth, over the codebook at hand."""
+        """Reset the moving statistics, keeping the codebook."""
         self.sums, self.counts = self.codebook.clone(), torch.zeros_like(self.codebook[:, 0])
 
     def nearest(self, latents: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pictures as codes: what a training asks of a tokenizer, whoever made it."""
+"""Pictures to codes: the encoder side of any tokenizer, as trainings use it."""
 
 from __future__ import annotations
 

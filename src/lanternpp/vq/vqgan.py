@@ -167,7 +167,7 @@ class VQGAN(nn.Module):
         return self.config.grid**2
 
     def prepare_for_inference(self) -> VQGAN:
-        """For drawing, once the weights are in place: the codebook normalised, convolutions channels last."""
+        """Call after loading weights: normalises the codebook and lays convolutions out channels last."""
         if self.config.unit:
             self.codebook = F.normalize(self.codebook, dim=-1)
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
