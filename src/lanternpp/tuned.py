@@ -75,7 +75,7 @@ class Tuned:
         if "warned" not in self.__dict__:
             self.__dict__["warned"] = True
             warnings.warn(
-                f"what {self.path} says of drafts verified by a walk is passed over, as they are verified otherwise now; "
+                f"entries of {self.path} for verify token are ignored, as another verifier is the default now; "
                 "run `lanternpp tune` again, or draw with --verify token",
                 stacklevel=4,
             )

@@ -204,7 +204,7 @@ def long_and_old(path: Path) -> None:
         (deflated, "more than 2 MiB of pickle or compressed parts"),
         (nested, "no named tensors"),
         (cyclic, "no named tensors"),
-        (spread_out, "weight says that it is larger"),
+        (spread_out, "weight has a shape of more bytes"),
         (long_and_old, "x.pt"),
         (lambda path: torch.save({"x": torch.eye(2).to_sparse()}, path), "x is no plain tensor"),
         (lambda path: torch.jit.save(torch.jit.script(nn.ReLU()), str(path)), "convert it to safetensors"),

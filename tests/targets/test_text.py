@@ -90,7 +90,7 @@ def test_its_folder_runs_no_code(encoder: Path, tmp_path: Path, capsys) -> None:
         content["auto_map"] = {"AutoTokenizer": ["own.Own", "own.Own"], "AutoConfig": "own.Own"}
         content |= {"model_type": "own", "tokenizer_class": "Own"}
         (folder / name).write_text(json.dumps(content))
-    with pytest.raises(InputError, match="cannot be had") as caught:
+    with pytest.raises(InputError, match="cannot be loaded") as caught:
         T5Text(folder).features("a tulip", torch.empty(0))
     assert "boom" not in capsys.readouterr().out and "trust_remote_code" not in str(caught.value)
 
@@ -103,7 +103,7 @@ def test_a_damaged_bin_is_one_sentence(encoder: Path, tmp_path: Path) -> None:
     whole = (folder / "pytorch_model.bin").read_bytes()
     for content in (whole[: len(whole) // 2], b"x" * 999, pickle.dumps({"x": print}), b""):
         (folder / "pytorch_model.bin").write_bytes(content)
-        with pytest.raises(InputError, match="cannot be had") as caught:
+        with pytest.raises(InputError, match="cannot be loaded") as caught:
             T5Text(folder).features("a tulip", torch.empty(0))
         assert "weights_only" not in str(caught.value) and str(caught.value).isprintable()
 
@@ -126,7 +126,7 @@ def test_stored_features_stand_in_for_the_encoder(encoder: Path, tmp_path: Path)
     assert isinstance(text, StoredText)
     wanted = T5Text(encoder).features("a red tulip", torch.empty(0, dtype=torch.bfloat16)).float()
     assert torch.equal(text.features("a red tulip", torch.empty(0)), wanted)
-    with pytest.raises(InputError, match="cannot be had"):
+    with pytest.raises(InputError, match="cannot be loaded"):
         text.features("a blue tulip", torch.empty(0))
 
 

@@ -1,4 +1,4 @@
-"""Acceptance rules: one paper per file, one row here."""
+"""Acceptance rules by the name that `--accept` takes; each is in the file of its paper."""
 
 from __future__ import annotations
 

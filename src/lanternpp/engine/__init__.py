@@ -1,1 +1,1 @@
-"""The loop, and the few things it is made of: cache, guidance, noise, sampling, verification."""
+"""The decoding loop and its parts: cache, guidance, noise, sampling, verification."""

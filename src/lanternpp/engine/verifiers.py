@@ -52,4 +52,4 @@ def why_unsupported(drafts: DraftTraits, name: str) -> str | None:
         why = "the tree branches"
     else:
         return None
-    return f"verify {name} cannot be had here, as {why}; {instead}"
+    return f"verify {name} is not available here, as {why}; {instead}"

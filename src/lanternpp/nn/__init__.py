@@ -1,1 +1,1 @@
-"""The one network, and how its weights are read, written and laid out."""
+"""The decoder network, and reading, writing and storing weights."""

@@ -49,8 +49,8 @@ class DecoderConfig:
             object.__setattr__(self, "head_dim", self.dim // self.heads)
         if self.heads % self.num_kv_heads or self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(
-                f"{self.heads} heads over {self.num_kv_heads} of keys, {self.head_dim} channels each: heads come in whole "
-                "groups, and their channels in pairs"
+                f"{self.heads} heads and {self.num_kv_heads} key-value heads of {self.head_dim} channels: heads must be a "
+                "multiple of key-value heads, and channels even"
             )
 
     @property
@@ -142,8 +142,8 @@ class Decoder(nn.Module):
         super().__init__()
         if rotary_table.shape[-1] != config.head_dim:
             raise ValueError(
-                f"heads of {config.head_dim} channels where the rotations have {rotary_table.shape[-1]}; a drafter's are its "
-                "target's, and on a grid they come in fours"
+                f"heads of {config.head_dim} channels and rotary embeddings of {rotary_table.shape[-1]}; a drafter's heads are "
+                "as wide as its target's, and on a grid a multiple of 4"
             )
         self.config = config
         self.blocks = nn.ModuleList(Block(config, first=i == 0) for i in range(config.layers))

@@ -130,7 +130,7 @@ class PickledShard(Shard):
                 raise InputError(f"{self.path}: {name} is no plain tensor of numbers; convert it to one.")
             if tensor.nbytes > max(tensor.untyped_storage().nbytes(), SPREAD):
                 raise InputError(
-                    f"{self.path}: {name} says that it is larger than what the file holds of it."
+                    f"{self.path}: {name} has a shape of more bytes than the file holds: fetch it again."
                 )
         return found
 

@@ -1,4 +1,4 @@
-"""Proposers: whatever offers a draft to the loop."""
+"""Proposers, which give the decoding loop its drafts, by the name that `--proposer` takes."""
 
 from __future__ import annotations
 

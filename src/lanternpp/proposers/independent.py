@@ -71,6 +71,6 @@ def check_codes(drafter: Target, target: Target) -> None:
         return
     if mine.shape != book.shape or (mine.float() - book.float()).norm() > LIKENESS * book.float().norm():
         raise InputError(
-            "the drafter's codebook is another than the target's, so a code means something else to it; "
+            "the drafter's codebook is another than the target's, so that the same code has another meaning; "
             "use a drafter trained on the codes of the target's own tokenizer"
         )

@@ -54,11 +54,12 @@ def warn_of_prompt(sentence: str) -> None:
         found.append(sentence)
 
 
-def check_codes(target: Path, speaks: int, tokenizer: Path, has: int) -> None:
-    """InputError unless a tokenizer has as many codes as its target speaks."""
-    if speaks != has:
+def check_codes(target: Path, target_codes: int, tokenizer: Path, tokenizer_codes: int) -> None:
+    """InputError unless a tokenizer has as many codes as its target."""
+    if target_codes != tokenizer_codes:
         raise InputError(
-            f"{target} speaks {speaks} codes and the tokenizer {tokenizer} has {has}; use the one it was trained with"
+            f"{target} has {target_codes} codes and the tokenizer {tokenizer} has {tokenizer_codes}; use the tokenizer "
+            "that it was trained with"
         )
 
 

@@ -158,7 +158,7 @@ class T5Text(Text):
                 )
         except Exception as error:  # a damaged file makes the library raise anything
             raise InputError(
-                f"the text encoder {self.where!r} cannot be had ({reason(error)}); put the folder of {ENCODER} "
+                f"the text encoder {self.where!r} cannot be loaded ({reason(error)}); put the folder of {ENCODER} "
                 f"beside the model as text/, or the features of your prompts as {FEATURES}"
             ) from None
         self._encoder = encoder.eval().requires_grad_(False).to(like.device)

@@ -133,7 +133,7 @@ class WordsTarget(Target):
         target.synonyms = read_synonyms(source.path.parent / SYNONYMS)
         if (len(vq.codebook), vq.length) != (config.vocab, target.length):
             raise InputError(
-                f"{source.path} speaks {config.vocab} codes on a grid of {config.grid}; "
+                f"{source.path} has {config.vocab} codes on a grid of {config.grid}; "
                 f"{beside} has {len(vq.codebook)} codes and {vq.length} per picture"
             )
         vq.to(device)

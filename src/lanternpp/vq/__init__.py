@@ -1,1 +1,1 @@
-"""Codes <-> pixels, and the neighbours of a code."""
+"""Image tokenizers: codes to pixels and back, and the nearest neighbours of a code."""

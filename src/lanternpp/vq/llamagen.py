@@ -73,7 +73,7 @@ def find_tokenizer(folder: Path, given: Path | None = None) -> Source:
 
 
 def checkpoints_in(folder: Path) -> Iterable[Path]:
-    """The files of tensors in a folder, those whose name speaks of a tokenizer first."""
+    """The files of tensors in a folder, those with "vq" in their name first."""
     files = [path for path in folder.iterdir() if path.suffix in (SAFE, *PICKLED)]
     return sorted(files, key=lambda path: ("vq" not in path.name.lower(), path.name))
 
