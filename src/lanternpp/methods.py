@@ -37,7 +37,7 @@ METHODS: dict[str, Method] = {
     ),
     "ddd": Method("tree", "exact", "ddd", about="EAGLE-2 of a depth decided on the way (arXiv 2409.00142)"),
     "parallel": Method(
-        "parallel", "exact", "chain-6", about="a drafter that looks at all levels of a draft in one pass"
+        "parallel", "exact", "chain-6", about="a drafter that predicts all levels of a draft in one pass"
     ),
     "independent": Method(
         "independent",

@@ -175,7 +175,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What is read of an entry's settings here; `resolve` looks at the rest."""
+    """The part of an entry's settings that is checked here; `resolve` checks the rest."""
 
     tree: str
 

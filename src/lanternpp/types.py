@@ -45,7 +45,7 @@ class Verdict:
     next_codes: Tensor  # [B, P] int64 the code decided after each kept node; the last of them is the bonus
     bonus: Tensor  # [B] int64 the code drawn after the path: the next root
     tv_cost: Tensor | None = (
-        None  # [B, P] total variation that judging each kept node's children cost, if measured
+        None  # [B, P] total variation cost of verifying each kept node's children, if measured
     )
 
 

@@ -46,8 +46,10 @@ def test_children_are_drawn_from_what_the_smaller_target_says_there(cfg, steps):
     for node in draft.probs[0].sum(-1).nonzero()[:, 0].tolist():  # every node with children
         line = draft.tree.mask[0, node].nonzero()[:, 0][1:]  # below the root
         codes = guidance.rows(torch.cat((decided, draft.codes[:, line]), 1))
-        heard = drafter.decoder.forward_sequence(torch.cat((prompt.embeds, drafter.embed(codes)), 1))[:, -1:]
-        wanted = SAMPLING.probs(guidance.merge(drafter.head(heard)))[:, 0]
+        features = drafter.decoder.forward_sequence(torch.cat((prompt.embeds, drafter.embed(codes)), 1))[
+            :, -1:
+        ]
+        wanted = SAMPLING.probs(guidance.merge(drafter.head(features)))[:, 0]
         assert torch.allclose(draft.probs[:, node], wanted, atol=1e-10), node
 
 

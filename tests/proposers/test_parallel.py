@@ -64,7 +64,7 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
     loop.admit(0, said, 5)
     hints = torch.zeros(
         1, 40, 16, dtype=torch.float64
-    )  # what each slot of the drafter is told of refused codes
+    )  # what each slot of the drafter knows of refused codes
     for _ in range(steps):
         hint = step_and_recall(loop)
         hints[0, target.slots + int(loop.count[0]) - 2] = hint[0]
@@ -80,10 +80,10 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
     )
     next_embeds = torch.cat((prompt.embeds[:1], target.embed(codes)), 1)[:, 1:]
     anchor = torch.tensor([[features.shape[1] - 1]])
-    told = hints[:, : features.shape[1] + 4]
+    known_hints = hints[:, : features.shape[1] + 4]
     if steps:
-        told[0, features.shape[1] :] = hint[1:]
-    first, more = drafter.forward_sequence(next_embeds, features, anchor, 4, prompt.start[:1], told)
+        known_hints[0, features.shape[1] :] = hint[1:]
+    first, more = drafter.forward_sequence(next_embeds, features, anchor, 4, prompt.start[:1], known_hints)
     for node in draft.probs[0].sum(-1).nonzero()[:, 0].tolist():  # every node with children
         depth = int(draft.tree.depth[0, node])
         if depth == 0:

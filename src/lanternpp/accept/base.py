@@ -82,7 +82,7 @@ class Acceptance(ABC):
         The papers' residual is [relaxed - q]+. The optimal one (arXiv 2601.09212, theorem on resampling) is
         [p - a]+, where a(y) = min(q(y), relax(p, y)(y)) is the mass accepted at y. A rule that never lowers the
         candidate's probability has a >= min(p, q), so that its optimal residual is [p - q]+. It is optimal for one child. With several, what is drawn after a refusal is also
-        what the next child is judged by: enumerated over random nodes of two and three children the optimal
+        what the next child is verified against: enumerated over random nodes of two and three children the optimal
         residual keeps a little more and is a little farther from p on average, and the papers' is within
         0.0002 of the least distance that its own acceptance leaves possible. Neither is always nearer. Where
         the residual is zero everywhere it is the relaxed distribution.

@@ -15,7 +15,7 @@ from lanternpp.errors import InputError
 class Cactus(ScaledAcceptance):
     """A candidate of probability p may grow to min(1, p + sqrt(2 d p (1 - p))), d = delta exp(-nu i) at the i-th level.
 
-    The divergence KL from p of the distribution that a candidate is judged by is then at most d, wherever the
+    The divergence KL from p of the relaxed distribution is then at most d, wherever the
     candidate ends at 1/2 or below: the rarer a code, the greater the factor. delta 0 is exact.
     """
 

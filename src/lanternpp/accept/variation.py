@@ -15,8 +15,8 @@ def tv_cost(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:
     """The total variation between p and `output_law` for one child drawn from q, [...]; p and q [..., V].
 
     With the optimal residual it is `excess`, the least possible for the same acceptance. Of a rule that defines neither
-    `accept_mass` nor `output_law`, over more than `ENUMERATED` codes, it is an estimate of that least with either residual: judging
-    every code takes V passes over V codes, seconds for a child of thousands.
+    `accept_mass` nor `output_law`, over more than `ENUMERATED` codes, it is an estimate of that least with either residual: the exact
+    value would call `relax` for each of V codes.
     """
     if rule.lossless:
         return torch.zeros_like(p[..., 0])

@@ -36,7 +36,7 @@ class DrafterConfig:
     shared: ClassVar[tuple[str, ...]] = (  # fields of the decoder that a new drafter takes from its target
         *("dim", "heads", "hidden", "kv_heads", "norm_eps", "qk_norm", "head_dim"),
     )
-    chosen: ClassVar[dict[str, Any]] = {"layers": 1}  # other fields, and what they are where nobody says
+    chosen: ClassVar[dict[str, Any]] = {"layers": 1}  # other fields and their defaults
 
     @classmethod
     def like(cls, shape: DecoderConfig, layers: int = 1, **own: Any) -> Self:
@@ -46,7 +46,7 @@ class DrafterConfig:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], source: Path) -> Self:
-        """What config.json, read from `source`, says. InputError where it cannot be used."""
+        """From config.json, read from `source`. InputError where it cannot be used."""
         given = {name: config.get(name) for name in (*cls.shared, *cls.chosen)}
         fields = cls.chosen | {name: value for name, value in given.items() if value is not None}
         return config_as(cls, {**config, "decoder": config_as(DecoderConfig, fields, source)}, source)

@@ -78,11 +78,11 @@ class ParallelDrafter(QueryDrafter):
         return x if hints is None else x + self.hint(hints)
 
     def level_query(self, features: Tensor) -> Tensor:
-        """[..., D] -> [..., turn]."""
+        """[..., D] -> [..., H], H = config.turn."""
         return self.down(features)
 
     def prev_code(self, before: Tensor) -> Tensor:
-        """[..., D] -> [..., turn]."""
+        """[..., D] -> [..., H], H = config.turn."""
         return self.before(before)
 
     def combine(self, features: Tensor, level_query: Tensor, prev_code: Tensor) -> Tensor:

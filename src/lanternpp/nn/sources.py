@@ -1,7 +1,7 @@
 """A checkpoint as its authors published it, streamed into one of our modules.
 
 How names map is data: a family's rules, one `Rename` a line. Nothing is read until `fill`, and then one
-tensor at a time, straight into its place in the wanted dtype, so that loading takes little more memory than
+tensor at a time, straight into its place in the target dtype, so that loading takes little more memory than
 what is loaded. Make the module without weights: `with blank(): module = ...`.
 """
 

@@ -60,7 +60,7 @@ def is_scale(name: str, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def check_scales(tensors: Mapping[str, Tensor], source: Path) -> None:
-    """InputError where a scale does not go with its tensor; shapes alone are looked at."""
+    """InputError where the shape of a scale does not fit its tensor; values are not checked."""
     for name, tensor in tensors.items():
         if not scaled(name, tensors):
             continue

@@ -41,7 +41,7 @@ class Parallel(NetworkProposer):
         self._line = torch.arange(span, device=like.device)
 
     def begin(self, new: Admission) -> None:
-        """Prefill with the prompt's guided features, each beside the conditional input one position ahead."""
+        """Prefill with the prompt's guided features, each paired with the conditional input at the next position."""
         super().begin(new)
         like = self.next_embeds
         features = self.guidance.merge(new.features).to(like.dtype)

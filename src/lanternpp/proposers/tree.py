@@ -35,7 +35,7 @@ class TreeProposer(AutoregressiveProposer):
         return self.target.head(features)
 
     def begin(self, new: Admission) -> None:
-        """Prefill the drafter with the prompt's features, each beside the input one position ahead."""
+        """Prefill the drafter with the prompt's features, each paired with the input at the next position."""
         super().begin(new)
         first = self.target.embed(new.root[:, None]).expand(len(new.rows), -1, -1)
         next_embeds = torch.cat(

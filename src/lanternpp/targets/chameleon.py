@@ -3,10 +3,10 @@
 Both are laid out as transformers' `ChameleonForConditionalGeneration`; they differ in their prompts:
 
 * Anole (leloy/Anole-7b-v0.1-hf): <s> prompt <reserved08706> <racm3:break>, then 32 x 32 codes, 512 px.
-  Guidance leads away from <s> <racm3:break> (facebookresearch/chameleon, inference/chameleon.py, which
+  The unconditional branch is <s> <racm3:break> (facebookresearch/chameleon, inference/chameleon.py, which
   draws with guidance 3, temperature 0.7 and top-p 0.9).
 * Lumina (Alpha-VLLM/Lumina-mGPT-7B-512, -768 and -1024): the height and the width, in steps of 32 px, stand
-  between <racm3:break> and the first code, and a row end behind every row. Guidance leads away from the same
+  between <racm3:break> and the first code, and a row end behind every row. The unconditional branch is the same
   without prompt and <s> (lumina_mgpt/inference_solver.py; the demo draws with guidance 4 and top-k 2000).
 
 The VQ decoder is in the checkpoint (Anole's) or in Meta's `vqgan.ckpt`, which their tokenizer folder holds.
@@ -91,7 +91,7 @@ class ChameleonConfig:
 
 @dataclass(frozen=True)
 class Published:
-    """What else a config.json in transformers' layout says."""
+    """Further fields of a config.json in transformers' layout."""
 
     vq_config: PublishedVQ | None = None
     swin_norm: bool | None = None

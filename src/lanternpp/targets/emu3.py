@@ -1,8 +1,8 @@
 """Emu3-Gen (arXiv 2409.18869): one language model over text and codes, in rows that end with a token.
 
 The layout is transformers' `Emu3ForConditionalGeneration` (BAAI/Emu3-Gen-hf). A prompt is <|extra_203|> text
-<|image start|> HEIGHT*WIDTH <|image token|>, in codes; guidance leads away from the same with a prompt of what
-is not wanted (baaivision/Emu3, image_generation.py, whose words these are, with guidance 3 and top-k 2048).
+<|image start|> HEIGHT*WIDTH <|image token|>, in codes; the unconditional branch has a negative prompt in its place
+(both texts, guidance 3 and top-k 2048 are from baaivision/Emu3, image_generation.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Emu3Config:
     base: RopeBase  # of the rotations
     size: Size = SIZE  # pixels: WIDTHxHEIGHT, or the side of a square
     wanted: Prompt = WANTED  # follows every prompt
-    unwanted: Prompt = UNWANTED  # what guidance leads away from
+    unwanted: Prompt = UNWANTED  # the negative prompt
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ class Emu3Target(TokenTarget):
         return self.with_row_end(self._vq[0].codebook)
 
     def conditional(self, text: str) -> list[int]:
-        """The prompt, what every picture should be, and the size."""
+        """The prompt, the words that follow every prompt, and the size."""
         return self._request(text + self.config.wanted)
 
     def unconditional(self, text: str | None) -> list[int]:
-        """What no picture should be, and the size."""
+        """The negative prompt, and the size."""
         return self._request(self.config.unwanted)
 
     def _request(self, words: str) -> list[int]:

@@ -2,8 +2,8 @@
 
 24 x 24 codes, 384 px. Two layouts are published: transformers' `JanusForConditionalGeneration`
 (deepseek-community/Janus-Pro-1B) and its authors' `MultiModalityCausalLM` (deepseek-ai/Janus-Pro-1B). A prompt is
-<bos> <|User|>: text, a blank line, <|Assistant|>: <begin_of_image>; guidance leads away from the same with
-every token but the first and the last replaced by padding, which is seen (deepseek-ai/Janus,
+<bos> <|User|>: text, a blank line, <|Assistant|>: <begin_of_image>; the unconditional branch is the same with
+every token but the first and the last replaced by padding, which is attended to (deepseek-ai/Janus,
 generation_inference.py, which draws with guidance 5).
 """
 
@@ -167,12 +167,12 @@ class JanusTarget(LanguageTarget):
         return self._vq[0].codebook
 
     def conditional(self, text: str) -> list[int]:
-        """The user's turn, and what the assistant's begins with."""
+        """The user's turn of the chat, and the start of the assistant's."""
         turn = self.text.ids(TURN.format(prompt=text.strip()))
         return [self.text.id(BEGIN), *turn, self.text.id(DRAW)]
 
     def unconditional(self, text: str | None) -> list[int]:
-        """The same as padding, which is seen; without a prompt, that of an empty one."""
+        """The same length of padding tokens, which are attended to; without a prompt, that of an empty one."""
         first, *turn, last = self.conditional(text or "")
         return [first, *[self.text.id(PAD)] * len(turn), last]
 

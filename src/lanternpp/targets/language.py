@@ -152,7 +152,7 @@ class LanguageTarget(Target):
 
     @abstractmethod
     def unconditional(self, text: str | None) -> list[int]:
-        """The tokens that guidance leads away from, for a prompt or none."""
+        """The tokens of the unconditional branch of guidance, for a prompt or None."""
 
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
         """Sentences -> [branches * b, T, D], padded on the left; InputError where one is too long."""
@@ -191,7 +191,7 @@ class LanguageTarget(Target):
         return logits.masked_fill(end ^ row_end, float("-inf"))
 
     def with_row_end(self, codebook: Tensor) -> Tensor:
-        """A codebook [codes, C] as [V, C]: a row end looks like no code, so it lies far from all of them."""
+        """A codebook [codes, C] as [V, C]: the row end is placed far from all codes, so that it is no code's neighbour."""
         if not self.raster.ends:
             return codebook
         far = codebook.new_full((1, codebook.shape[1]), 10 * float(codebook.abs().max()) + 1)

@@ -278,7 +278,7 @@ class Published:
 
 
 def grid_of(path: Path, published: Published, size: str | None = None) -> int:
-    """Codes of an image's side, which no tensor says: given, from the config, or from the pixels in the name."""
+    """Codes of an image's side, which no tensor has: given, from the config, or from the pixels in the name."""
     if size:
         if not re.fullmatch(r"[0-9]{1,5}", str(size)) or int(size) % DOWN or not int(size):
             raise InputError(

@@ -165,7 +165,7 @@ class T5Text(Text):
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what a library says of a model; its advice to let a file run code is not repeated."""
+    """The first line of a library's error; advice to let a file run code is not repeated."""
     first = next(iter(str(error).strip().splitlines()), "")
     if (
         isinstance(error, pickle.UnpicklingError)

@@ -63,7 +63,7 @@ class Text:
 def first_code(text: Text, name: str, last: str, codes: int, what: str) -> int:
     """The id of code 0, whose token is `name`; code V - 1 must lie V - 1 further on, at the token `last`.
 
-    Raises InputError; `what` says what a model without them is.
+    Raises InputError; `what`: how the message describes a model without them.
     """
     first, end = text.find(name), text.find(last)
     if first is None or end is None:

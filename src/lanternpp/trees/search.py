@@ -1,7 +1,7 @@
 """The static tree that keeps the most codes per pass, given how often children are kept (Sequoia, arXiv 2402.12374).
 
-An acceptance table [D, K] says, for a node at depth d that the walk stands on, how often its child of rank r is
-kept once those of lower rank were refused. The probability that a node is reached then does not depend on the other
+An acceptance table [D, K] has, for a node at depth d that is accepted, the share of its children of rank r that are
+accepted once those of lower rank were refused. The probability that a node is reached then does not depend on the other
 nodes of the tree, and a pass decides one code more than the number of nodes it reaches. Sequoia's section 3.2 finds the best
 tree for one row of acceptances; here each depth has its own.
 """
@@ -21,7 +21,7 @@ NEVER = float("-inf")
 
 
 class Search:
-    """The best trees of up to `nodes` nodes below the root and exactly as deep as asked, or less.
+    """The best trees of up to `nodes` nodes below the root and at most `depth` levels.
 
     table [D, K] in [0, 1]. Raises InputError where it is no such table, or where a limit is out of range.
     """

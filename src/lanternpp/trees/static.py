@@ -75,8 +75,8 @@ class StaticTree(TreeBuilder):
         mask = torch.eye(self.size, dtype=torch.bool)
         for i in range(1, self.size):
             mask[i] |= mask[parent[i]]
-        beyond = mask.clone()
-        beyond[:, 0] = False  # the drafter knows the root already
+        unrooted = mask.clone()
+        unrooted[:, 0] = False  # the root is in the drafter's cache already
         inner = [[i for i in range(self.size) if depth[i] == d and kids[i]] for d in range(self.depth)]
         widths = tuple(max(len(kids[i]) for i in nodes) for nodes in inner)
 
@@ -101,7 +101,7 @@ class StaticTree(TreeBuilder):
                     each(nodes),
                     each([parent[i] for i in nodes]),
                     each([d] * len(nodes)),
-                    each(beyond[nodes], torch.bool),
+                    each(unrooted[nodes], torch.bool),
                     None
                     if pick == list(range(len(nodes) * widths[d]))
                     else torch.tensor(pick, device=device),
