@@ -128,8 +128,8 @@ def draw(proposer: str, rule: str, sampling: str, cfg: float, batch: int) -> lis
     return generate(Engine(model, *parts, verifier=verifier), CONDITIONS, SEEDS)
 
 
-def codes(harvests: list[FinishedSample]) -> list[list[int]]:
-    return [h.codes.tolist() for h in harvests]
+def codes(samples: list[FinishedSample]) -> list[list[int]]:
+    return [h.codes.tolist() for h in samples]
 
 
 @pytest.mark.parametrize(("proposer", "rule", "sampling", "cfg"), list(combinations()))
@@ -140,15 +140,15 @@ def test_neither_the_batch_nor_when_a_sample_enters_matters_and_passes_add_up(pr
     assert [h.accepted for h in together] == [h.accepted for h in alone]
     model = ToyTarget(grid=3)
     most = (PROPOSERS | OTHERWISE)[proposer](model).depth + 1
-    for harvest in together:
-        assert harvest.codes.shape == (model.length,)
-        assert 0 <= harvest.codes.min() and harvest.codes.max() < model.vocab
-        assert harvest.accepted[0] == 1 and sum(harvest.accepted) == model.length
-        assert all(1 <= kept <= most for kept in harvest.accepted)
-        assert proposer != "nothing" or len(harvest.accepted) == model.length
+    for sample in together:
+        assert sample.codes.shape == (model.length,)
+        assert 0 <= sample.codes.min() and sample.codes.max() < model.vocab
+        assert sample.accepted[0] == 1 and sum(sample.accepted) == model.length
+        assert all(1 <= kept <= most for kept in sample.accepted)
+        assert proposer != "nothing" or len(sample.accepted) == model.length
         if proposer in ORACLES:  # all that it drafts is kept
             full, rest = divmod(model.length - 1, most)
-            assert harvest.accepted == [1] + [most] * full + [rest] * (rest > 0)
+            assert sample.accepted == [1] + [most] * full + [rest] * (rest > 0)
 
 
 @every_proposer

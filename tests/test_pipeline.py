@@ -94,7 +94,7 @@ def test_two_generators_of_one_engine_are_refused_and_of_two_are_sound(pipe: Pip
     alone = [one.codes for one in generate(first, [PROMPT] * 2, [5, 6])]
     one, other = drawing(first, [PROMPT] * 2, [5, 6]), drawing(second, [PROMPT] * 2, [5, 6])
     drawn = [next(one), next(other), next(one), next(other)]
-    assert all(torch.equal(harvest.codes, alone[place]) for place, harvest in drawn)
+    assert all(torch.equal(sample.codes, alone[place]) for place, sample in drawn)
     one.close()
     open_one = drawing(first, [PROMPT] * 2, [5, 6])
     next(open_one)

@@ -44,9 +44,7 @@ class Verdict:
     kept: Tensor  # [B] int64 how many of the path count, 1..P (0 for a finished sample)
     next_codes: Tensor  # [B, P] int64 the code decided after each kept node; the last of them is the bonus
     bonus: Tensor  # [B] int64 the code drawn after the path: the next root
-    tv_cost: Tensor | None = (
-        None  # [B, P] total variation cost of verifying each kept node's children, if measured
-    )
+    tv_cost: Tensor | None = None  # [B, P] total variation cost of each kept node's children, if measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,7 +255,7 @@ def test_weights_of_at_most_one_are_lossless_through_the_loop():
 # Through the engine.
 
 
-def harvests(target, rule, builder, sampling, batch, measure=True):
+def finished(target, rule, builder, sampling, batch, measure=True):
     engine = Engine(
         target, TreeProposer(eagle(target), builder), rule, sampling, Guidance(3.0), batch, measure
     )
@@ -275,9 +275,9 @@ def test_a_picture_carries_what_it_cost_and_measuring_changes_nothing(tree, resi
         LanternPlusPlus(table, 4.0, residual),
         Cool(1.7, 0.1, residual),
     ):
-        four = harvests(target, rule, tree(), sampling, 4)
-        alone = harvests(target, rule, tree(), sampling, 1)
-        quiet = harvests(target, rule, tree(), sampling, 4, measure=False)
+        four = finished(target, rule, tree(), sampling, 4)
+        alone = finished(target, rule, tree(), sampling, 1)
+        quiet = finished(target, rule, tree(), sampling, 4, measure=False)
         assert [h.codes.tolist() for h in four] == [h.codes.tolist() for h in quiet]
         assert [h.accepted for h in four] == [h.accepted for h in alone] == [h.accepted for h in quiet]
         assert [h.tv_spent for h in four] == pytest.approx([h.tv_spent for h in alone], abs=1e-5)
@@ -290,7 +290,7 @@ def test_a_picture_carries_what_it_cost_and_measuring_changes_nothing(tree, resi
 def test_the_exact_rule_reports_zero_measured_or_not():
     target = ToyTarget(grid=3)
     for measure in (False, True):
-        assert [h.tv_spent for h in harvests(target, Exact(), StaticTree(EAGLE), Sampling(), 4, measure)] == [
+        assert [h.tv_spent for h in finished(target, Exact(), StaticTree(EAGLE), Sampling(), 4, measure)] == [
             0.0
         ] * 4
     engine = Engine(

@@ -200,8 +200,8 @@ def test_the_room_of_the_cache_is_enough_to_the_last_code():
     """A tree as large as the picture: every slot it may write to must exist."""
     target = ToyTarget(grid=2)
     proposer = TreeProposer(OracleDrafter(target), StaticTree(EAGLE))
-    harvests = generate(Engine(target, proposer, Exact(), Sampling(), Guidance(3.0), 2), ["a", "bc"], [1, 2])
-    assert [h.accepted for h in harvests] == [[1, 3], [1, 3]]
+    samples = generate(Engine(target, proposer, Exact(), Sampling(), Guidance(3.0), 2), ["a", "bc"], [1, 2])
+    assert [h.accepted for h in samples] == [[1, 3], [1, 3]]
 
 
 def test_a_torch_without_its_private_probe_will_do(monkeypatch) -> None:

@@ -87,8 +87,8 @@ def test_a_drafter_knows_what_the_format_forces(builder):
     wanted = [h.codes.tolist() for h in generate(plain, ["sea", None], [1, 2])]
     assert all(codes[3::4] == [0, 0, 0, 0] for codes in wanted)
     engine = Engine(target, Independent(target, builder()), Exact(), Sampling(0), Guidance(3.0), 2)
-    for harvest, codes in zip(generate(engine, ["sea", None], [1, 2]), wanted, strict=True):
-        assert harvest.codes.tolist() == codes and harvest.accepted == [1, 4, 4, 4, 3]
+    for sample, codes in zip(generate(engine, ["sea", None], [1, 2]), wanted, strict=True):
+        assert sample.codes.tolist() == codes and sample.accepted == [1, 4, 4, 4, 3]
 
 
 def test_a_drafter_of_other_codes_is_refused():

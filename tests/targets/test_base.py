@@ -32,8 +32,8 @@ def test_what_the_format_forces_is_drawn_and_nothing_else_whatever_is_drafted():
         proposer = TreeProposer(eagle(target), StaticTree(EAGLE))
         for cfg in (1.0, 3.0):
             engine = Engine(target, proposer, Exact(), sampling, Guidance(cfg), 2)
-            for harvest in generate(engine, ["sea", "hill", "a"], [1, 2, 3]):
-                sevens = (harvest.codes == 7).view(4, 4)
+            for sample in generate(engine, ["sea", "hill", "a"], [1, 2, 3]):
+                sevens = (sample.codes == 7).view(4, 4)
                 assert sevens[:, 3].all() and not sevens[:, :3].any()
 
 
@@ -48,8 +48,8 @@ def test_no_rule_is_so_relaxed_that_it_breaks_the_format(rule):
         Jacobi(6, "maximal", "mixed"),
     ):
         engine = Engine(target, proposer, relaxed, Sampling(), Guidance(1.0), 2)
-        for harvest in generate(engine, ["sea", "hill", "a", "moon"], [1, 2, 3, 4]):
-            sevens = (harvest.codes == 7).view(4, 4)
+        for sample in generate(engine, ["sea", "hill", "a", "moon"], [1, 2, 3, 4]):
+            sevens = (sample.codes == 7).view(4, 4)
             assert sevens[:, 3].all() and not sevens[:, :3].any()
 
 

@@ -30,7 +30,7 @@ class Dials:
     neighbours: int | None = None  # k
     delta: float | None = None
     lam: float | None = None  # lambda
-    nu: float | None = None  # how fast a relaxation falls with the level of the draft
+    nu: float | None = None  # decay of the relaxation with the level of the draft
     residual: str | None = None  # one of RESIDUALS; None: the rule's own
 
 
@@ -39,9 +39,7 @@ class Acceptance(ABC):
 
     dials: ClassVar[frozenset[str] | None] = None  # the fields of `Dials` that it reads; None: any
     lossless: bool = False
-    optimal_residual: bool = (
-        False  # after a refusal: draw from [p - a]+ instead of the papers' [relaxed - q]+
-    )
+    optimal_residual: bool = False  # after a refusal: [p - a]+ instead of the papers' [relaxed - q]+
     paper_residual_is_optimal: bool = False  # whether the papers' residual costs no more than the optimal one
 
     @classmethod
@@ -81,11 +79,13 @@ class Acceptance(ABC):
 
         The papers' residual is [relaxed - q]+. The optimal one (arXiv 2601.09212, theorem on resampling) is
         [p - a]+, where a(y) = min(q(y), relax(p, y)(y)) is the mass accepted at y. A rule that never lowers the
-        candidate's probability has a >= min(p, q), so that its optimal residual is [p - q]+. It is optimal for one child. With several, what is drawn after a refusal is also
-        what the next child is verified against: enumerated over random nodes of two and three children the optimal
-        residual keeps a little more and is a little farther from p on average, and the papers' is within
-        0.0002 of the least distance that its own acceptance leaves possible. Neither is always nearer. Where
-        the residual is zero everywhere it is the relaxed distribution.
+        candidate's probability has a >= min(p, q), so that its optimal residual is [p - q]+. Where the residual is zero
+        everywhere the relaxed distribution is returned.
+
+        "Optimal" is proven for one child. With several, the next child is verified against the residual. Enumerated over
+        random nodes of two and three children, the optimal residual accepts a little more and is a little farther from
+        p on average; the papers' is within 0.0002 of the least distance possible for its acceptance. Neither is always
+        nearer.
         p, relaxed and q [..., V], code [...].
         """
         left = ((p if self.optimal_residual else relaxed) - q).clamp_(min=0)
