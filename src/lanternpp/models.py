@@ -136,7 +136,7 @@ class Model:
     """The networks of a model folder on a device, for inference.
 
     Plain, their weights are packed for passes over few rows; compiled, they go through torch.compile, which
-    arranges weights by itself. `drafter` names another folder for whatever drafts than the model's own;
+    chooses its own weight layout. `drafter` names a folder whose network drafts in place of the model's own;
     `size`, as "768x512", is for families that draw more than one. `int8`: the target's weights are kept in 8 bits,
     and `effect` is what that did to its logits.
     """

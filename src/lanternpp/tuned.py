@@ -81,7 +81,7 @@ class Tuned:
             )
 
     def last_method(self) -> str | None:
-        """The method that was tuned last for the model and drafter at hand, under whatever conditions."""
+        """The method that was tuned last for this model and drafter, under any conditions."""
         mine = [entry["method"] for entry in self.entries if entry["weights"] == self.weights]
         return mine[-1] if mine else None
 

@@ -63,7 +63,7 @@ class Drafter(nn.Module, ABC):
 
     decoder: Decoder
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
-    about: ClassVar[str] = ""  # the checkpoints it reads, for the message about one that nobody reads
+    about: ClassVar[str] = ""  # the checkpoints it reads, for the message about an unknown one
     proposer: ClassVar[str] = "lanternpp.proposers.tree:TreeProposer"  # what drafts with it: (drafter, tree)
 
     @classmethod

@@ -33,7 +33,7 @@ class Guesses:
     """How a proposer draws its guesses, which decides which verifiers support its drafts."""
 
     chain: bool = False  # no node has more than one child
-    why_not_drawn: str | None = "does not say how it comes by its guesses"
+    why_not_drawn: str | None = "does not declare how it draws its guesses"
     """None where every guess is drawn for one pass alone, from the distribution it is offered with, which the guesses
     behind it have no part in; else what the proposer does instead, as a clause without its subject."""
 

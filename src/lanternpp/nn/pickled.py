@@ -62,7 +62,7 @@ def is_zipped(path: Path) -> bool:
 
 
 def _load(path: Path, mmap: bool) -> Any:
-    """The content, whatever it is; any exception."""
+    """The content, of any type. Raises whatever torch raises."""
     with torch.serialization.safe_globals(OPTIONS), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if is_zipped(path):

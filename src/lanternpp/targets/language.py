@@ -105,7 +105,7 @@ class LanguageTarget(Target):
 
     @classmethod
     def beside(cls, source: Source) -> Path:
-        """The folder of what else a checkpoint needs: its own, or that of the model folder `save` wrote."""
+        """The folder with the other files of a checkpoint: its own, or the model folder that `save` wrote."""
         return source.path if source.path.is_dir() and not cls.is_ours(source) else source.path.parent
 
     @classmethod

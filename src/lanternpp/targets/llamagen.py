@@ -185,7 +185,7 @@ class LlamaGenTarget(Target):
         self.condition.cache_prompts(prompts)
 
     def release_encoder(self) -> None:
-        """Let go of the text encoder."""
+        """Free the text encoder."""
         self.condition.release_encoder()
 
     def embed(self, codes: Tensor) -> Tensor:

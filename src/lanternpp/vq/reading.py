@@ -28,7 +28,7 @@ class Reader:
     """How a target's codes of a square picture are found."""
 
     size: int  # pixels of a picture's side
-    length: int  # codes of a picture, whatever ends its rows among them
+    length: int  # codes of a picture, row ends included
     codes: int  # V
     key: tuple[str, ...]  # hashes of the weights that decide the codes
     encode: Callable[[Tensor], Tensor]  # images [B, 3, size, size] in [-1, 1] -> codes [B, length] int64
