@@ -27,9 +27,7 @@ class ParallelConfig(DrafterConfig):
     """The shape of a parallel drafter."""
 
     queries: Slots = 7  # levels beyond the first; deeper ones repeat the last query
-    turn: Width = (
-        256  # H, width of the layers that condition on the previous code; the name is a key of config.json
-    )
+    turn: Width = 256  # H: width of the layers that condition on the previous code
 
 
 class ParallelDrafter(QueryDrafter):

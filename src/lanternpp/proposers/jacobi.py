@@ -77,7 +77,7 @@ class Jacobi(Proposer):
         self.q = torch.zeros(batch, self.size, vocab, dtype=dtype, device=like.device)  # of a node's child
         self.p = torch.full_like(
             self.q[:, :window], 1 / vocab
-        )  # the latest p of each place; beyond its end the last one
+        )  # the latest p by place, the last one repeated
         self.seen = torch.zeros_like(self.root)  # guesses whose place has a p
         self.held = torch.zeros_like(self.root)  # guesses that were in the last draft
         self.rows = self.width + self.size if self.fresh in ("above", "mixed") else 0
