@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from judges import write_judge
+from classifiers import write_classifier
 from PIL import Image
 
 from lanternpp.tuning import run as tuning
@@ -146,7 +146,7 @@ def test_a_budget_of_variation_picks_the_dials(run, own):
 
 
 def test_a_budget_of_distance_is_measured_against_plain_decoding(run, own):
-    write_judge(own)
+    write_classifier(own)
     asked = ("tune", "--model", own, *SMALL, "--no-plots", "--no-race", "--neighbours", 5, "--lambda", 2)
     outcome = run(*asked, "--budget-frechet", 1e6, "--budget-pictures", 4, "-o", "t")
     assert outcome.code == 0, outcome.err

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from judges import write_judge
+from classifiers import write_classifier
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.judge import read_judge
+from lanternpp.evaluation.classifier import read_classifier
 from lanternpp.training import losses, tokenizer
 from lanternpp.training.data import Pictures
 from lanternpp.training.perceptual import Perceptual
@@ -172,7 +172,7 @@ def test_detail_tells_sharp_from_blurred() -> None:
 
 
 def test_the_perceptual_loss_is_of_features_and_leads_towards_the_picture(tmp_path: Path) -> None:
-    distance = Perceptual(read_judge(write_judge(tmp_path, side=32)))
+    distance = Perceptual(read_classifier(write_classifier(tmp_path, side=32)))
     assert [tuple(x.shape[1:]) for x in distance.features(torch.rand(2, 3, 32, 32))] == [
         (8, 16, 16),
         (16, 8, 8),
@@ -192,7 +192,7 @@ def test_a_perceptual_weight_needs_a_classifier_and_is_logged_in_both_parts(
 ) -> None:
     with pytest.raises(InputError, match="name a model that has one"):
         go(data, tmp_path / "none", perceptual=0.1, classifier_of=tmp_path)
-    classifier = write_judge(tmp_path / "other", side=32)
+    classifier = write_classifier(tmp_path / "other", side=32)
     assert go(data, tmp_path / "one", perceptual=0.1, classifier_of=classifier, adversarial=True)
     rows = [row for row in log(tmp_path / "one") if "loss" in row]
     assert all(row["perceptual"] > 0 for row in rows) and "fooling" in rows[-1]

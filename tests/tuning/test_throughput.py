@@ -8,8 +8,8 @@ import pytest
 from models import write_model
 
 from lanternpp import Pipeline
+from lanternpp.tuning.batch_runner import BatchRunner, usual_conditions
 from lanternpp.tuning.batches import Cell, Choice
-from lanternpp.tuning.lane import BatchRunner, usual_conditions
 from lanternpp.tuning.throughput import Throughput, markdown
 
 PROMPTS = ("a red tulip", "a tulip")

@@ -58,8 +58,8 @@ def throughput(
     from lanternpp.nn import checkpoints
     from lanternpp.results import drawn_with
     from lanternpp.tuning import throughput as measured
+    from lanternpp.tuning.batch_runner import usual_conditions
     from lanternpp.tuning.batches import calibrate
-    from lanternpp.tuning.lane import usual_conditions
 
     given = read_prompts(prompts, model_folder(options.model)) if prompts else None
     pipe = read(options)

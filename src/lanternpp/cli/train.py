@@ -166,8 +166,8 @@ def judge(
     plan: Planned,
 ) -> None:
     """Train a judge of drawn pictures: their labels, and features to compare them by. Needs a tokenizer."""
-    from lanternpp.training.judge import JudgeSettings, train
+    from lanternpp.training.classifier import ClassifierSettings, train
 
-    settings = JudgeSettings(batch_size, lr, seed, redrawn, decay=decay, warmup=warmup)
+    settings = ClassifierSettings(batch_size, lr, seed, redrawn, decay=decay, warmup=warmup)
     where = plan(model / "judge")
     leave(train(data, model, {}, settings, where, limit))

@@ -1,4 +1,4 @@
-"""Labelled and captioned pictures for a judge to learn from, and how they vary from step to step."""
+"""Labelled and captioned pictures for a classifier to learn from, and how they vary from step to step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.judge import JudgeConfig
+from lanternpp.evaluation.classifier import ClassifierConfig
 from lanternpp.training.data import Pictures
 from lanternpp.training.target import split_words
 
@@ -40,7 +40,7 @@ def vocabulary(texts: list[str], labels: list[str]) -> tuple[str, ...]:
     return tuple(sorted(w for w, n in said.items() if n >= COMMON * len(texts) and w not in own))
 
 
-def lesson(pictures: Pictures, known: dict[str, list[str]], config: JudgeConfig) -> Lesson:
+def lesson(pictures: Pictures, known: dict[str, list[str]], config: ClassifierConfig) -> Lesson:
     """Pictures and what their captions and labels say. Raises InputError where a label is not known."""
     texts, labels = known["texts"], known["labels"]
     strange = sorted(set(labels) - set(config.labels))
@@ -54,7 +54,7 @@ def lesson(pictures: Pictures, known: dict[str, list[str]], config: JudgeConfig)
 def vary(images: Tensor, generator: torch.Generator, side: int) -> Tensor:
     """Images [B, 3, H, H] in [-1, 1], each zoomed in, mirrored, recoloured and blurred a little, at random.
 
-    Returns [B, 3, side, side]. Blur and recolouring are mild: a judge that saw through them altogether could not tell good from bad.
+    Returns [B, 3, side, side]. Blur and recolouring are mild: a classifier that saw through them altogether could not tell good from bad.
     """
     device, count = images.device, len(images)
     draw = torch.rand(8, count, generator=generator).to(device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.judge import Judge, fingerprint, has_judge, read_judge
+from lanternpp.evaluation.classifier import Classifier, fingerprint, has_classifier, read_classifier
 from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import checksum
 from lanternpp.training import hardware, losses
@@ -69,7 +69,7 @@ class TokenizerTask(Task):
         data: dict[str, Any],
         device: torch.device,
         start: VQ | None = None,
-        classifier: Judge | None = None,
+        classifier: Classifier | None = None,
     ):
         """start: whose codes are kept; only its decoder is trained. classifier: of the perceptual loss."""
         torch.manual_seed(settings.seed)
@@ -82,14 +82,18 @@ class TokenizerTask(Task):
         self.average: VQ = averaged(self.model)  # type: ignore[assignment]
         self.decay, self.warmup, self.cooldown = settings.decay, settings.warmup, settings.cooldown
         self.distance = Perceptual(channels_last(classifier.to(device))) if classifier else None
-        self.judge = channels_last(Discriminator().to(device))
+        self.discriminator = channels_last(Discriminator().to(device))
         fused = device.type == "cuda"
         self.optimizers = {
             "model": torch.optim.AdamW(
                 self.model.parameters(), settings.lr, (0.9, 0.99), weight_decay=1e-4, fused=fused
             ),
             "judge": torch.optim.AdamW(
-                self.judge.parameters(), settings.discriminator_lr, (0.5, 0.9), weight_decay=1e-4, fused=fused
+                self.discriminator.parameters(),
+                settings.discriminator_lr,
+                (0.5, 0.9),
+                weight_decay=1e-4,
+                fused=fused,
             ),
         }
         self.order = Order(len(train), settings.batch_size, settings.seed)
@@ -97,7 +101,7 @@ class TokenizerTask(Task):
 
     def modules(self) -> dict[str, torch.nn.Module]:
         """Model, average and discriminator."""
-        return {**super().modules(), "judge": self.judge}
+        return {**super().modules(), "judge": self.discriminator}
 
     def extra(self) -> dict[str, Any]:
         """The phase."""
@@ -151,8 +155,8 @@ class TokenizerTask(Task):
             loss, figures = self.difference(pixels, images)
             (pull,) = torch.autograd.grad(loss, pixels)
             with torch.no_grad():
-                _, wanted = self.judge(images)
-            scores, features = self.judge(pixels)
+                _, wanted = self.discriminator(images)
+            scores, features = self.discriminator(pixels)
             fooling = -scores.mean() + self.options.matching * matching(features, wanted)
             (push,) = torch.autograd.grad(fooling, pixels)
         weight = ramp * self.options.adversarial_weight * balance(pull, push)
@@ -161,8 +165,8 @@ class TokenizerTask(Task):
         torch.nn.utils.clip_grad_norm_(self.model.decoder.parameters(), 1.0)
         self.optimizers["model"].step()
         with hardware.autocast(self.device):
-            verdict = hinge(self.judge(images)[0], self.judge(pixels.detach())[0])
-        self.update("judge", self.judge, verdict)
+            verdict = hinge(self.discriminator(images)[0], self.discriminator(pixels.detach())[0])
+        self.update("judge", self.discriminator, verdict)
         return {**figures, "judge": verdict, "fooling": fooling}
 
     @torch.no_grad()
@@ -238,9 +242,9 @@ def train(
     """
     classifier = None
     if settings.perceptual:
-        if classifier_of is None or not has_judge(classifier_of):
+        if classifier_of is None or not has_classifier(classifier_of):
             raise InputError("a perceptual loss compares a classifier's features; name a model that has one.")
-        classifier = read_judge(classifier_of)
+        classifier = read_classifier(classifier_of)
         settings = replace(settings, classifier=fingerprint(classifier))
     start = None
     if codes_of is not None:

@@ -30,8 +30,8 @@ from lanternpp.trees import build_tree, shape_name
 from lanternpp.trees.shapes import SHAPES, chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.tuned import tuned_path
+from lanternpp.tuning.batch_runner import BatchRunner, Conditions, machine
 from lanternpp.tuning.journal import Journal
-from lanternpp.tuning.lane import BatchRunner, Conditions, machine
 
 CHAINS = (1, 2, 4, 6, 8)
 MARGIN = 0.03  # what a tree must gain over plain decoding, and over the method's own tree

@@ -139,9 +139,9 @@ class VariationBudget(Budget):
 class FrechetBudget(Budget):
     """Fréchet distance at most so many percent above that of plain decoding, of as many pictures of the same prompts."""
 
-    def __init__(self, tuner: Tuner, pictures: int, percent: float, judge: Quality):
+    def __init__(self, tuner: Tuner, pictures: int, percent: float, quality: Quality):
         super().__init__(tuner, pictures)
-        self.percent, self.judge = percent, judge
+        self.percent, self.quality = percent, quality
 
     def limit(self) -> float:
         """Plain decoding's distance, and its share of it."""
@@ -159,7 +159,7 @@ class FrechetBudget(Budget):
         asked = [prompt for each in drawn for prompt in each["prompts"]]
         figures = self.tuner.journal.once(
             {"judged": files},
-            lambda: {k: v for k, v in self.judge.measure(images, asked).items() if "frechet" in k},
+            lambda: {k: v for k, v in self.quality.measure(images, asked).items() if "frechet" in k},
         )
         return Spending(figures["frechet"], figures["frechet_spread"])
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from lanternpp.pipeline import Pipeline, versions
 from lanternpp.settings import Settings
+from lanternpp.tuning.batch_runner import BatchRunner, Conditions, machine
 from lanternpp.tuning.batches import Choice, Tell, plainly
 from lanternpp.tuning.journal import Journal
-from lanternpp.tuning.lane import BatchRunner, Conditions, machine
 
 PLAIN, FIXED, CHOSEN = "plain", "fixed", "chosen"
 WARM = 3  # steps before the first turn of a batch

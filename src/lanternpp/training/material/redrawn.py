@@ -1,4 +1,4 @@
-"""Pictures as a model's tokenizer draws them again, so that a judge learns from them beside photos."""
+"""Pictures as a model's tokenizer draws them again, so that a classifier learns from them beside photos."""
 
 from __future__ import annotations
 

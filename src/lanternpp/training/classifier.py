@@ -1,4 +1,4 @@
-"""Training of a judge: labels and caption words, of photos and of what the tokenizer makes of them."""
+"""Training of a classifier: labels and caption words, of photos and of what the tokenizer makes of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.judge import JUDGE, Judge, JudgeConfig, read_judge, write_reference
+from lanternpp.evaluation.classifier import (
+    CLASSIFIER,
+    Classifier,
+    ClassifierConfig,
+    read_classifier,
+    write_reference,
+)
 from lanternpp.evaluation.pictures import Gallery, Item, squares
 from lanternpp.nn import checkpoints
 from lanternpp.nn.stores import Store, pack, unpack
@@ -30,7 +36,7 @@ SHOWN = 8  # pictures of a sample sheet
 
 
 @dataclass(frozen=True)
-class JudgeSettings:
+class ClassifierSettings:
     """What decides the result, budget and machine aside."""
 
     batch_size: int = 64
@@ -55,16 +61,16 @@ class JudgeSettings:
             raise InputError(f"redrawn {self.redrawn} is a number of pictures: 0 or more.")
 
 
-class JudgeTask(Task):
-    """A judge on photos and redrawn photos."""
+class ClassifierTask(Task):
+    """A classifier on photos and redrawn photos."""
 
     name = "judge"
     keep = "loss"
 
     def __init__(
         self,
-        config: JudgeConfig,
-        settings: JudgeSettings,
+        config: ClassifierConfig,
+        settings: ClassifierSettings,
         lessons: dict[str, Lesson],  # train, val, and both again as the tokenizer draws them
         data: dict[str, Any],
         device: torch.device,
@@ -80,8 +86,8 @@ class JudgeTask(Task):
             "data": data["hash"],
             "redrawn_data": data["redrawn"],
         }
-        self.model: Judge = channels_last(Judge(config).to(device)).train()
-        self.average: Judge = averaged(self.model)  # type: ignore[assignment]
+        self.model: Classifier = channels_last(Classifier(config).to(device)).train()
+        self.average: Classifier = averaged(self.model)  # type: ignore[assignment]
         shrinking = [p for p in self.model.parameters() if p.ndim > 1]
         free = [p for p in self.model.parameters() if p.ndim <= 1]
         groups = [
@@ -115,20 +121,20 @@ class JudgeTask(Task):
         return {"loss": loss, "words": naming}
 
     @torch.no_grad()
-    def look(self, judge: Judge, lesson: Lesson) -> tuple[Tensor, Tensor]:
+    def look(self, classifier: Classifier, lesson: Lesson) -> tuple[Tensor, Tensor]:
         """Logits of labels [M, L] and words [M, W] at the centres of all pictures."""
         with hardware.autocast(self.device):
-            seen = [judge(images) for images in lesson.pictures.centres(64)]
+            seen = [classifier(images) for images in lesson.pictures.centres(64)]
         scores, words = (torch.cat(parts).float() for parts in zip(*seen, strict=True))
         return scores, words
 
-    def figures(self, judge: Judge) -> dict[str, float]:
-        """How well a judge does on the validation pictures, as photos and drawn again."""
+    def figures(self, classifier: Classifier) -> dict[str, float]:
+        """How well a classifier does on the validation pictures, as photos and drawn again."""
         found: dict[str, float] = {}
         losses = []
         for name, prefix in (("val", ""), ("redrawn val", "redrawn_")):
             lesson = self.lessons[name]
-            scores, words = self.look(judge, lesson)
+            scores, words = self.look(classifier, lesson)
             losses.append(F.cross_entropy(scores, lesson.labels).item())
             found[f"{prefix}accuracy"] = (scores.argmax(-1) == lesson.labels).double().mean().item()
             if self.config.words:
@@ -173,8 +179,8 @@ class JudgeTask(Task):
             comparison("Taken for, and what it is", panels, 192).save(temporary, format="PNG")
 
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The averaged judge."""
-        return {"kind": JUDGE, **asdict(self.config)}, self.average.state_dict()
+        """The averaged classifier."""
+        return {"kind": CLASSIFIER, **asdict(self.config)}, self.average.state_dict()
 
 
 def as_image(pixels: Tensor) -> Any:
@@ -193,7 +199,7 @@ def train(
     data: Path,
     model: Path,
     shape: dict[str, Any],
-    settings: JudgeSettings,
+    settings: ClassifierSettings,
     plan: Plan,
     limit: int | None = None,
 ) -> bool:
@@ -207,12 +213,12 @@ def train(
     bare = [part.files[i] for part in rows.values() for i, label in enumerate(part.labels) if not label]
     if bare:
         raise InputError(
-            f"a judge learns labels and {len(bare)} pictures have none, e.g. {bare[0]}: "
+            f"a classifier learns labels and {len(bare)} pictures have none, e.g. {bare[0]}: "
             "add a label to each line of metadata.jsonl."
         )
     labels = sorted(set(rows["train"].labels))
     words = vocabulary(list(rows["train"].texts), labels)
-    config = JudgeConfig(tuple(labels), words, tokenizer["size"], **shape)
+    config = ClassifierConfig(tuple(labels), words, tokenizer["size"], **shape)
     pictures = {split: Pictures.read(data, split, config.size, limit) for split in rows}
     known = {split: named(rows[split], pictures[split], limit) for split in rows}
     lessons = {split: lesson(pictures[split], known[split], config) for split in rows}
@@ -220,7 +226,7 @@ def train(
     lessons["redrawn"] = Lesson(again[0], lessons["train"].labels[index], lessons["train"].words[index])
     lessons["redrawn val"] = replace(lessons["val"], pictures=again[1])
     facts = describe(pictures["train"], pictures["val"], data) | {"redrawn": again[0].key}
-    finished = run(JudgeTask(config, settings, lessons, facts, plan.device, plan.store), plan)
+    finished = run(ClassifierTask(config, settings, lessons, facts, plan.device, plan.store), plan)
     if finished:
         skipped = set(pictures["val"].skipped)
         files = [rows["val"].root / name for name in rows["val"].files[:limit] if name not in skipped]
@@ -229,8 +235,10 @@ def train(
 
 
 def refer(model: Path, files: list[Path], texts: list[str]) -> None:
-    """Write the reference of a trained judge: its features of some pictures, and their captions."""
-    judge = read_judge(model)
+    """Write the reference of a trained classifier: its features of some pictures, and their captions."""
+    classifier = read_classifier(model)
     photos = Gallery(model, [Item(path, text) for path, text in zip(files, texts, strict=True)])
-    parts = [judge.features(part.float() / 127.5 - 1) for part in squares(photos, judge.config.size, 64)]
-    write_reference(model, judge, torch.cat(parts), texts)
+    parts = [
+        classifier.features(part.float() / 127.5 - 1) for part in squares(photos, classifier.config.size, 64)
+    ]
+    write_reference(model, classifier, torch.cat(parts), texts)
