@@ -126,14 +126,14 @@ def times(names: list[str], asked: argparse.Namespace, rounds: int = 5) -> str:
     from lanternpp.training.drafter import DrafterSettings, DrafterTask
     from lanternpp.training.material.gather import gather
     from lanternpp.training.parallel import ParallelSettings, ParallelTask
-    from lanternpp.training.run import Plan
+    from lanternpp.training.run import TrainingOptions
 
-    plan = Plan(asked.out / "times", 1)
-    read = gather(asked.out / "model", plan, asked.out / "data", None, {"cfg": None}, True, 1, None)
+    options = TrainingOptions(asked.out / "times", 1)
+    read = gather(asked.out / "model", options, asked.out / "data", None, {"cfg": None}, True, 1, None)
     tasks: dict[str, Any] = {}
     for name in names:
         shared = {"batch_size": asked.batch_size, "cfg": read.cfg, **ROWS[name]}
-        known = read.target, read.codes, read.origin, plan.device
+        known = read.target, read.codes, read.origin, options.device
         eagle = name.startswith("eagle")
         tasks[name] = (
             DrafterTask(DrafterSettings(**shared), 1, *known)

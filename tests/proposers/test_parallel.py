@@ -12,7 +12,7 @@ from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.training.features import visible
+from lanternpp.training.features import causal_mask
 from lanternpp.trees.shapes import EAGLE
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Look
@@ -75,7 +75,7 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
     assert prompt.start[0] == (said == "sea"), "one of the two is padded"
     codes = loop.codes[:, :count]
     read = torch.cat((prompt.embeds, target.embed(guidance.rows(codes))), 1)[:, :-1]
-    features = guidance.merge(target.decoder.teach(read, seen=visible(prompt.start, read.shape[1])))
+    features = guidance.merge(target.decoder.teach(read, seen=causal_mask(prompt.start, read.shape[1])))
     ahead = torch.cat((prompt.embeds[:1], target.embed(codes)), 1)[:, 1:]
     anchor = torch.tensor([[features.shape[1] - 1]])
     told = hints[:, : features.shape[1] + 4]

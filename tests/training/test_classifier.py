@@ -16,16 +16,18 @@ from lanternpp.evaluation.features import ClassifierFeatures, extract
 from lanternpp.evaluation.pictures import Gallery
 from lanternpp.evaluation.quality import Quality
 from lanternpp.training.classifier import ClassifierSettings, train
-from lanternpp.training.labelled import vary, vocabulary
-from lanternpp.training.run import Plan
+from lanternpp.training.labelled import augment, vocabulary
+from lanternpp.training.run import TrainingOptions
 
 CPU = torch.device("cpu")
 SHAPE = {"stem": 16, "channels": (32, 48), "blocks": (1, 1)}
 
 
 def go(data: Path, model: Path, steps: int = 8, stop: int | None = None, **settings: Any) -> bool:
-    plan = Plan(model / "judge", steps, stop_after=stop, log_steps=1, checks=2, store="int8")
-    return train(data, model, SHAPE, ClassifierSettings(**{"batch_size": 6, "redrawn": 5, **settings}), plan)
+    options = TrainingOptions(model / "judge", steps, stop_after=stop, log_steps=1, checks=2, store="int8")
+    return train(
+        data, model, SHAPE, ClassifierSettings(**{"batch_size": 6, "redrawn": 5, **settings}), options
+    )
 
 
 def weights(model: Path) -> dict[str, torch.Tensor]:
@@ -105,7 +107,7 @@ def test_words_are_those_that_many_captions_say_and_no_label_does() -> None:
 
 def test_variations_stay_recognisable_and_follow_their_seed() -> None:
     images = torch.linspace(-1, 1, 32).expand(6, 3, 32, 32)
-    one, again, other = (vary(images, torch.Generator().manual_seed(seed), 24) for seed in (0, 0, 1))
+    one, again, other = (augment(images, torch.Generator().manual_seed(seed), 24) for seed in (0, 0, 1))
     assert one.shape == (6, 3, 24, 24) and torch.equal(one, again) and not torch.equal(one, other)
     assert one.abs().max() <= 1
     rising = (one[..., -1] - one[..., 0]).mean((1, 2)) > 0

@@ -20,16 +20,16 @@ from lanternpp.targets.base import Target
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnPictures:
     """Pictures drawn with a drafter, and what was kept of its drafts."""
 
     codes: Tensor  # [n, length]
     figures: dict[str, Any]
 
 
-def watch(
+def measure_acceptance(
     target: Target, proposer: Proposer, sampling: Sampling, guidance: Guidance, prompts: Sequence[str]
-) -> Drawn:
+) -> DrawnPictures:
     """One picture per prompt, all at once, without loss.
 
     Figures: codes_per_pass; kept_by_depth, how often the walk went on from a node at depth 0, 1 ...; kept_by_rank,
@@ -39,19 +39,19 @@ def watch(
     engine = Engine(target, proposer, Exact(), sampling, guidance, len(prompts))
     counts = AcceptanceByRank(target.length)
     engine.observers.append(counts)
-    harvests = generate(engine, list(prompts), list(range(len(prompts))))
-    passes = [count for harvest in harvests for count in harvest.accepted]
+    finished = generate(engine, list(prompts), list(range(len(prompts))))
+    passes = [count for sample in finished for count in sample.accepted]
     tried, kept = counts.tried.cpu(), counts.kept.cpu()
     figures = {
         "codes_per_pass": sum(passes) / len(passes),
-        "kept_by_depth": shares(kept.sum(1), tried[:, 0]),
-        "kept_by_rank": shares(kept.sum(0), tried.sum(0)),
+        "kept_by_depth": quotients(kept.sum(1), tried[:, 0]),
+        "kept_by_rank": quotients(kept.sum(0), tried.sum(0)),
         "judged": tried.tolist(),
     }
-    return Drawn(torch.stack([harvest.codes for harvest in harvests]), figures)
+    return DrawnPictures(torch.stack([sample.codes for sample in finished]), figures)
 
 
-def shares(part: Tensor, whole: Tensor) -> list[float | None]:
+def quotients(part: Tensor, whole: Tensor) -> list[float | None]:
     """Quotients of counts, to four digits; None where nothing was counted."""
     pairs = zip(part.tolist(), whole.tolist(), strict=True)
     return [round(a / b, 4) if b else None for a, b in pairs]

@@ -23,16 +23,16 @@ from lanternpp.nn import checkpoints
 from lanternpp.nn.stores import Store, pack, unpack
 from lanternpp.picture import Panel, comparison
 from lanternpp.training import hardware
-from lanternpp.training.data import Order, Pictures, describe, read_rows
-from lanternpp.training.labelled import Lesson, lesson, vary, vocabulary
+from lanternpp.training.data import BatchSampler, Pictures, describe, read_rows
+from lanternpp.training.labelled import LabelledPictures, augment, label_pictures, vocabulary
 from lanternpp.training.material.codes import named, tokenizer_of
 from lanternpp.training.material.redrawn import redrawn
 from lanternpp.training.pictures import to_bytes
-from lanternpp.training.run import Plan, Task, averaged, run
+from lanternpp.training.run import Task, TrainingOptions, averaged, run
 from lanternpp.vq.model import channels_last
 
-SMALL = 0.75  # of the side: half the work, so more pictures are seen in the same time
-SHOWN = 8  # pictures of a sample sheet
+SMALL_SIDE = 0.75  # of the side: half the work, so more pictures are seen in the same time
+SAMPLE_PICTURES = 8  # pictures of a sample sheet
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class ClassifierTask(Task):
         self,
         config: ClassifierConfig,
         settings: ClassifierSettings,
-        lessons: dict[str, Lesson],  # train, val, and both again as the tokenizer draws them
+        splits: dict[str, LabelledPictures],  # train, val, and both again as the tokenizer draws them
         data: dict[str, Any],
         device: torch.device,
         store: Store,
     ):
         torch.manual_seed(settings.seed)
-        self.config, self.options, self.device = config, settings, device
-        self.lessons = {name: lesson.to(device) for name, lesson in lessons.items()}
+        self.config, self.hparams, self.device = config, settings, device
+        self.splits = {name: split.to(device) for name, split in splits.items()}
         self.data, self.store, self.decay, self.warmup = data, store, settings.decay, settings.warmup
         self.settings = {
             **asdict(config),
@@ -95,36 +95,38 @@ class ClassifierTask(Task):
             {"params": free, "weight_decay": 0.0},
         ]
         self.optimizers = {"adamw": torch.optim.AdamW(groups, settings.lr, (0.9, 0.99))}
-        again = min(round(settings.share * settings.batch_size), len(lessons["redrawn"]))
-        self.orders = {"train": Order(len(lessons["train"]), settings.batch_size - again, settings.seed)}
+        again = min(round(settings.share * settings.batch_size), len(splits["redrawn"]))
+        self.samplers = {
+            "train": BatchSampler(len(splits["train"]), settings.batch_size - again, settings.seed)
+        }
         if again:
-            self.orders["redrawn"] = Order(len(lessons["redrawn"]), again, settings.seed + 1)
+            self.samplers["redrawn"] = BatchSampler(len(splits["redrawn"]), again, settings.seed + 1)
 
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
         """One update."""
-        side = self.config.size if progress >= self.options.small else round(self.config.size * SMALL)
+        side = self.config.size if progress >= self.hparams.small else round(self.config.size * SMALL_SIDE)
         parts, labels, words = [], [], []
-        for name, order in self.orders.items():
-            index, generator = order(step)
-            lesson = self.lessons[name]
-            parts.append(vary(lesson.pictures.random(generator, index), generator, side))
-            labels.append(lesson.labels[index])
-            words.append(lesson.words[index])
+        for name, sampler in self.samplers.items():
+            index, generator = sampler(step)
+            split = self.splits[name]
+            parts.append(augment(split.pictures.random(generator, index), generator, side))
+            labels.append(split.labels[index])
+            words.append(split.words[index])
         with hardware.autocast(self.device):
-            scores, said = self.model(torch.cat(parts))
+            scores, word_logits = self.model(torch.cat(parts))
         loss = F.cross_entropy(scores.float(), torch.cat(labels))
-        naming = binary(said.float(), torch.cat(words))
+        naming = binary(word_logits.float(), torch.cat(words))
         self.optimizers["adamw"].zero_grad()
-        (loss + self.options.words * naming).backward()
+        (loss + self.hparams.words * naming).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizers["adamw"].step()
         return {"loss": loss, "words": naming}
 
     @torch.no_grad()
-    def look(self, classifier: Classifier, lesson: Lesson) -> tuple[Tensor, Tensor]:
+    def predict(self, classifier: Classifier, split: LabelledPictures) -> tuple[Tensor, Tensor]:
         """Logits of labels [M, L] and words [M, W] at the centres of all pictures."""
         with hardware.autocast(self.device):
-            seen = [classifier(images) for images in lesson.pictures.centres(64)]
+            seen = [classifier(images) for images in split.pictures.centres(64)]
         scores, words = (torch.cat(parts).float() for parts in zip(*seen, strict=True))
         return scores, words
 
@@ -133,12 +135,12 @@ class ClassifierTask(Task):
         found: dict[str, float] = {}
         losses = []
         for name, prefix in (("val", ""), ("redrawn val", "redrawn_")):
-            lesson = self.lessons[name]
-            scores, words = self.look(classifier, lesson)
-            losses.append(F.cross_entropy(scores, lesson.labels).item())
-            found[f"{prefix}accuracy"] = (scores.argmax(-1) == lesson.labels).double().mean().item()
+            split = self.splits[name]
+            scores, words = self.predict(classifier, split)
+            losses.append(F.cross_entropy(scores, split.labels).item())
+            found[f"{prefix}accuracy"] = (scores.argmax(-1) == split.labels).double().mean().item()
             if self.config.words:
-                found[f"{prefix}words"] = ((words > 0) == (lesson.words > 0)).double().mean().item()
+                found[f"{prefix}words"] = ((words > 0) == (split.words > 0)).double().mean().item()
         return {"loss": sum(losses) / len(losses), **found}
 
     def validate(self) -> dict[str, float]:
@@ -150,30 +152,32 @@ class ClassifierTask(Task):
         stored = averaged(self.average)
         tensors = unpack(pack(stored.state_dict(), self.store))
         stored.load_state_dict(tensors)
-        scores, _ = self.look(stored, self.lessons["val"])  # type: ignore[arg-type]
-        right = scores.argmax(-1) == self.lessons["val"].labels
+        scores, _ = self.predict(stored, self.splits["val"])  # type: ignore[arg-type]
+        right = scores.argmax(-1) == self.splits["val"].labels
         each = {
-            label: right[self.lessons["val"].labels == i].double().mean().item()
+            label: right[self.splits["val"].labels == i].double().mean().item()
             for i, label in enumerate(self.config.labels)
         }
         return {
             **self.figures(stored),  # type: ignore[arg-type]
             "accuracy_of_each_label": {name: round(value, 4) for name, value in each.items()},
-            "validation_pictures": len(self.lessons["val"]),
+            "validation_pictures": len(self.splits["val"]),
         }
 
     def sample(self, path: Path) -> None:
         """The validation pictures it gets most wrong, beside what it takes them for."""
-        lesson = self.lessons["val"]
-        scores, _ = self.look(self.average, lesson)
+        split = self.splits["val"]
+        scores, _ = self.predict(self.average, split)
         worst = (
-            F.cross_entropy(scores, lesson.labels, reduction="none").argsort(descending=True)[:SHOWN].cpu()
+            F.cross_entropy(scores, split.labels, reduction="none")
+            .argsort(descending=True)[:SAMPLE_PICTURES]
+            .cpu()
         )
-        images = to_bytes(lesson.pictures.centre(worst))
+        images = to_bytes(split.pictures.centre(worst))
         sure = scores.softmax(-1).amax(-1)
         panels = []
         for i, pixels in zip(worst.tolist(), images, strict=True):
-            taken, truth = (self.config.labels[int(x)] for x in (scores[i].argmax(), lesson.labels[i]))
+            taken, truth = (self.config.labels[int(x)] for x in (scores[i].argmax(), split.labels[i]))
             panels.append(Panel([as_image(pixels)], taken, [f"is {truth}", f"{100 * sure[i]:.0f} % sure"]))
         with checkpoints.replacing(path) as temporary:
             comparison("Taken for, and what it is", panels, 192).save(temporary, format="PNG")
@@ -200,7 +204,7 @@ def train(
     model: Path,
     shape: dict[str, Any],
     settings: ClassifierSettings,
-    plan: Plan,
+    options: TrainingOptions,
     limit: int | None = None,
 ) -> bool:
     """Train `model/judge` on the labelled pictures of `data`; False if interrupted. `shape`: channels, blocks.
@@ -210,31 +214,33 @@ def train(
     """
     tokenizer = checkpoints.load_config(tokenizer_of(model))
     rows = {split: read_rows(data, split) for split in ("train", "val")}
-    bare = [part.files[i] for part in rows.values() for i, label in enumerate(part.labels) if not label]
-    if bare:
+    unlabelled = [part.files[i] for part in rows.values() for i, label in enumerate(part.labels) if not label]
+    if unlabelled:
         raise InputError(
-            f"a classifier learns labels and {len(bare)} pictures have none, e.g. {bare[0]}: "
+            f"a classifier learns labels and {len(unlabelled)} pictures have none, e.g. {unlabelled[0]}: "
             "add a label to each line of metadata.jsonl."
         )
     labels = sorted(set(rows["train"].labels))
     words = vocabulary(list(rows["train"].texts), labels)
     config = ClassifierConfig(tuple(labels), words, tokenizer["size"], **shape)
     pictures = {split: Pictures.read(data, split, config.size, limit) for split in rows}
-    known = {split: named(rows[split], pictures[split], limit) for split in rows}
-    lessons = {split: lesson(pictures[split], known[split], config) for split in rows}
-    index, *again = redrawn(model, pictures["train"], pictures["val"], settings.redrawn, plan.device)
-    lessons["redrawn"] = Lesson(again[0], lessons["train"].labels[index], lessons["train"].words[index])
-    lessons["redrawn val"] = replace(lessons["val"], pictures=again[1])
+    captions = {split: named(rows[split], pictures[split], limit) for split in rows}
+    splits = {split: label_pictures(pictures[split], captions[split], config) for split in rows}
+    index, *again = redrawn(model, pictures["train"], pictures["val"], settings.redrawn, options.device)
+    splits["redrawn"] = LabelledPictures(
+        again[0], splits["train"].labels[index], splits["train"].words[index]
+    )
+    splits["redrawn val"] = replace(splits["val"], pictures=again[1])
     facts = describe(pictures["train"], pictures["val"], data) | {"redrawn": again[0].key}
-    finished = run(ClassifierTask(config, settings, lessons, facts, plan.device, plan.store), plan)
+    finished = run(ClassifierTask(config, settings, splits, facts, options.device, options.store), options)
     if finished:
         skipped = set(pictures["val"].skipped)
         files = [rows["val"].root / name for name in rows["val"].files[:limit] if name not in skipped]
-        refer(model, files, known["val"]["texts"])
+        write_features(model, files, captions["val"]["texts"])
     return finished
 
 
-def refer(model: Path, files: list[Path], texts: list[str]) -> None:
+def write_features(model: Path, files: list[Path], texts: list[str]) -> None:
     """Write the reference of a trained classifier: its features of some pictures, and their captions."""
     classifier = read_classifier(model)
     photos = Gallery(model, [Item(path, text) for path, text in zip(files, texts, strict=True)])

@@ -17,7 +17,7 @@ from lanternpp.nn.stores import Store
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingOptions:
     """How long, where and how to run: what may change between a run and its resumption."""
 
     folder: Path
@@ -102,7 +102,7 @@ class Task(ABC):
         return {}
 
 
-def groups(task: Task) -> Iterator[dict[str, Any]]:
+def param_groups(task: Task) -> Iterator[dict[str, Any]]:
     """The parameter groups of all optimizers."""
     for optimizer in task.optimizers.values():
         yield from optimizer.param_groups

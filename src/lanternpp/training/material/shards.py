@@ -99,7 +99,7 @@ class Shards:
         size = self.count * self.item_bytes
         self.room = f"{in_bytes(size)} in {self.folder}"
         if self.missing:
-            check_room(self.folder, size, self.contents)
+            check_disk_space(self.folder, size, self.contents)
             compute()
 
     def pending(self, line: str) -> Iterator[Part]:
@@ -168,7 +168,7 @@ def read_file(path: Path, parse: Callable[[Tensors, Facts], T]) -> T:
         raise InputError(f"{path} cannot be read ({error}): delete it to make it again.") from None
 
 
-def check_room(folder: Path, size: int, what: str) -> None:
+def check_disk_space(folder: Path, size: int, what: str) -> None:
     """InputError where the disk of `folder`, which may not exist yet, lacks room for `size` bytes of `what`."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
