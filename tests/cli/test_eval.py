@@ -11,7 +11,7 @@ from classifiers import splashes, write_classifier
 from PIL import Image
 
 from lanternpp import Pipeline
-from lanternpp.evaluation.draw import orders
+from lanternpp.evaluation.draw import evaluation_requests
 from lanternpp.models import ASSETS
 from lanternpp.picture import save_png
 
@@ -91,7 +91,7 @@ def test_a_kept_picture_is_the_one_that_generate_draws(run, judged, elsewhere: P
 
 def test_more_prompts_than_pictures_are_spread_evenly() -> None:
     prompts = [f"p{i}" for i in range(10)]
-    assert [order.prompt for order in orders(prompts, 5, 0)] == ["p0", "p2", "p4", "p6", "p8"]
+    assert [order.prompt for order in evaluation_requests(prompts, 5, 0)] == ["p0", "p2", "p4", "p6", "p8"]
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_a_stop_loses_at_most_one_measurement(run, own, monkeypatch):
     whole = json.loads(run(*asked).out)
     assert not drawn and whole == again and whole["model"] == first["model"]
     run(*asked, "--restart")
-    assert len(drawn) >= len(lines) - tuning.AGAIN > 2
+    assert len(drawn) >= len(lines) - tuning.MAX_REPROBES > 2
 
 
 def test_a_folder_of_something_else_is_left_alone(run, own):

@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Against:
+class ReferenceSet:
     """A reference: its name, the features of its pictures [N, F], and their captions where they have some."""
 
     name: str
@@ -49,7 +49,7 @@ class Quality:
         self,
         features: str | None,
         extractor: Extractor | None,
-        against: Against | None,
+        against: ReferenceSet | None,
         classifier: ClassifierFeatures | None,
         clip: Clip | None,
     ):
@@ -88,7 +88,7 @@ class Quality:
         name = features or "judge"
         kind = find("features", importable(name), EXTRACTORS)
         extractor = classifier if classifier and kind is ClassifierFeatures else kind.open(folder, on)
-        against = refer(folder, reference, name, extractor, classifier, progress)
+        against = reference_for(folder, reference, name, extractor, classifier, progress)
         return cls(name, extractor, against, classifier, scorer)
 
     @property
@@ -108,17 +108,19 @@ class Quality:
         """
         if len(images) < LEAST:
             raise InputError(f"{len(images)} pictures are too few to measure; at least {LEAST} are needed")
-        said = list(prompts) if prompts is not None else [None] * len(images)
-        if len(said) != len(images):
-            raise InputError(f"{len(said)} prompts do not go with {len(images)} pictures; give one for each")
+        known_prompts = list(prompts) if prompts is not None else [None] * len(images)
+        if len(known_prompts) != len(images):
+            raise InputError(
+                f"{len(known_prompts)} prompts do not go with {len(images)} pictures; give one for each"
+            )
         figures: dict[str, float] = {}
         features: Tensor | None = None
         if self.extractor and self.against:
             features = extract(self.extractor, images, progress)
             figures |= compare(features, self.against.features)
         if self.classifier:
-            figures |= self._accuracy(images, said, features, progress)
-        score = self.clip.score(images, said, progress) if self.clip else None
+            figures |= self._accuracy(images, known_prompts, features, progress)
+        score = self.clip.score(images, known_prompts, progress) if self.clip else None
         return figures | ({} if score is None else {"clip": score})
 
     def _accuracy(
@@ -131,13 +133,13 @@ class Quality:
         """Share of the pictures judged to be what their prompt names; nothing where no prompt names a label."""
         assert self.classifier
         labels = self.classifier.classifier.config.labels
-        wanted = [label_of(prompt, labels) if prompt else None for prompt in prompts]
-        known = [i for i, label in enumerate(wanted) if label is not None]
+        prompt_labels = [label_of(prompt, labels) if prompt else None for prompt in prompts]
+        known = [i for i, label in enumerate(prompt_labels) if label is not None]
         if not known:
             return {}
         if features is None or self.extractor is not self.classifier:
             features = extract(self.classifier, images, progress)
-        right = self.classifier.labels(features[known]) == torch.tensor([wanted[i] for i in known])
+        right = self.classifier.labels(features[known]) == torch.tensor([prompt_labels[i] for i in known])
         return {"prompt_accuracy": right.double().mean().item()}
 
 
@@ -147,26 +149,26 @@ def compare(features: Tensor, reference: Tensor) -> dict[str, float]:
     precision, recall = precision_recall(features, reference)
     return {
         "frechet": frechet.distance(frechet.gaussian(features), against),
-        "frechet_spread": frechet.spread(features, against),
+        "frechet_spread": frechet.standard_error(features, against),
         "precision": precision,
         "recall": recall,
     }
 
 
-def refer(
+def reference_for(
     folder: Path,
     reference: Path | None,
     name: str,
     extractor: Extractor,
     classifier: ClassifierFeatures | None,
     progress: Progress | None,
-) -> Against:
+) -> ReferenceSet:
     """The reference to compare with: a folder's pictures, or the one that came with the model."""
     if reference is not None:
         gallery = Gallery.read(reference_folder(reference), LEAST)
         texts = tuple(prompt for prompt in gallery.prompts if prompt)
-        return Against(str(gallery.folder), extract(extractor, gallery, progress), texts)
+        return ReferenceSet(str(gallery.folder), extract(extractor, gallery, progress), texts)
     if classifier is None or extractor is not classifier:
         raise InputError(f"features {name} need --reference DIR, a folder of pictures to compare with")
-    own = read_reference(folder, classifier.classifier)
-    return Against(f"{folder.name}'s own", own.features, own.texts)
+    stored = read_reference(folder, classifier.classifier)
+    return ReferenceSet(f"{folder.name}'s own", stored.features, stored.texts)

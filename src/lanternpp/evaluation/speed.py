@@ -18,21 +18,19 @@ from typing import Any
 import torch
 
 from lanternpp import runlog
+from lanternpp.dials import DRAFT, PARTS, RULE, dials
 from lanternpp.errors import InputError
 from lanternpp.evaluation.stopwatch import Stopwatch
 from lanternpp.jsonfile import read_object
-from lanternpp.methods import check_method
+from lanternpp.methods import BASELINE, check_method
 from lanternpp.nn import checkpoints
 from lanternpp.picture import save_png
 from lanternpp.pipeline import Pipeline, Result, versions
 from lanternpp.schema import checked
-from lanternpp.settings import DIALS
 
 RUN, TURNS, PICTURES = "run.json", "turns.jsonl", "pictures"
-BASELINE = "ar"
-TEXT = ("proposer", "accept", "tree", "residual", "coupling", "fresh", "verify")
-WHOLE = ("neighbours", "window")
-ALIASES = {"k": "neighbours", "lambda": "lam"}
+METHOD_DIALS = dials(PARTS, DRAFT, RULE)  # what an entry may override
+BY_KEY = {key: dial for dial in METHOD_DIALS for key in (dial.name, dial.spoken, dial.short) if key}
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Turn:
     spent: list[float] | None = None  # tv_spent per picture, where it was measured
 
 
-def entries(text: str) -> list[Entry]:
+def parse_methods(text: str) -> list[Entry]:
     """Methods parted by commas, each with what it overrides behind it: "ar, lantern++ k=10 lambda=5".
 
     Plain AR is put first where it is missing, as all else is measured against it. Raises InputError.
@@ -74,27 +72,25 @@ def entries(text: str) -> list[Entry]:
         if not words:
             raise InputError(f"methods {text!r} has an empty entry; part names by single commas")
         check_method(words[0])
-        overrides = dict(override(word, item) for word in words[1:])
+        overrides = dict(parse_override(word, item) for word in words[1:])
         label = " ".join(words)
         found[label] = Entry(label, words[0], overrides)
     return list({BASELINE: Entry(BASELINE, BASELINE, {}), **found}.values())
 
 
-def override(word: str, item: str) -> tuple[str, Any]:
+def parse_override(word: str, item: str) -> tuple[str, Any]:
     """`key=value` as a field of Settings and its value; InputError names the entry it stands in."""
     key, _, value = word.partition("=")
-    key = ALIASES.get(key, key)
-    if key not in ("proposer", "accept", *DIALS) or not value:
-        known = ", ".join((*TEXT, "k", "window", "delta", "lambda", "nu"))
+    dial = BY_KEY.get(key)
+    if dial is None or not value:
+        known = ", ".join(dial.short or dial.spoken for dial in METHOD_DIALS)
         raise InputError(
             f"{word!r} in method {item.strip()!r} is no override; write key=value with one of: {known}"
         )
-    if key in TEXT:
-        return key, value
     try:
-        return key, int(value) if key in WHOLE else float(value)
+        return dial.name, dial.kind(value)
     except ValueError:
-        kind = "a whole number" if key in WHOLE else "a number"
+        kind = "a whole number" if dial.kind is int else "a number"
         raise InputError(f"{word!r} in method {item.strip()!r}: {value!r} is not {kind}") from None
 
 
@@ -113,13 +109,13 @@ class Race:
     ):
         self.pipe, self.field, self.prompts = pipe, list(field), list(prompts)
         self.n, self.seed, self.measure = n, seed, measure
-        self.given = {e.label: {"batch_size": 1} | shared | e.overrides for e in field}
-        self.settings = {e.label: pipe.settings(e.method, **self.given[e.label]) for e in field}
+        self.overrides_of = {e.label: {"batch_size": 1} | shared | e.overrides for e in field}
+        self.settings = {e.label: pipe.settings(e.method, **self.overrides_of[e.label]) for e in field}
         self.batch = self.settings[BASELINE].batch_size
         if n % self.batch:
             raise InputError(f"{n} pictures per prompt are not a whole number of batches of {self.batch}")
         for prompt in prompts:
-            pipe.target.prompt([prompt], 1)
+            pipe.target.check(prompt)
         # made now, so that a wrong part is found before anything is drawn, and kept, as they are timed
         self.engines = {label: pipe.new_engine(settings) for label, settings in self.settings.items()}
 
@@ -146,13 +142,13 @@ class Race:
             for i in range(len(self.field)):
                 yield self.field[(place + i) % len(self.field)], prompt, self.seed + first
 
-    def draw(self, entry: Entry, prompt: int, seed: int, **more: Any) -> Result:
+    def draw(self, entry: Entry, prompt: int, seed: int, **extra: Any) -> Result:
         """One turn's pictures, drawn with the entry's own engine where nothing `more` is asked for."""
-        if more:
-            given = self.given[entry.label] | more
-            return self.pipe(self.prompts[prompt], n=self.batch, seed=seed, method=entry.method, **given)
-        asked, seeds = [self.prompts[prompt]] * self.batch, range(seed, seed + self.batch)
-        return self.pipe.draw(self.engines[entry.label], self.settings[entry.label], asked, seeds)
+        if extra:
+            overrides = self.overrides_of[entry.label] | extra
+            return self.pipe(self.prompts[prompt], n=self.batch, seed=seed, method=entry.method, **overrides)
+        conditions, seeds = [self.prompts[prompt]] * self.batch, range(seed, seed + self.batch)
+        return self.pipe.draw(self.engines[entry.label], self.settings[entry.label], conditions, seeds)
 
     def run(
         self, folder: Path, resume: bool = False, progress: Callable[[int, int], None] | None = None
@@ -161,20 +157,20 @@ class Race:
 
         progress is told between turns only, so that a timed one does nothing else.
         """
-        begin(folder, self.describe(), resume)
+        check_run(folder, self.describe(), resume)
         turns = read_turns(folder)
         done = {(t.label, t.prompt, t.seed) for t in turns}
         total = len(self.prompts) * self.n // self.batch * len(self.field)
-        watches: dict[str, Stopwatch] = {}
+        stopwatches: dict[str, Stopwatch] = {}
         for entry, prompt, seed in self.turns():
             if (entry.label, prompt, seed) in done:
                 continue
             if progress:
                 progress(len(turns), total)
-            if entry.label not in watches:
+            if entry.label not in stopwatches:
                 self.draw(entry, prompt, seed)  # so that nothing is made for the first time in a timed one
-                watches[entry.label] = Stopwatch(self.engines[entry.label])
-            turns.append(self._turn(folder, entry, watches[entry.label], prompt, seed))
+                stopwatches[entry.label] = Stopwatch(self.engines[entry.label])
+            turns.append(self._turn(folder, entry, stopwatches[entry.label], prompt, seed))
             runlog.append(folder / TURNS, vars(turns[-1]))
         return turns
 
@@ -209,7 +205,7 @@ def split(accepted: Sequence[int], length: int) -> list[list[int]]:
     return pictures
 
 
-def begin(folder: Path, run: dict[str, Any], resume: bool) -> None:
+def check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
     """Write down what is compared, or check it against what the folder says; InputError names what differs."""
     path = folder / RUN
     if not path.exists():

@@ -38,10 +38,10 @@ class Stopwatch(Observer):
         """Seconds in each of PHASES since the last call, of a run that took `seconds` in all."""
         if self.cuda:
             torch.cuda.synchronize()
-        spent = dict.fromkeys((*PHASES, "observe"), 0.0)
+        seconds_in = dict.fromkeys((*PHASES, "observe"), 0.0)
         for (phase, began), (_, ended) in pairwise(self._marks):
-            spent[phase] += began.elapsed_time(ended) / 1000 if self.cuda else ended - began
+            seconds_in[phase] += began.elapsed_time(ended) / 1000 if self.cuda else ended - began
         self._marks.clear()
-        self.observed = spent.pop("observe")
-        spent["rest"] = max(seconds - sum(spent[phase] for phase in PHASES[:-1]), 0.0)
-        return spent
+        self.observed = seconds_in.pop("observe")
+        seconds_in["rest"] = max(seconds - sum(seconds_in[phase] for phase in PHASES[:-1]), 0.0)
+        return seconds_in

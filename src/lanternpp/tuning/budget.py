@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.draw import orders
-from lanternpp.evaluation.speed import BASELINE
+from lanternpp.evaluation.draw import evaluation_requests
+from lanternpp.methods import BASELINE
 from lanternpp.picture import save_png
 from lanternpp.settings import dials_read
 from lanternpp.tuning.journal import PICTURES
@@ -26,7 +26,7 @@ LAMBDAS = (1.5, 2.0, 3.0, 5.0, 10.0)
 
 
 @dataclass(frozen=True)
-class Spending:
+class QualityCost:
     """What pictures cost, and its standard error where that is known."""
 
     value: float
@@ -34,14 +34,14 @@ class Spending:
 
 
 @dataclass(frozen=True)
-class Choice:
+class BudgetChoice:
     """What was chosen within a budget, and everything that was looked at on the way."""
 
     found: Tuning
-    spent: Spending
+    spent: QualityCost
     limit: float
-    plain: Spending | None  # what plain decoding spends, where that decides the limit
-    looked: list[dict[str, Any]]  # dials, whether it was the tree found for them, spent, spread, speedup
+    plain: QualityCost | None  # what plain decoding spends, where that decides the limit
+    tried: list[dict[str, Any]]  # dials, whether it was the tree found for them, spent, spread, speedup
 
 
 class Budget:
@@ -49,13 +49,13 @@ class Budget:
 
     def __init__(self, tuner: Tuner, pictures: int):
         self.tuner, self.pictures = tuner, pictures
-        self.plain: Spending | None = None
+        self.plain: QualityCost | None = None
         settings = tuner.settings
         if not {"neighbours", "lam"} <= dials_read(settings.proposer, settings.accept):
             raise InputError(
                 f"a budget picks k and lambda, which the rule {settings.accept!r} does not read; use lantern++"
             )
-        given, vocab = tuner.plan.given, tuner.pipe.target.vocab
+        given, vocab = tuner.options.given, tuner.pipe.target.vocab
         known = tuple(k for k in NEIGHBOURS if k < vocab) or (vocab - 1,)
         self.ks = (given["neighbours"],) if given.get("neighbours") else known
         self.lams = (given["lam"],) if given.get("lam") else LAMBDAS
@@ -64,76 +64,79 @@ class Budget:
         """The most that may be spent."""
         raise NotImplementedError
 
-    def spend(self, dials: Mapping[str, Any]) -> Spending:
+    def quality_cost(self, dials: Mapping[str, Any]) -> QualityCost:
         """What pictures with these dials, among them perhaps a tree, cost."""
         raise NotImplementedError
 
-    def choose(self) -> Choice:
+    def choose(self) -> BudgetChoice:
         """The fastest by prediction whose own tree stays within the limit. InputError where none does.
 
         For every k the greatest lambda that the method's tree allows is found by halving; a tree is found for
         each, the fastest first held to the limit with it, and where it exceeds it, the next lambda below.
         """
         limit = self.limit()
-        looked: list[dict[str, Any]] = []
+        tried: list[dict[str, Any]] = []
 
-        def ask(dials: dict[str, Any], found: Tuning | None = None) -> Spending:
-            spent = self.spend(dials | ({"tree": self.tuner.tree(found)} if found else {}))
+        def measure_cost(dials: dict[str, Any], found: Tuning | None = None) -> QualityCost:
+            spent = self.quality_cost(dials | ({"tree": self.tuner.tree(found)} if found else {}))
             row = {
                 "dials": dials,
                 "own_tree": found is not None,
                 "spent": spent.value,
                 "spread": spent.spread,
             }
-            looked.append(row | ({"speedup": found.chosen.speedup} if found else {}))
+            tried.append(row | ({"speedup": found.chosen.speedup} if found else {}))
             return spent
 
         field: list[tuple[float, int, int, Tuning]] = []
         for k in self.ks:
-            most = greatest(self.lams, lambda lam: ask({"neighbours": k, "lam": lam}).value <= limit)  # noqa: B023
-            if most is not None:
-                field.append(self._enter(k, most))
+            last = last_accepted(
+                self.lams,
+                lambda lam: measure_cost({"neighbours": k, "lam": lam}).value <= limit,  # noqa: B023
+            )
+            if last is not None:
+                field.append(self._enter(k, last))
         while field:
             best = max(field, key=lambda entry: entry[0])
             field.remove(best)
             _, k, place, found = best
-            spent = ask(found.dials, found)
+            spent = measure_cost(found.dials, found)
             if spent.value <= limit:
-                return Choice(found, spent, limit, self.plain, looked)
+                return BudgetChoice(found, spent, limit, self.plain, tried)
             if place:
                 field.append(self._enter(k, place - 1))
-        least = min(looked, key=lambda row: row["spent"])
+        least = min(tried, key=lambda row: row["spent"])
         raise InputError(
             f"nothing of the grid stays within {limit:.3g}: the least was {least['spent']:.3g}, with "
-            f"{spoken(least['dials'])}; raise the budget, or give a lower --lambda"
+            f"{dials_text(least['dials'])}; raise the budget, or give a lower --lambda"
         )
 
     def _enter(self, k: int, place: int) -> tuple[float, int, int, Tuning]:
-        found = self.tuner.tune({"neighbours": k, "lam": self.lams[place]}, rich=True)
+        found = self.tuner.tune({"neighbours": k, "lam": self.lams[place]}, few=True)
         return found.chosen.speedup, k, place, found
 
 
 class VariationBudget(Budget):
     """Mean total variation per picture, as `--measure` reports it."""
 
-    def __init__(self, tuner: Tuner, pictures: int, most: float):
+    def __init__(self, tuner: Tuner, pictures: int, max_variation: float):
         super().__init__(tuner, pictures)
-        self.most = most
+        self.max_variation = max_variation
 
     def limit(self) -> float:
         """As given."""
-        return self.most
+        return self.max_variation
 
-    def spend(self, dials: Mapping[str, Any]) -> Spending:
+    def quality_cost(self, dials: Mapping[str, Any]) -> QualityCost:
         """A mean over pictures."""
         values = [
             value
-            for drawn in _draw(self.tuner, self.tuner.plan.method, dials, self.pictures, measure=True)
+            for drawn in _draw(self.tuner, self.tuner.options.method, dials, self.pictures, measure=True)
             for value in drawn["spent"]
         ]
         mean = fmean(values)
         off = fmean((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
-        return Spending(mean, off**0.5 if len(values) > 1 else None)
+        return QualityCost(mean, off**0.5 if len(values) > 1 else None)
 
 
 class FrechetBudget(Budget):
@@ -148,20 +151,20 @@ class FrechetBudget(Budget):
         self.plain = self._distance(BASELINE, {})
         return self.plain.value * (1 + self.percent / 100)
 
-    def spend(self, dials: Mapping[str, Any]) -> Spending:
+    def quality_cost(self, dials: Mapping[str, Any]) -> QualityCost:
         """A distance of that many pictures, and its jackknife."""
-        return self._distance(self.tuner.plan.method, dials)
+        return self._distance(self.tuner.options.method, dials)
 
-    def _distance(self, method: str, dials: Mapping[str, Any]) -> Spending:
+    def _distance(self, method: str, dials: Mapping[str, Any]) -> QualityCost:
         drawn = _draw(self.tuner, method, dials, self.pictures, save=True)
         files = [name for each in drawn for name in each["files"]]
         images = [Image.open(self.tuner.folder / name).convert("RGB") for name in files]
-        asked = [prompt for each in drawn for prompt in each["prompts"]]
+        prompts = [prompt for each in drawn for prompt in each["prompts"]]
         figures = self.tuner.journal.once(
             {"judged": files},
-            lambda: {k: v for k, v in self.quality.measure(images, asked).items() if "frechet" in k},
+            lambda: {k: v for k, v in self.quality.measure(images, prompts).items() if "frechet" in k},
         )
-        return Spending(figures["frechet"], figures["frechet_spread"])
+        return QualityCost(figures["frechet"], figures["frechet_spread"])
 
 
 def _draw(
@@ -173,19 +176,19 @@ def _draw(
     save: bool = False,
 ) -> list[dict[str, Any]]:
     """Pictures over the plan's prompts, a batch at a time, each written down."""
-    plan, batch = tuner.plan, tuner.settings.batch_size
-    given = {**tuner.shared, **({} if method == BASELINE else {**plan.given, **dials})}
-    wanted = orders(plan.prompts, pictures, plan.seed + 2000)
+    options, batch = tuner.options, tuner.settings.batch_size
+    given = {**tuner.shared, **({} if method == BASELINE else {**options.given, **dials})}
+    requests = evaluation_requests(options.prompts, pictures, options.seed + 2000)
     made = []
     for start in range(0, pictures, batch):
-        part = wanted[start : start + batch]
+        part = requests[start : start + batch]
         key = {"draw": method, "dials": dict(dials), "start": start, "count": len(part), "measure": measure}
-        tuner.tell(start, pictures)
+        tuner.progress(start, pictures)
 
         def draw(
             part: Sequence[Any] = part, start: int = start, key: Mapping[str, Any] = key
         ) -> dict[str, Any]:
-            prompts, seeds = [order.prompt for order in part], [order.seed for order in part]
+            prompts, seeds = [request.prompt for request in part], [request.seed for request in part]
             result = tuner.pipe(prompts, seed=seeds, method=method, measure=measure, **given)
             files = []
             for i, image in enumerate(result.images if save else []):
@@ -199,19 +202,19 @@ def _draw(
     return made
 
 
-def greatest(values: Sequence[float], fine: Callable[[float], bool]) -> int | None:
+def last_accepted(values: Sequence[float], accepted: Callable[[float], bool]) -> int | None:
     """The place of the last of ascending values that is fine, if the fine ones come first; None: not even the first."""
     low, high = -1, len(values) - 1
     while low < high:
         middle = (low + high + 1) // 2
-        if fine(values[middle]):
+        if accepted(values[middle]):
             low = middle
         else:
             high = middle - 1
     return low if low >= 0 else None
 
 
-def spoken(dials: Mapping[str, Any]) -> str:
+def dials_text(dials: Mapping[str, Any]) -> str:
     """Dials as a user knows them."""
     names = {"neighbours": "k", "lam": "lambda"}
     return ", ".join(f"{names.get(name, name)} {value:g}" for name, value in dials.items())

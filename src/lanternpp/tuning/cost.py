@@ -18,7 +18,7 @@ SECONDS = ("plain_begin", "plain_look", "plain_step", "begin", "draft", "look", 
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepCost:
     """Seconds of a step."""
 
     draft: float
@@ -67,11 +67,11 @@ class Costs:
     judge: tuple[float, ...]  # of 1, children judged, codes decided, widths
     noise: float  # median distance of a probe's step from what this says, as a share
 
-    def parts(self, shape: Shape, table: Tensor) -> Parts:
+    def parts(self, shape: Shape, table: Tensor) -> StepCost:
         """A step of a tree, for acceptances of `table`."""
         found = reaches(table, shape)
-        seen = features(shape, judged(table, shape, found), sum(found.values()))
-        return Parts(_dot(self.draft, seen[0]), self.look(len(shape) + 1), _dot(self.judge, seen[1]))
+        terms = linear_terms(shape, judged(table, shape, found), sum(found.values()))
+        return StepCost(_dot(self.draft, terms[0]), self.look(len(shape) + 1), _dot(self.judge, terms[1]))
 
     def rate(self, shape: Shape, table: Tensor) -> float:
         """Codes per second of a sample, once it runs."""
@@ -94,7 +94,7 @@ class Costs:
         return begin + self._passes(codes) * step + self.pixels
 
 
-def features(shape: Shape, judged: float, codes: float) -> tuple[list[float], list[float]]:
+def linear_terms(shape: Shape, judged: float, codes: float) -> tuple[list[float], list[float]]:
     """What drafting and judging are linear in."""
     kids: dict[tuple[int, ...], int] = {}
     for path in shape:
@@ -104,35 +104,35 @@ def features(shape: Shape, judged: float, codes: float) -> tuple[list[float], li
     return [1.0, depth, len(kids), len(shape)], [1.0, judged, codes, sum(widths)]
 
 
-def fit(probes: Sequence[Probe], length: int, judging: Sequence[Probe] | None = None) -> Costs:
+def fit(probes: Sequence[Probe], length: int, rule_probes: Sequence[Probe] | None = None) -> Costs:
     """Costs from probes. judging: those among them whose rule is the one in question; default: all.
 
     Every probe's seconds are scaled by what the plain steps beside it took, so that a machine that slows down
     for a while does not bend the curve.
     """
-    usual = median(one.plain_step for one in probes)
-    drawn, mine = _by_shape(probes, usual), _by_shape(judging or probes, usual)
-    sizes: dict[int, list[float]] = {1: [one.plain_look * usual / one.plain_step for one in probes]}
+    plain_seconds = median(one.plain_step for one in probes)
+    drawn, mine = _by_shape(probes, plain_seconds), _by_shape(rule_probes or probes, plain_seconds)
+    sizes: dict[int, list[float]] = {1: [one.plain_look * plain_seconds / one.plain_step for one in probes]}
     for shape, group in drawn.items():
         sizes.setdefault(len(shape) + 1, []).extend(one.look for one in group)
     at = tuple(sorted(sizes))
     curve = Curve(at, rising([median(sizes[n]) for n in at], [len(sizes[n]) for n in at]))
-    seen = {shape: _features(shape, group) for shape, group in {**drawn, **mine}.items()}
+    terms = {shape: _linear_terms(shape, group) for shape, group in {**drawn, **mine}.items()}
     draft = nonnegative(
-        [seen[shape][0] for shape in drawn], [median(one.draft for one in group) for group in drawn.values()]
+        [terms[shape][0] for shape in drawn], [median(one.draft for one in group) for group in drawn.values()]
     )
     judge = nonnegative(
-        [seen[shape][1] for shape in mine], [median(one.judge for one in group) for group in mine.values()]
+        [terms[shape][1] for shape in mine], [median(one.judge for one in group) for group in mine.values()]
     )
     off = []
     for shape, group in mine.items():
         took = median(one.draft + one.look + one.judge for one in group)
-        said = _dot(draft, seen[shape][0]) + curve(len(shape) + 1) + _dot(judge, seen[shape][1])
-        off.append(abs(said - took) / took)
+        predicted = _dot(draft, terms[shape][0]) + curve(len(shape) + 1) + _dot(judge, terms[shape][1])
+        off.append(abs(predicted - took) / took)
     every = [one for group in drawn.values() for one in group]
     return Costs(
         length,
-        usual,
+        plain_seconds,
         median(one.plain_begin for one in every),
         median(one.begin for one in every),
         median(one.pixels for one in every),
@@ -170,20 +170,20 @@ def nonnegative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> tup
     return tuple(best.tolist())
 
 
-def _by_shape(probes: Sequence[Probe], usual: float) -> dict[Shape, list[Probe]]:
+def _by_shape(probes: Sequence[Probe], plain_seconds: float) -> dict[Shape, list[Probe]]:
     """Probes of each shape, their seconds those of a machine whose plain step takes `usual`."""
     found: dict[Shape, list[Probe]] = {}
     for one in probes:
-        pace = usual / one.plain_step
+        pace = plain_seconds / one.plain_step
         scaled = {name: getattr(one, name) * pace for name in SECONDS}
         found.setdefault(tuple(map(tuple, one.shape)), []).append(replace(one, **scaled))
     return found
 
 
-def _features(shape: Shape, group: Sequence[Probe]) -> tuple[list[float], list[float]]:
+def _linear_terms(shape: Shape, group: Sequence[Probe]) -> tuple[list[float], list[float]]:
     passes = max(sum(one.passes for one in group), 1)
     tried = sum(one.judged * one.passes for one in group) / passes
-    return features(shape, tried, sum(one.codes for one in group) / passes)
+    return linear_terms(shape, tried, sum(one.codes for one in group) / passes)
 
 
 def _dot(weights: Sequence[float], values: Sequence[float]) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lanternpp import runlog
 from lanternpp.errors import InputError
-from lanternpp.evaluation.speed import RUN, begin
+from lanternpp.evaluation.speed import RUN, check_run
 from lanternpp.jsonfile import read_object
 
 LINES = "measurements.jsonl"
@@ -29,7 +29,7 @@ class Journal:
         self.folder, self.optional = folder, optional
         if restart:
             forget(folder)
-        begin(folder, json.loads(json.dumps(run)), resume=True)
+        check_run(folder, json.loads(json.dumps(run)), resume=True)
         rows = runlog.read_rows(folder / LINES, _row, "begin anew with --restart")
         self._known: dict[str, Any] = dict(rows)
 

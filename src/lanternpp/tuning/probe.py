@@ -45,7 +45,7 @@ class Probe:
         return asdict(self)
 
 
-class _Timed:
+class _TimedEngine:
     """An engine whose steps are timed. It must be new: its parts are watched from then on."""
 
     def __init__(self, engine: Engine):
@@ -68,16 +68,16 @@ class _Timed:
         span = self.watch.take(now(self.engine) - began)
         self.spans.append(span | {"rest": span["rest"] - self.watch.observed})
 
-    def took(self, *parts: str) -> float:
+    def seconds_of(self, *parts: str) -> float:
         """Seconds that parts of a step took."""
         return trimmed([sum(span[part] for part in parts) for span in self.spans])
 
-    def stand_at(self, count: torch.Tensor) -> None:
+    def skip_to(self, count: torch.Tensor) -> None:
         """Go on from this code of each sample. What lies in the slots passed over does not matter to a clock."""
-        ahead = (count - self.engine.count).clamp(min=0)
-        self.engine.count += ahead
-        self.engine.proposer.count += ahead
-        self.engine.cache.used += self.engine.guidance.rows(ahead)
+        skipped = (count - self.engine.count).clamp(min=0)
+        self.engine.count += skipped
+        self.engine.proposer.count += skipped
+        self.engine.cache.used += self.engine.guidance.rows(skipped)
 
 
 def probe(
@@ -92,14 +92,14 @@ def probe(
 
     shape: of the engine's static tree. One condition and seed for each sample of the batch.
     """
-    tree, other = _Timed(engine), _Timed(plain)
+    tree, plain_engine = _TimedEngine(engine), _TimedEngine(plain)
     counts = AcceptanceByRank(engine.target.length)
     engine.observers.append(counts)
-    begin, plain_begin = tree.admit(conditions, seeds), other.admit(conditions, seeds)
+    begin, plain_begin = tree.admit(conditions, seeds), plain_engine.admit(conditions, seeds)
     while len(engine.done()) < engine.batch:
-        other.stand_at(engine.count.clamp(max=engine.target.length - 1))
+        plain_engine.skip_to(engine.count.clamp(max=engine.target.length - 1))
         tree.step()
-        other.step()
+        plain_engine.step()
     began = now(engine)
     pixels(torch.stack([engine.harvest(slot).codes for slot in range(engine.batch)]))
     finished = (now(engine) - began) / engine.batch
@@ -107,12 +107,12 @@ def probe(
     return Probe(
         [list(path) for path in sorted(shape, key=lambda p: (len(p), p))],
         plain_begin,
-        other.took("pass"),
-        other.took(*PHASES),
+        plain_engine.seconds_of("pass"),
+        plain_engine.seconds_of(*PHASES),
         begin,
-        tree.took("draft"),
-        tree.took("pass"),
-        tree.took("verify", "rest"),
+        tree.seconds_of("draft"),
+        tree.seconds_of("pass"),
+        tree.seconds_of("verify", "rest"),
         finished,
         passes,
         int(counts.codes),

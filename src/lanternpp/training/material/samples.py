@@ -69,7 +69,7 @@ def choose_prompts(
     if self_sampling.prompts is not None or (place / PROMPTS).is_file():
         listed = tuple(dict.fromkeys(read_prompts(self_sampling.prompts, place)))
         for text in listed:
-            target.prompt([text], 1)
+            target.check(text)
         return split_prompts(listed)
     if target.conditions:
         return split_prompts(tuple(target.conditions))
@@ -83,7 +83,7 @@ def supported_prompts(target: Target, texts: Sequence[str]) -> tuple[str, ...]:
     kept = []
     for text in dict.fromkeys(texts):
         try:
-            target.prompt([text], 1)
+            target.check(text)
         except InputError:
             continue
         kept.append(text)
