@@ -52,7 +52,7 @@ def test_every_level_is_judged_by_the_targets_guided_distribution_at_its_place(r
         slot = (read.anchors[0, :, None] + 1 + level).clamp(max=read.features.shape[1] - 1)
         return read.features[:, slot]
 
-    made.guess = knows  # type: ignore[method-assign]
+    made.predict_features = knows  # type: ignore[method-assign]
     figures = made.loss(made.model, read)
     assert figures["levels"].tolist() == pytest.approx([1] * 4, abs=1e-5)
     assert figures["loss"].item() == pytest.approx(0, abs=1e-5)

@@ -1,7 +1,7 @@
 """A model's own classifier: a small classifier of its data's labels, whose features stand in for Inception's.
 
 A residual network with pre-activation blocks (arXiv 1603.05027). Beside the label it names the words of the
-caption, so that its features know colours, skies and backgrounds, which a label alone would let it forget.
+caption, so that its features also describe colours, skies and backgrounds, which do not matter for the label alone.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def read_classifier(folder: Path, device: torch.device | str = "cpu") -> Classif
 
 
 def fingerprint(classifier: nn.Module) -> str:
-    """A hash of a classifier's weights: features of one classifier mean nothing beside those of another."""
+    """A hash of a classifier's weights: features of different classifiers cannot be compared."""
     parts = [
         f"{name} {checkpoints.checksum(tensor)}" for name, tensor in sorted(classifier.state_dict().items())
     ]

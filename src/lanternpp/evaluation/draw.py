@@ -1,4 +1,4 @@
-"""Pictures to be measured, drawn here: which prompt and seed each has, and what drawing all of them took."""
+"""Draws pictures that are to be measured: the prompt and seed of each, and the statistics of all together."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def draw(
     progress: Callable[[int, int], None] | None = None,
     **overrides: Any,
 ) -> Iterator[tuple[Sequence[EvaluationRequest], Result]]:
-    """Draw a list of orders, a part at a time. progress is told of codes. Raises InputError before the first."""
+    """Draw a list of requests, a chunk at a time. progress is called with (codes done, total). InputError before the first is drawn."""
     size = {"batch_size": min(len(requests), 8)}
     length = pipe.target.length
     for start in range(0, len(requests), CHUNK):
@@ -57,7 +57,7 @@ def draw(
 
 
 def combined_stats(parts: Sequence[Stats]) -> Stats:
-    """What several runs with the same settings took, as one."""
+    """The statistics of several runs with the same settings, summed up as one."""
     images, codes = sum(s.images for s in parts), sum(s.codes for s in parts)
     passes, seconds = sum(s.passes for s in parts), sum(s.seconds for s in parts)
     tv_spent = [value for s in parts for value in s.tv_spent_per_image]

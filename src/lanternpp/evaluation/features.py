@@ -1,4 +1,4 @@
-"""What pictures are compared by: extractors of features, one a row of a dict."""
+"""Extractors of the features by which pictures are compared; `EXTRACTORS` lists them by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lanternpp.evaluation.pictures import squares
 
 
 class Extractor(ABC):
-    """Pictures -> features, in which alike pictures are near."""
+    """Maps pictures to features; similar pictures have features close together."""
 
     side: int  # pixels of the squares it looks at
 
@@ -32,7 +32,7 @@ class Extractor(ABC):
 
 
 class ClassifierFeatures(Extractor):
-    """The features of the model's own classifier, and what it takes pictures for."""
+    """The features of the model's own classifier, and the labels it predicts."""
 
     def __init__(self, folder: Path, device: torch.device):
         self.classifier, self.device = read_classifier(folder, device), device

@@ -1,4 +1,4 @@
-"""Pictures in a folder, with the prompts that are known of them; decoded when looked at."""
+"""Pictures in a folder, with their prompts where these are known; each is decoded when it is accessed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Gallery(Sequence[Image.Image]):
 
     @property
     def prompts(self) -> list[str | None]:
-        """What each picture was drawn from, or says of itself."""
+        """The prompt of each picture, from the metadata or from notes in the file."""
         return [item.prompt for item in self.items]
 
     def __len__(self) -> int:

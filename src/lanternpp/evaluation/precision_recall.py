@@ -1,4 +1,4 @@
-"""Improved precision and recall (arXiv 1904.06991): the share of one set that lies where the other does."""
+"""Improved precision and recall (arXiv 1904.06991): the share of one set that lies within the other's manifold."""
 
 from __future__ import annotations
 

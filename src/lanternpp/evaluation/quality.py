@@ -1,4 +1,4 @@
-"""What pictures are worth: their distance from a reference, and their agreement with their prompts."""
+"""Quality of pictures: their distance from a reference, and their agreement with their prompts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lanternpp.evaluation.pictures import Gallery, reference_folder
 from lanternpp.evaluation.precision_recall import NEAREST, precision_recall
 from lanternpp.registry import find, importable
 
-LEAST = NEAREST + 1  # pictures: each needs as many others as neighbours are counted
+LEAST = NEAREST + 1  # pictures: precision and recall need that many neighbours of each, and itself
 Progress = Callable[[int, int], None]
 
 
@@ -71,7 +71,7 @@ class Quality:
         device: torch.device | str = "auto",
         progress: Progress | None = None,
     ) -> Quality:
-        """What can be said of a model's pictures.
+        """The figures that can be measured of a model's pictures.
 
         reference: a folder of pictures; left out, the features that lie beside the model's classifier. features:
         a name of `EXTRACTORS` or "package.module:Class"; left out, the classifier. clip: a CLIP model's folder
@@ -130,7 +130,7 @@ class Quality:
         features: Tensor | None,
         progress: Progress | None,
     ) -> dict[str, float]:
-        """Share of the pictures judged to be what their prompt names; nothing where no prompt names a label."""
+        """Share of the pictures classified as what their prompt names; {} where no prompt names a label."""
         assert self.classifier
         labels = self.classifier.classifier.config.labels
         prompt_labels = [label_of(prompt, labels) if prompt else None for prompt in prompts]

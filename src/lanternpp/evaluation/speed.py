@@ -1,4 +1,4 @@
-"""The race: methods take turns at the same prompts and seeds, and every turn is written down at once.
+"""A race of methods: they take turns at the same prompts and seeds, and every turn is logged when it ends.
 
 A run's folder holds `run.json` (what is compared), `turns.jsonl` (a line per turn, so that a run stopped at any
 moment goes on where it stopped) and `pictures/`.
@@ -116,11 +116,11 @@ class Race:
             raise InputError(f"{n} pictures per prompt are not a whole number of batches of {self.batch}")
         for prompt in prompts:
             pipe.target.check(prompt)
-        # made now, so that a wrong part is found before anything is drawn, and kept, as they are timed
+        # made here, so that a wrong part is found before anything is drawn; kept, as their turns are timed
         self.engines = {label: pipe.new_engine(settings) for label, settings in self.settings.items()}
 
     def describe(self) -> dict[str, Any]:
-        """What must be the same for a run to be gone on with."""
+        """What must be unchanged for a run to be resumed."""
         like = next(self.pipe.target.parameters())
         return {
             "model": self.pipe.name,
@@ -143,7 +143,7 @@ class Race:
                 yield self.field[(place + i) % len(self.field)], prompt, self.seed + first
 
     def draw(self, entry: Entry, prompt: int, seed: int, **extra: Any) -> Result:
-        """One turn's pictures, drawn with the entry's own engine where nothing `more` is asked for."""
+        """The pictures of one turn, by the entry's engine; with `extra` overrides, by an engine made for them."""
         if extra:
             overrides = self.overrides_of[entry.label] | extra
             return self.pipe(self.prompts[prompt], n=self.batch, seed=seed, method=entry.method, **overrides)
@@ -155,7 +155,7 @@ class Race:
     ) -> list[Turn]:
         """Draw every turn that the folder lacks; returns all of them.
 
-        progress is told between turns only, so that a timed one does nothing else.
+        progress is called between turns only, so that it takes no time of theirs.
         """
         check_run(folder, self.describe(), resume)
         turns = read_turns(folder)
@@ -168,7 +168,7 @@ class Race:
             if progress:
                 progress(len(turns), total)
             if entry.label not in stopwatches:
-                self.draw(entry, prompt, seed)  # so that nothing is made for the first time in a timed one
+                self.draw(entry, prompt, seed)  # warm-up: what is built on first use is not timed
                 stopwatches[entry.label] = Stopwatch(self.engines[entry.label])
             turns.append(self._turn(folder, entry, stopwatches[entry.label], prompt, seed))
             runlog.append(folder / TURNS, vars(turns[-1]))
@@ -206,7 +206,7 @@ def split(accepted: Sequence[int], length: int) -> list[list[int]]:
 
 
 def check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
-    """Write down what is compared, or check it against what the folder says; InputError names what differs."""
+    """Write `run.json`, or compare it with the one in the folder; InputError names what differs."""
     path = folder / RUN
     if not path.exists():
         checkpoints.write_text(path, json.dumps(run, indent=2) + "\n")

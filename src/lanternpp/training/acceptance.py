@@ -1,4 +1,4 @@
-"""How well a drafter drafts: pictures of held-out prompts, drawn without loss, and what was kept of every draft."""
+"""Acceptance of a drafter: pictures of held-out prompts drawn under the exact rule, and which drafted codes were kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lanternpp.targets.base import Target
 
 @dataclass(frozen=True)
 class DrawnPictures:
-    """Pictures drawn with a drafter, and what was kept of its drafts."""
+    """Pictures drawn with a drafter, and the acceptance of its drafts."""
 
     codes: Tensor  # [n, length]
     figures: dict[str, Any]
@@ -30,11 +30,11 @@ class DrawnPictures:
 def measure_acceptance(
     target: Target, proposer: Proposer, sampling: Sampling, guidance: Guidance, prompts: Sequence[str]
 ) -> DrawnPictures:
-    """One picture per prompt, all at once, without loss.
+    """Draw one picture per prompt, all in one batch, under the exact rule.
 
-    Figures: codes_per_pass; kept_by_depth, how often the walk went on from a node at depth 0, 1 ...; kept_by_rank,
-    how often a first, second ... child was kept once its turn came; judged, the children whose turn came by depth and rank,
-    as `AcceptanceByRank` counts them.
+    Figures: codes_per_pass, the mean number of codes decided by a pass; kept_by_depth, how often a node at depth 0, 1 ...
+    had a child that was kept; kept_by_rank, how often a first, second ... child was kept when it was verified;
+    judged, the number of children verified, by depth and rank (as `AcceptanceByRank` counts them).
     """
     engine = Engine(target, proposer, Exact(), sampling, guidance, len(prompts))
     counts = AcceptanceByRank(target.length)

@@ -37,15 +37,15 @@ SAMPLE_PICTURES = 8  # pictures of a sample sheet
 
 @dataclass(frozen=True)
 class ClassifierSettings:
-    """What decides the result, budget and machine aside."""
+    """Hyperparameters: all that decides the result, except the budget and the machine."""
 
     batch_size: int = 64
     lr: float = 3e-3
     seed: int = 0
-    redrawn: int = 4096  # training pictures that the tokenizer draws again
-    share: float = 0.33  # of a step's pictures that are such
+    redrawn: int = 4096  # training pictures that are encoded and decoded by the tokenizer
+    share: float = 0.33  # share of a step's pictures that are redrawn
     words: float = 1.0  # weight of the caption words beside the label
-    small: float = 0.6  # share of the budget before pictures are as large as they will be judged
+    small: float = 0.6  # share of the budget that trains on smaller pictures
     weight_decay: float = 0.05
     decay: float = 0.998
     warmup: int = 100
@@ -131,7 +131,7 @@ class ClassifierTask(Task):
         return scores, words
 
     def figures(self, classifier: Classifier) -> dict[str, float]:
-        """How well a classifier does on the validation pictures, as photos and drawn again."""
+        """Loss and accuracy of a classifier on the validation pictures, as photos and as redrawn by the tokenizer."""
         found: dict[str, float] = {}
         losses = []
         for name, prefix in (("val", ""), ("redrawn val", "redrawn_")):
@@ -165,7 +165,7 @@ class ClassifierTask(Task):
         }
 
     def sample(self, path: Path) -> None:
-        """The validation pictures it gets most wrong, beside what it takes them for."""
+        """The validation pictures of the greatest loss, with the predicted and the true labels."""
         split = self.splits["val"]
         scores, _ = self.predict(self.average, split)
         worst = (

@@ -31,7 +31,7 @@ class DataWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Rows:
-    """What a split's metadata names: files beside captions and labels, in the order of their names."""
+    """The entries of a split's metadata: files with captions and labels, sorted by file name."""
 
     root: Path
     files: tuple[str, ...]
@@ -218,7 +218,7 @@ def decode(path: Path, short: int, long: int) -> Tensor | str:
 
 
 class BatchSampler:
-    """A step's pictures and noise: functions of (seed, step), so a resumed run agrees."""
+    """The pictures of a step, and a generator for its noise: functions of (seed, step), so a resumed run repeats them."""
 
     def __init__(self, count: int, batch: int, seed: int):
         self.count, self.batch, self.seed = count, min(batch, count), seed

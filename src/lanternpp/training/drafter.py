@@ -38,13 +38,13 @@ LOSSES = {
     "lk": lk_loss,
     "both": cross_entropy_and_lk,
 }
-CHECK_PICTURES = 96  # validation pictures a check looks at; the end looks at all
-SAMPLE_PICTURES = 4  # pictures a check draws
+CHECK_PICTURES = 96  # validation pictures measured at a check; at the end all are
+SAMPLE_PICTURES = 4  # pictures drawn at a check
 
 
 @dataclass(frozen=True)
 class DrafterSettings:
-    """What decides the result, budget and machine aside.
+    """Hyperparameters: all that decides the result, except the budget and the machine.
 
     The loss is SmoothL1 on features + `weight` x a loss on distributions: `paper`, cross-entropy to the
     target's; `guided`, the same after guidance, which is what verification sees; `lk`, -log of the
@@ -56,12 +56,12 @@ class DrafterSettings:
     cfg: float = 3.0
     batch_size: int = 16
     lr: float = 1e-3
-    noise: float = 0.2  # features are off by up to half of this
-    drop_captions: float = 0.1  # only the paper's loss needs it: the others see every caption and none
-    rounds: int = (
-        1  # how often it looks, each time but the first at its own features (HASS, arXiv 2408.15766)
+    noise: float = 0.2  # width of the uniform noise that is added to features
+    drop_captions: float = (
+        0.1  # replaced by the null prompt; for the paper's loss alone, as the others always read both prompts
     )
-    inherit: bool = False  # begin as the target's last block: no better in short runs
+    rounds: int = 1  # passes per step; each after the first reads features that the drafter predicted (HASS, arXiv 2408.15766)
+    inherit: bool = False  # start from the weights of the target's last block; no better in short runs
     seed: int = 0
     decay: float = 0.995
     warmup: int = 100
@@ -82,12 +82,12 @@ class DrafterSettings:
 
     @property
     def guidance(self) -> Guidance:
-        """What merges the rows in the loss."""
+        """The guidance under which the loss compares distributions."""
         return Guidance(1.0 if self.loss == "paper" else self.cfg)
 
 
 class DrafterTask(Task):
-    """An EAGLE drafter for a frozen target, whose features are made on the way from cached codes."""
+    """An EAGLE drafter for a frozen target. The target's features are computed from codes in every step, or read from a cache."""
 
     name = "drafter"
     keep = "lk"
@@ -175,7 +175,7 @@ class DrafterTask(Task):
     ) -> tuple[Tensor, Tensor]:
         """prompts [R, T, D] from start [R] on, codes [B, length] -> loss on features, loss on distributions.
 
-        known [R, S, D]: the target's features, where they are kept.
+        known [R, S, D]: the target's features, if they are cached.
         """
         rows, merge = self.guidance.rows, self.guidance.merge
         with torch.no_grad():
@@ -197,7 +197,7 @@ class DrafterTask(Task):
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
-        """Figures on some validation pictures, and what is kept of drafts by depth and rank as four are drawn."""
+        """Losses and acceptance on some validation pictures; acceptance by depth and rank while four pictures are drawn."""
         figures = self.validate_on(evenly_spaced(len(self.codes.val), CHECK_PICTURES))
         return {**figures, **self.draw()}
 
@@ -241,7 +241,7 @@ class DrafterTask(Task):
         return {name: value / len(index) for name, value in sums.items()}
 
     def draw(self) -> dict[str, Any]:
-        """What is kept, lossless on a static tree, of drafts of four pictures, which `sample` shows."""
+        """Draw four pictures under the exact rule on a static tree; returns the acceptance. `sample` shows the pictures."""
         dtype = next(self.target.parameters()).dtype
         proposer = TreeProposer(copy.deepcopy(self.average).to(dtype), build_tree("eagle-25"))
         guidance, prompts = Guidance(self.hparams.cfg), self.val.known_texts[:SAMPLE_PICTURES]
@@ -278,11 +278,11 @@ def train(
     follow: bool = False,
     cache: bool = False,
 ) -> bool:
-    """Train the drafter of `model` in the plan's folder; False if interrupted.
+    """Train the drafter of `model` in the folder of `options`; False if interrupted.
 
-    On the codes of the pictures in `data` or, where `self_sampling` says so, of pictures that the target draws.
-    follow: with the guidance that the model draws best with, where it says so. cache: keep the target's features
-    on disk, rather than make them anew in every step.
+    On the codes of the pictures in `data` or, with `self_sampling`, of pictures that the target draws.
+    follow: take the guidance scale from the model's defaults, not from `settings`. cache: keep the target's features
+    on disk instead of computing them in every step.
     """
     if layers < 1:
         raise InputError(f"layers {layers} must be at least 1.")

@@ -14,7 +14,7 @@ from lanternpp.training.material.codes import Split
 
 
 class CaptionPrompts:
-    """The prompts of a split, padded on the left to one length; one the target cannot follow is the null prompt."""
+    """The prompts of a split, padded on the left to one length; a caption that the target cannot follow becomes the null prompt."""
 
     def __init__(self, target: Target, split: Split):
         self.target = target
@@ -68,9 +68,9 @@ class CaptionPrompts:
 
 
 def causal_mask(start: Tensor | None, count: int) -> Tensor | None:
-    """What each of `count` slots sees of rows that begin at start [R]: [R, 1, count, count]; None: all before it.
+    """Causal attention mask over `count` slots, for rows whose prompts begin at start [R]: [R, 1, count, count] bool.
 
-    A padding slot sees itself alone, so that nothing becomes NaN.
+    None where no row is padded. A padding slot attends to itself alone: a softmax over nothing would be NaN.
     """
     if start is None:
         return None
@@ -86,10 +86,11 @@ def drafter_inputs(
     start: Tensor | None = None,
     features: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """prompts [R, T, D] that begin at start [R], codes [R, length] -> what a drafter reads and should say.
+    """prompts [R, T, D] that begin at start [R], codes [R, length] -> a drafter's inputs and what it should predict.
 
-    ahead [R, S - 1, D], the inputs one ahead, and features [R, S, D], for S = T + length - 1 slots: from
-    ahead[:, t] and features[:, t] follows features[:, t + 1]. Where features are given, the target is not asked.
+    Returns next_inputs [R, S - 1, D], the input after each slot, and features [R, S, D], for S = T + length - 1 slots:
+    a drafter predicts features[:, t + 1] from next_inputs[:, t] and features[:, t]. If `features` are given, the
+    target is not run.
     """
     inputs = torch.cat((prompts, target.embed(codes[:, :-1]).to(prompts.dtype)), 1)
     if features is not None:

@@ -56,7 +56,8 @@ def label_pictures(
 def augment(images: Tensor, generator: torch.Generator, side: int) -> Tensor:
     """Images [B, 3, H, H] in [-1, 1], each zoomed in, mirrored, recoloured and blurred a little, at random.
 
-    Returns [B, 3, side, side]. Blur and recolouring are mild: a classifier that saw through them altogether could not tell good from bad.
+    Returns [B, 3, side, side]. Blur and recolouring are mild: a classifier that ignores them
+    entirely could not tell good pictures from bad.
     """
     device, count = images.device, len(images)
     draw = torch.rand(8, count, generator=generator).to(device)

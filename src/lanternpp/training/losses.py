@@ -13,7 +13,7 @@ def pixel_differences(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reconstruction(images: Tensor, truth: Tensor, scales: int = 3) -> Tensor:
-    """L1 + 2 x squared error on pixels, and L1 on the slopes at 1, 1/2, 1/4 ... of the size."""
+    """L1 + 2 x squared error on pixels, and L1 on pixel differences at 1, 1/2, 1/4 ... of the size."""
     loss = F.l1_loss(images, truth) + 2 * F.mse_loss(images, truth)
     for scale in range(scales):
         if scale:
@@ -36,12 +36,12 @@ def detail(images: Tensor) -> Tensor:
 
 
 def soft_cross_entropy(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Mean nats of `logits` [..., V] under the distribution of `wanted` [..., V]."""
+    """Mean nats of `logits` [..., V] under the distribution of `target_logits` [..., V]."""
     return -(target_logits.float().softmax(-1) * logits.float().log_softmax(-1)).sum(-1).mean()
 
 
 def acceptance(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Chance that a draft from `logits` [..., V] is kept by a target of `wanted` [..., V]: sum min(p, q)."""
+    """Chance that a draft from `logits` [..., V] is kept by a target of `target_logits` [..., V]: sum min(p, q)."""
     return torch.minimum(logits.float().softmax(-1), target_logits.float().softmax(-1)).sum(-1)
 
 

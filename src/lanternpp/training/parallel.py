@@ -27,7 +27,7 @@ from lanternpp.training.team import team
 
 @dataclass(frozen=True)
 class ParallelSettings:
-    """What decides the result, budget and machine aside.
+    """Hyperparameters: all that decides the result, except the budget and the machine.
 
     The loss of a level is cross-entropy to the target's guided distribution (`guided`), -log of the acceptance
     (`lk`), or the sum of both (`both`); level l counts `fade` ** l.
@@ -37,10 +37,10 @@ class ParallelSettings:
     cfg: float = 3.0
     batch_size: int = 16
     lr: float = 2e-3
-    levels: int = 8  # of a draft
-    anchors: int = 32  # places of a picture to draft from, in a step
+    levels: int = 8  # codes of a draft
+    anchors: int = 32  # slots of a picture behind which a step drafts
     fade: float = 0.85
-    noise: float = 0.1  # features are off by up to half of this
+    noise: float = 0.1  # width of the uniform noise that is added to features
     turn: int = 256
     seed: int = 0
     decay: float = 0.995
@@ -53,9 +53,9 @@ class ParallelSettings:
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """What some pictures teach: S slots, of which the first T are the prompt's, and drafts of `levels` behind A of them."""
+    """Inputs of B pictures: S slots, the first T of them the prompt's. Drafts of `levels` codes begin behind A slots, the anchors."""
 
-    next_inputs: Tensor  # [B, S - 1, D] inputs one ahead
+    next_inputs: Tensor  # [B, S - 1, D] the input after each slot
     features: Tensor  # [B, S, D] guided, float32
     first: int  # T
     start: Tensor | None  # [B] where prompts begin; None: all at slot 0
@@ -114,17 +114,17 @@ class ParallelTask(Task):
         self.train, self.val = CaptionPrompts(target, codes.train), CaptionPrompts(target, codes.val)
 
     def draft_batch(self, captions: CaptionPrompts, index: Tensor, codes: Tensor, pick: Tensor) -> DraftBatch:
-        """What pictures index [B] of codes [B, length] teach, drafted behind the places pick [A] of their codes."""
+        """Inputs of pictures index [B] with codes [B, length], drafted behind the codes pick [A]."""
         prompts, start = captions(index, self.guidance.branches)
         with torch.no_grad():
             next_inputs, features = drafter_inputs(self.target, prompts, self.guidance.rows(codes), start)
         count, first = len(codes), prompts.shape[1]
-        begin = None if start is None else start[:count]
+        prompt_start = None if start is None else start[:count]
         anchors = (first - 1 + pick).to(self.device).expand(count, -1)
-        return DraftBatch(next_inputs[:count], self.guidance.merge(features), first, begin, anchors)
+        return DraftBatch(next_inputs[:count], self.guidance.merge(features), first, prompt_start, anchors)
 
     def training_batch(self, step: int) -> DraftBatch:
-        """What a step learns from."""
+        """The inputs of a training step."""
         index, variant, generator = self.sampler(step)
         index, variant = team().share(index), team().share(variant)
         codes = self.codes.train.pick(index, variant).to(self.device)
@@ -133,7 +133,7 @@ class ParallelTask(Task):
         return self.draft_batch(self.train, index, codes, pick)
 
     def validation_batches(self) -> Iterator[DraftBatch]:
-        """What is validated on."""
+        """The inputs of a validation."""
         for part in evenly_spaced(len(self.codes.val), 64).split(8):
             codes = self.codes.val.pick(part, torch.zeros_like(part)).to(self.device)
             pick = torch.arange(2, codes.shape[1] - self.hparams.levels, 13)
@@ -156,39 +156,47 @@ class ParallelTask(Task):
     def loss(
         self, drafter: ParallelDrafter, batch: DraftBatch, noise: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """What a step minimises, the acceptance at all levels, and that of each level [levels]."""
+        """`loss`, which a step minimises; `accept`, the mean acceptance; `levels`, that of each level [levels]."""
         slots, width = batch.features.shape[1:]
         level = torch.arange(self.hparams.levels, device=batch.anchors.device)
-        wanted = batch.anchors[..., None] + 1 + level  # [B, A, levels] slots
-        there = (wanted < slots).float()
-        place = wanted.clamp(max=slots - 1).flatten(1)[..., None].expand(-1, -1, width)
+        level_slots = batch.anchors[..., None] + 1 + level  # [B, A, levels] slots
+        in_picture = (level_slots < slots).float()
+        place = level_slots.clamp(max=slots - 1).flatten(1)[..., None].expand(-1, -1, width)
         dtype = batch.next_inputs.dtype
         with torch.no_grad():
             p = self.target.head(batch.features.gather(1, place).to(dtype)).float().softmax(-1)
-        cost, chance = self.cost(self.target.head(self.guess(drafter, batch, noise).flatten(1, 2)), p)
-        cost, chance = (x.view_as(there) * there for x in (cost, chance))
-        counted = there.sum((0, 1)).clamp(min=1)
+        cost, chance = self.cost(
+            self.target.head(self.predict_features(drafter, batch, noise).flatten(1, 2)), p
+        )
+        cost, chance = (x.view_as(in_picture) * in_picture for x in (cost, chance))
+        counted = in_picture.sum((0, 1)).clamp(min=1)
         fade = self.hparams.fade**level
         loss = (cost.sum((0, 1)) / counted * fade).sum() / fade.sum()
         levels = chance.sum((0, 1)) / counted
         return {"loss": loss, "accept": levels.mean(), "levels": levels}
 
-    def guess(self, drafter: ParallelDrafter, batch: DraftBatch, noise: Tensor | None = None) -> Tensor:
+    def predict_features(
+        self, drafter: ParallelDrafter, batch: DraftBatch, noise: Tensor | None = None
+    ) -> Tensor:
         """Features of every level behind the anchors, [B, A, levels, D]."""
         levels, next_inputs = self.hparams.levels - 1, batch.next_inputs
-        given = batch.features if noise is None else batch.features + noise
-        given = given[:, :-1].to(next_inputs.dtype)
-        one, more = drafter.teach(next_inputs, given, batch.anchors, levels, batch.start, batch.hints)
+        inputs = batch.features if noise is None else batch.features + noise
+        inputs = inputs[:, :-1].to(next_inputs.dtype)
+        first_level, further_levels = drafter.teach(
+            next_inputs, inputs, batch.anchors, levels, batch.start, batch.hints
+        )
 
-        def at(x: Tensor, slot: Tensor) -> Tensor:
+        def gather_slots(x: Tensor, slot: Tensor) -> Tensor:
             slot = slot.clamp(max=x.shape[1] - 1)
             return x.gather(1, slot.flatten(1)[..., None].expand(-1, -1, x.shape[-1])).unflatten(
                 1, slot.shape[1:]
             )
 
         level = torch.arange(1, self.hparams.levels, device=next_inputs.device)
-        before = at(next_inputs, batch.anchors[..., None] + level)
-        return torch.cat((at(one, batch.anchors[..., None]), drafter.after(more, before)), 2)
+        before = gather_slots(next_inputs, batch.anchors[..., None] + level)
+        return torch.cat(
+            (gather_slots(first_level, batch.anchors[..., None]), drafter.after(further_levels, before)), 2
+        )
 
     def cost(self, logits: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
         """logits and p [..., V] -> the loss and the acceptance at each place, [...]."""
@@ -203,7 +211,7 @@ class ParallelTask(Task):
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Chance that a draft of each level is kept, and the codes per pass of a chain that follow from it."""
+        """Acceptance of each level, and the codes per pass that a chain of drafts would have with them."""
         found = []
         for batch in self.validation_batches():
             with hardware.autocast(self.device):
@@ -215,7 +223,7 @@ class ParallelTask(Task):
 
     @torch.no_grad()
     def sample(self, path: Path) -> None:
-        """Nothing to see."""
+        """Draws nothing: the acceptances of `validate` say enough."""
 
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The averaged drafter."""
@@ -237,7 +245,7 @@ def train(
     self_sampling: SelfSampling | None = None,
     follow: bool = False,
 ) -> bool:
-    """Train a parallel drafter of `model` in the plan's folder; False if interrupted. See `drafter.train`."""
+    """Train a parallel drafter of `model` in the folder of `options`; False if interrupted. See `drafter.train`."""
     if layers < 1:
         raise InputError(f"layers {layers} must be at least 1.")
     known = asdict(settings) | {"layers": layers}

@@ -105,9 +105,9 @@ def train(
     batch: int = 16,
     layers: int = 1,
 ) -> bool:
-    """Go on with the parallel drafter in the plan's folder, on `count` runs of the target with it. False if interrupted.
+    """Train the parallel drafter in the folder of `options` further, on `count` runs of the target with it. False if interrupted.
 
-    The captions of `data`, or what `own` asks for, are what is drawn. A drafter of fewer `layers` grows to so many.
+    The captions of `data`, or the prompts of `self_sampling`, are drawn. A drafter of fewer layers gets `layers` of them.
     Its state lies in a folder of its own below, beside the drafter that it began with, and the weights are
     replaced at the end. Once ended, it does not go on from there unless it is restarted.
     """

@@ -1,4 +1,4 @@
-"""Where a training stands, kept so that a killed run goes on as if nothing had happened."""
+"""The saved state of a training, from which a killed run resumes without a difference in its result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEANINGS = {
 
 @dataclass
 class State:
-    """Where a run stands."""
+    """How far a run has come."""
 
     step: int = 0
     seconds: float = 0.0
@@ -51,21 +51,21 @@ def begin_or_resume(task: Task, options: TrainingOptions) -> State:
         for left in (
             path,
             options.folder / LOG,
-        ):  # of what is begun anew, or was killed before its first state
+        ):  # of a run that is started over, or was killed before its first state
             left.unlink(missing_ok=True)
         return State()
     try:
         state = restore_state(path, checkpoints.read_pt(path), task, options)
     except InputError:
         raise
-    except Exception as error:  # of what torch makes of a damaged state; the cure is the same
+    except Exception as error:  # torch raises many kinds on a damaged file; the remedy is the same
         raise InputError(f"{path} is no state of this training: pass --restart to start over.") from error
     rewind(options.folder / LOG, state.step)
     return state
 
 
 def restore_state(path: Path, content: Mapping[str, Any], task: Task, options: TrainingOptions) -> State:
-    """The state that a file holds, its task put where it stood. InputError where its settings were others."""
+    """The state in a file, after its weights are loaded into the task. InputError if the settings differ."""
     old, new = content.get("settings", {}), task.settings
     check_settings(path, old, new, sorted(old.keys() | new.keys()))
     for name, module in task.modules().items():
@@ -100,7 +100,7 @@ def check_settings(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], n
 
 
 def rewind(log: Path, step: int) -> None:
-    """Take out of a log what a killed run wrote after its last saved step."""
+    """Remove from a log the rows that a killed run wrote after its last saved step."""
     runlog.keep_rows(log, lambda row: made(_Row, row).step <= step)
 
 

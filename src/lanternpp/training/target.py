@@ -29,13 +29,13 @@ from lanternpp.training.run import Task, TrainingOptions, averaged, run
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ
 
-CHECK_PICTURES = 256  # validation pictures a check looks at; the end looks at all
-SAMPLE_PICTURES = 4  # pictures a check draws
+CHECK_PICTURES = 256  # validation pictures measured at a check; at the end all are
+SAMPLE_PICTURES = 4  # pictures drawn at a check
 
 
 @dataclass(frozen=True)
 class TargetSettings:
-    """What decides the result, budget and machine aside."""
+    """Hyperparameters: all that decides the result, except the budget and the machine."""
 
     batch_size: int = 24
     lr: float = 1.5e-3  # AdamW: tables, prefix, norms
@@ -114,7 +114,7 @@ class TargetTask(Task):
         return {"loss": loss}
 
     def loss(self, words: Tensor, null: Tensor, input_codes: Tensor, codes: Tensor) -> Tensor:
-        """Mean nats per code: words [B, T], null [B] bool, seen (what it reads) and codes [B, length]."""
+        """Mean nats per code: words [B, T], null [B] bool, input_codes and codes [B, length]."""
         logits = code_logits(self.model, words, null, input_codes, self.dtype)
         return F.cross_entropy(logits.flatten(0, 1).float(), codes.flatten())
 
@@ -211,12 +211,12 @@ def one_per_subject(prompts: list[str], subjects: tuple[str, ...], most: int) ->
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a caption that say something."""
+    """The words of a caption, in lower case, without those that carry no meaning (`SILENT`)."""
     return [word for word in re.findall(r"[^\W_]+", text.lower()) if word not in SILENT]
 
 
 def word_ids(model: WordsTarget, split: Split) -> Tensor:
-    """The captions of a split as ids [M, T]; a caption that says nothing has none."""
+    """The captions of a split as ids [M, T]; a caption without meaningful words is the null caption."""
     ids = {text: model.word_ids(text if split_words(text) else None) for text in set(split.texts)}
     return torch.tensor([ids[text] for text in split.texts])
 

@@ -1,4 +1,4 @@
-"""The frozen target that a drafter learns from, and where what is made for it goes."""
+"""The frozen target that a drafter learns from, and the folders for its codes, features and drafter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lanternpp.models import MODELS, model_folder, read_defaults, read_target
 from lanternpp.nn.checkpoints import CONFIG, checksum, digest
 from lanternpp.targets.base import Target
 
-SAMPLED = 1 << 16  # numbers of a tensor that tell it from another
+SAMPLED = 1 << 16  # numbers of a tensor that are hashed to identify it
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Teacher:
         return target.eval().requires_grad_(False)
 
     def unpacked(self, target: Target) -> Target:
-        """A target that has drawn, ready to learn from: read anew where drawing has packed its weights."""
+        """A target for training after it has drawn: read again if drawing has packed its weights."""
         return self.read() if self.packs else target
 
     @property
@@ -52,15 +52,15 @@ class Teacher:
 
     @cached_property
     def folder_defaults(self) -> dict[str, Any]:
-        """What the model's folder says of how it draws best."""
+        """The default settings in the model's folder; empty if it has none."""
         return read_defaults(self.place) if self.place.is_dir() else {}
 
     def defaults(self, target: Target) -> Mapping[str, Any]:
-        """How it draws best: as its folder says, or its family."""
+        """The default settings: the folder's, or else the family's."""
         return self.folder_defaults or dict(target.defaults)
 
     def sampling(self, target: Target) -> Sampling:
-        """How its codes are drawn."""
+        """Temperature, top-k and top-p of the default settings."""
         defaults = self.defaults(target)
         return Sampling(
             float(defaults.get("temperature", 1.0)),

@@ -24,7 +24,7 @@ class Team:
 
     @property
     def leads(self) -> bool:
-        """Whether this process validates, speaks and writes."""
+        """Whether this process validates, prints and writes."""
         return self.rank == 0
 
     def share(self, batch: Tensor) -> Tensor:
@@ -44,12 +44,12 @@ class Team:
         return figures
 
     def agree(self, stop: bool, seconds: float) -> tuple[bool, float]:
-        """Whether any wants to stop, and the seconds of the one who leads."""
+        """Whether any process was told to stop, and the seconds of the first process."""
         return stop, seconds
 
     @contextmanager
     def leader_first(self) -> Iterator[None]:
-        """The one who leads does it first; the others then find what it left on disk."""
+        """The first process runs the block first; the others then find its results on disk."""
         yield
 
     def device(self, named: torch.device) -> torch.device:
@@ -99,7 +99,7 @@ class Accelerated(Team):
 
     @contextmanager
     def leader_first(self) -> Iterator[None]:
-        """Accelerate's own."""
+        """By Accelerate's `main_process_first`."""
         with self.accelerator.main_process_first():
             yield
 

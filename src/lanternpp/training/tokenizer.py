@@ -23,13 +23,13 @@ from lanternpp.training.run import Task, TrainingOptions, averaged, run
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ, VQConfig, channels_last, usage
 
-CHECK_PICTURES = 512  # validation pictures that a check looks at
+CHECK_PICTURES = 512  # validation pictures measured at a check
 USAGE_PICTURES = 2048  # training pictures whose codes are counted at the end
 
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """What decides the result, budget and machine aside."""
+    """Hyperparameters: all that decides the result, except the budget and the machine."""
 
     batch_size: int = 128
     lr: float = 4e-4
@@ -104,11 +104,11 @@ class TokenizerTask(Task):
         return {**super().modules(), "judge": self.discriminator}
 
     def extra(self) -> dict[str, Any]:
-        """The phase."""
+        """The progress at which the adversarial part began."""
         return {"since": self.since}
 
     def restore(self, extra: dict[str, Any]) -> None:
-        """The phase."""
+        """The progress at which the adversarial part began."""
         self.since = extra["since"]
 
     def speed_up(self) -> None:
@@ -139,7 +139,7 @@ class TokenizerTask(Task):
         return {**figures, "commitment": commitment}
 
     def reconstruction_loss(self, output: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """How far output is from images, both [B, 3, H, W]: what training lessens, and its parts for the log."""
+        """How far output is from images, both [B, 3, H, W]: the loss, and its parts for the log."""
         loss = losses.reconstruction(output, images)
         if self.distance is None:
             return loss, {"loss": loss}
@@ -148,7 +148,7 @@ class TokenizerTask(Task):
         return loss + self.hparams.perceptual * perceptual, {"loss": loss, "perceptual": perceptual}
 
     def adversarial_step(self, images: Tensor, ramp: float) -> dict[str, Tensor]:
-        """The decoder against the discriminator; their gradients are weighed on the pixels, by length."""
+        """One update of decoder and discriminator; the two gradients are balanced by their norms on the pixels (2012.09841)."""
         with hardware.autocast(self.device):
             output = self.model.render(self.quantised(images))
             pixels = output.detach().requires_grad_()
@@ -177,7 +177,7 @@ class TokenizerTask(Task):
 
     @torch.no_grad()
     def quantised(self, images: Tensor) -> Tensor:
-        """What the decoder draws from [B, length, C]."""
+        """The code vectors of images [B, 3, H, W], which are the decoder's input: [B, length, C]."""
         return self.model.codebook[self.model.encode(images)]
 
     def update(self, name: str, module: torch.nn.Module, loss: Tensor) -> None:
@@ -268,7 +268,7 @@ def train(
 
 
 def short_provenance(folder: Path) -> dict[str, Any]:
-    """How a trained network came about, in short; {} where that is not known."""
+    """Command, date, commit and steps of a trained network; {} where they are not known."""
     file = folder / "provenance.json"
     provenance = read_object(file) if file.is_file() else {}
     return {name: provenance[name] for name in ("command", "date", "git", "steps") if name in provenance}

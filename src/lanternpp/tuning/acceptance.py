@@ -1,4 +1,4 @@
-"""How often children are kept, by their depth and rank: counted in walks, and guessed where none came by."""
+"""How often children are kept, by depth and rank: counted while drawing, and fitted where few were counted."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WEIGHT = 20.0  # trials that the smooth guess counts for
-LEAST = 1e-4  # no child is certain, or hopeless
+WEIGHT = 20.0  # weight of the fitted curve, in trials
+LEAST = 1e-4  # an acceptance is at least this far from 0 and 1
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Counts:
         return whole
 
     def table(self) -> Tensor:
-        """The acceptances [D, K]: what was counted, drawn towards a smooth guess by `WEIGHT` trials of it."""
+        """The acceptances [D, K]: the counts, with `WEIGHT` trials at the fitted acceptance added."""
         fitted = fit_acceptance(self)
         table = (self.kept + WEIGHT * fitted) / (self.tried + WEIGHT)
         return table.clamp(LEAST, 1 - LEAST)

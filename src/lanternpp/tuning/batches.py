@@ -36,8 +36,8 @@ from lanternpp.tuning.journal import Journal
 CHAINS = (1, 2, 4, 6, 8)
 MARGIN = 0.03  # what a tree must gain over plain decoding, and over the method's own tree
 WARM, STEPS = 2, 12  # of every tree at every size
-LEAST, LONG = 3, 30.0  # steps that must be, where more would take longer than so many seconds
-COUNTED = 8  # pictures whose passes are counted: of prompts from all over the list, as these differ
+LEAST, LONG = 3, 30.0  # so many steps at least, even where they take longer than so many seconds
+COUNTED = 8  # pictures whose passes are counted, of prompts spread over the list, as prompts differ
 SEED = 3000
 Progress = Callable[[int, int], None]
 
@@ -56,7 +56,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class BatchChoice:
-    """What to draw with at which size: call it with settings and a size."""
+    """The measured trees by batch size; called with settings and a size, it returns the settings to draw with."""
 
     settings: Settings  # what was measured, its batch size apart
     cells: tuple[Cell, ...]
@@ -64,9 +64,9 @@ class BatchChoice:
     def __call__(self, settings: Settings, rows: int) -> Settings:
         """The settings for a batch of `rows` samples that are to be drawn with `settings`.
 
-        Those themselves where their method, parts or tree are not the ones that were measured; other dials are taken to
-        be like those that were. Where a size was not measured the next larger one decides, and plain decoding
-        beyond the largest. Plain decoding follows the model exactly, also where the method asked for is relaxed.
+        Returns `settings` unchanged if their method, parts or tree were not measured; other dials are assumed to make
+        no difference. Where a size was not measured the next larger one decides, and plain decoding
+        beyond the largest. Plain decoding follows the model exactly, even where the requested method is relaxed.
         """
         same = replace(settings, batch_size=rows)
         if not self.covers(settings):
@@ -117,8 +117,8 @@ def calibrate(
 ) -> BatchChoice:
     """Measure a method at these batch sizes, or read what was measured here before; `prompts` are drawn.
 
-    tell: called with (done, total) before every measurement. restart: measure again. What was measured lies beside the
-    model's tunings, one line for each measurement, so that one stopped goes on; with the same weights, settings,
+    progress: called with (done, total) before every measurement. restart: measure again. What was measured lies beside the
+    model's tunings, one line for each measurement, so that a stopped calibration can be resumed; with the same weights, settings,
     device, dtype, processor, threads and versions it holds. Where it cannot be written it is measured all the same, with a warning. Raises InputError
     where a part of the method is missing.
     """
@@ -137,9 +137,9 @@ def calibrate(
 def calibration(
     pipe: Pipeline, settings: Settings, rows: Sequence[int], prompts: Conditions, restart: bool = False
 ) -> Steps:
-    """`calibrate` in steps no longer than one of an engine, for who has something else to do in between.
+    """`calibrate` as a generator, which yields at least once per step of an engine.
 
-    Yields (done, total) before each step of a measurement; what was measured before takes none.
+    Yields (done, total) before each step of a measurement. What was measured before is read, without a step.
     """
     settings = replace(settings, batch_size=1, measure=False)
     if settings.proposer == "nothing":

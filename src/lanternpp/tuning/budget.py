@@ -27,7 +27,7 @@ LAMBDAS = (1.5, 2.0, 3.0, 5.0, 10.0)
 
 @dataclass(frozen=True)
 class QualityCost:
-    """What pictures cost, and its standard error where that is known."""
+    """The loss of quality of some pictures, and its standard error where that is known."""
 
     value: float
     spread: float | None = None
@@ -35,12 +35,12 @@ class QualityCost:
 
 @dataclass(frozen=True)
 class BudgetChoice:
-    """What was chosen within a budget, and everything that was looked at on the way."""
+    """What was chosen within a budget, and everything that was tried."""
 
     found: Tuning
     spent: QualityCost
     limit: float
-    plain: QualityCost | None  # what plain decoding spends, where that decides the limit
+    plain: QualityCost | None  # the cost of plain decoding, where the limit depends on it
     tried: list[dict[str, Any]]  # dials, whether it was the tree found for them, spent, spread, speedup
 
 
@@ -61,11 +61,11 @@ class Budget:
         self.lams = (given["lam"],) if given.get("lam") else LAMBDAS
 
     def limit(self) -> float:
-        """The most that may be spent."""
+        """The greatest cost allowed."""
         raise NotImplementedError
 
     def quality_cost(self, dials: Mapping[str, Any]) -> QualityCost:
-        """What pictures with these dials, among them perhaps a tree, cost."""
+        """The cost of pictures drawn with these dials, which may contain a tree."""
         raise NotImplementedError
 
     def choose(self) -> BudgetChoice:
@@ -124,7 +124,7 @@ class VariationBudget(Budget):
         self.max_variation = max_variation
 
     def limit(self) -> float:
-        """As given."""
+        """The limit that was given."""
         return self.max_variation
 
     def quality_cost(self, dials: Mapping[str, Any]) -> QualityCost:
@@ -175,7 +175,7 @@ def _draw(
     measure: bool = False,
     save: bool = False,
 ) -> list[dict[str, Any]]:
-    """Pictures over the plan's prompts, a batch at a time, each written down."""
+    """Pictures over the prompts of the options, a batch at a time, each logged."""
     options, batch = tuner.options, tuner.settings.batch_size
     given = {**tuner.shared, **({} if method == BASELINE else {**options.given, **dials})}
     requests = evaluation_requests(options.prompts, pictures, options.seed + 2000)
@@ -203,7 +203,10 @@ def _draw(
 
 
 def last_accepted(values: Sequence[float], accepted: Callable[[float], bool]) -> int | None:
-    """The place of the last of ascending values that is fine, if the fine ones come first; None: not even the first."""
+    """The index of the last of `values` that is accepted, by bisection; None if the first is not.
+
+    The accepted values must come before all others.
+    """
     low, high = -1, len(values) - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -215,6 +218,6 @@ def last_accepted(values: Sequence[float], accepted: Callable[[float], bool]) ->
 
 
 def dials_text(dials: Mapping[str, Any]) -> str:
-    """Dials as a user knows them."""
+    """Dials by the names of the command line."""
     names = {"neighbours": "k", "lam": "lambda"}
     return ", ".join(f"{names.get(name, name)} {value:g}" for name, value in dials.items())

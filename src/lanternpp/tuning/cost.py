@@ -19,7 +19,7 @@ SECONDS = ("plain_begin", "plain_look", "plain_step", "begin", "draft", "look", 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step."""
+    """Predicted seconds of the parts of a step: drafting, the target's pass, verification."""
 
     draft: float
     look: float
@@ -33,7 +33,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Curve:
-    """A cost at several counts, linear between them and level beyond."""
+    """A cost measured at several counts; linear between them, constant beyond the last."""
 
     at: tuple[int, ...]  # ascending
     cost: tuple[float, ...]
@@ -50,7 +50,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, as if plain steps had taken their median time throughout.
+    """A model of seconds, at the speed of the machine at which plain steps take their median time.
 
     A pass is a curve over its nodes, the root among them, that never falls. Drafting is linear in levels, in nodes looked beyond
     and in nodes; judging in the children judged and in those that a level may have at most, which is what a
@@ -65,9 +65,9 @@ class Costs:
     look: Curve
     draft: tuple[float, ...]  # of 1, levels, inner nodes, nodes
     judge: tuple[float, ...]  # of 1, children judged, codes decided, widths
-    noise: float  # median distance of a probe's step from what this says, as a share
+    noise: float  # median relative error of this model, over the probes
 
-    def parts(self, shape: Shape, table: Tensor) -> StepCost:
+    def step_cost(self, shape: Shape, table: Tensor) -> StepCost:
         """A step of a tree, for acceptances of `table`."""
         found = reaches(table, shape)
         terms = linear_terms(shape, judged(table, shape, found), sum(found.values()))
@@ -75,11 +75,11 @@ class Costs:
 
     def rate(self, shape: Shape, table: Tensor) -> float:
         """Codes per second of a sample, once it runs."""
-        return expected(table, shape) / self.parts(shape, table).step
+        return expected(table, shape) / self.step_cost(shape, table).step
 
     def speedup(self, shape: Shape, table: Tensor) -> float:
         """Seconds of a picture by plain decoding over those by a tree: prefill and pixels in both."""
-        step, codes = self.parts(shape, table).step, expected(table, shape)
+        step, codes = self.step_cost(shape, table).step, expected(table, shape)
         return self._picture(self.plain_begin, self.plain, 1) / self._picture(self.begin, step, codes)
 
     def per_pass(self, codes: float) -> float:
@@ -95,7 +95,7 @@ class Costs:
 
 
 def linear_terms(shape: Shape, judged: float, codes: float) -> tuple[list[float], list[float]]:
-    """What drafting and judging are linear in."""
+    """The terms of the linear models of drafting and of verification."""
     kids: dict[tuple[int, ...], int] = {}
     for path in shape:
         kids[path[:-1]] = kids.get(path[:-1], 0) + 1
@@ -105,7 +105,7 @@ def linear_terms(shape: Shape, judged: float, codes: float) -> tuple[list[float]
 
 
 def fit(probes: Sequence[Probe], length: int, rule_probes: Sequence[Probe] | None = None) -> Costs:
-    """Costs from probes. judging: those among them whose rule is the one in question; default: all.
+    """Costs from probes. rule_probes: those drawn with the rule in question; default: all.
 
     Every probe's seconds are scaled by what the plain steps beside it took, so that a machine that slows down
     for a while does not bend the curve.

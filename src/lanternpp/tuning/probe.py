@@ -1,4 +1,4 @@
-"""One batch of pictures drawn with a probing tree: what its steps took, and what became of its children.
+"""Probes: one batch drawn with a given tree, with the seconds of its steps and the acceptance of its children.
 
 A plain step follows every step of the tree, so that both meet the same machine: what else runs there, and how warm it
 is, then matters little to what one takes in terms of the other.
@@ -18,12 +18,12 @@ from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.evaluation.stopwatch import PHASES, Stopwatch
 from lanternpp.trees.shapes import Shape
 
-TRIM = 0.2  # of the steps at either end, left out of a mean: what else the machine did
+TRIM = 0.2  # share of the steps left out of a mean at either end, as other work disturbs them
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What was measured. Seconds are of a step, but for `begin`, `plain_begin` and `pixels`, which are of a picture."""
+    """What was measured; the fields are keys of `measurements.jsonl`. Seconds are of a step, but for `begin`, `plain_begin` and `pixels`, which are of a picture."""
 
     shape: list[list[int]]
     plain_begin: float
@@ -46,7 +46,7 @@ class Probe:
 
 
 class _TimedEngine:
-    """An engine whose steps are timed. It must be new: its parts are watched from then on."""
+    """An engine whose steps are timed. It must be new."""
 
     def __init__(self, engine: Engine):
         self.engine, self.watch = engine, Stopwatch(engine)
@@ -73,7 +73,7 @@ class _TimedEngine:
         return trimmed([sum(span[part] for part in parts) for span in self.spans])
 
     def skip_to(self, count: torch.Tensor) -> None:
-        """Go on from this code of each sample. What lies in the slots passed over does not matter to a clock."""
+        """Move every sample on to this code. The cache slots skipped hold no keys, which does not change the timing."""
         skipped = (count - self.engine.count).clamp(min=0)
         self.engine.count += skipped
         self.engine.proposer.count += skipped

@@ -82,7 +82,7 @@ def plot(report: Mapping[str, Any], path: Path) -> Path:
     return plots.save(made, path)
 
 
-def drawn(found: Tuning) -> dict[tuple[int, ...], float]:
+def kept_nodes(found: Tuning) -> dict[tuple[int, ...], float]:
     """The nodes of the tree found, the root first, with how often a pass keeps each."""
     every = reaches(found.table, found.chosen.shape)
     return {path: every[path] for path in sorted(every)}

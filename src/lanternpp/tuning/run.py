@@ -1,4 +1,4 @@
-"""A tuning: probe, search, look again at what was found, and race it."""
+"""A tuning: probe some trees, search for the fastest, probe that one too, and race it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from lanternpp.tuning.search import (
 )
 
 SHARED = names(ENGINE, SAMPLING)  # dials that every engine of a tuning shares, the plain one too
-HAND_MADE = ("deep-8", "eagle-25", "lantern-57")  # made by hand; shown, and raced, beside what is found
-MAX_REPROBES = 3  # times that what is found is itself probed
+HAND_MADE = ("deep-8", "eagle-25", "lantern-57")  # shapes made by hand; shown and raced beside the tree found
+MAX_REPROBES = 3  # times that the tree found is probed and the search repeated
 DEEPEST = max(len(path) for name in HAND_MADE for path in hand_made_shapes(32, 512)[name])
 Progress = Callable[[int, int], None]
 
@@ -63,7 +63,7 @@ class TuningOptions:
 class Tuning:
     """What was found for one choice of dials."""
 
-    dials: dict[str, Any]  # that it overrides beyond the plan's
+    dials: dict[str, Any]  # overrides beyond those of the options
     counts: Counts
     table: Tensor
     costs: Costs
@@ -72,7 +72,7 @@ class Tuning:
 
 
 class Tuner:
-    """Tunes a method of a pipeline that was made with `tuned=False`, writing down what it measures.
+    """Tunes a method of a pipeline that was made with `tuned=False`, logging what it measures.
 
     Raises InputError where the method does not draft on a static tree, or a number is out of range.
     """
@@ -99,7 +99,7 @@ class Tuner:
         self._done = 0
 
     def describe(self) -> dict[str, Any]:
-        """What must be the same for a tuning to be gone on with."""
+        """What must be unchanged for a tuning to be resumed."""
         options = self.options
         facts: dict[str, Any] = {
             "tuned": options.method,
@@ -128,7 +128,8 @@ class Tuner:
     def tune(self, dials: dict[str, Any] | None = None, few: bool = False) -> Tuning:
         """Probe, search, and probe what was found until it is found again, at most `AGAIN` times.
 
-        dials: overrides beyond the plan's. rich: few probes, for a cost of drafting and passes known from before.
+        dials: overrides beyond those of the options. few: probe fewer trees with them, as the cost of drafting and of
+        passes is known from probes without them.
         """
         chosen, options = dict(dials or {}), self.options
         before = self._probes({}, probe_shapes(options.nodes, options.depth), "probe") if few else []
@@ -152,7 +153,7 @@ class Tuner:
         )
 
     def _probes(self, dials: dict[str, Any], shapes: Sequence[Shape], stage: str) -> list[Probe]:
-        """Every shape in turn, as often as the plan says; another one first each time."""
+        """Every shape in turn, as often as the options say; another one first each time."""
         made: list[Probe] = []
         rounds, count = self.options.rounds, len(shapes)
         for turn, i in product(range(rounds), range(count)):

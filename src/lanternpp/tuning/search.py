@@ -12,8 +12,8 @@ from lanternpp.trees.search import Search, expected, polish
 from lanternpp.trees.shapes import SHAPES, Shape, by_levels, chain
 from lanternpp.tuning.cost import Costs
 
-RANKS = 16  # children of a node that are thought of
-FEW = ((3, 4, 4, 3, 3, 3, 2, 2), (8, 10, 8, 4, 2))  # nodes by level: trees whose walks teach most
+RANKS = 16  # children of a node that the search considers
+FEW = ((3, 4, 4, 3, 3, 3, 2, 2), (8, 10, 8, 4, 2))  # nodes by level, of the trees that give the most counts
 LEVELS = ((2, 2, 2, 1, 1), (4, 3), (4, 8, 4), *FEW, (6, 8, 8, 7, 6, 5, 4, 4), (16, 20, 14, 8, 3, 1, 1, 1))
 CHAINS = (1, 3, 6)
 
@@ -73,7 +73,7 @@ def choose(
 
 
 def probe_shapes(nodes: int, depth: int, few: bool = False) -> list[Shape]:
-    """Trees of several sizes and depths to measure with; rich: only those whose walks teach most."""
+    """Trees of several sizes and depths to measure with; few: only those that give the most counts."""
     wide = [by_levels(counts) for counts in (FEW if few else LEVELS)]
     if nodes > max(map(len, wide)) and not few:
         scale = nodes / max(map(len, wide))

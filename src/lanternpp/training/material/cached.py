@@ -1,4 +1,4 @@
-"""A target's features of all training pictures, made once and kept in shards on disk."""
+"""A cache on disk of a target's features of all training pictures, computed once."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Codes:
-    """Training pictures in 2 x crops variants (crop by crop, as it is then mirrored), validation ones in one."""
+    """Training pictures in 2 x crops variants (each crop as it is, then mirrored), validation ones in one."""
 
     train: Split
     val: Split
@@ -104,7 +104,7 @@ def splits_of(data: Path) -> dict[str, Rows]:
 
 
 def codes_key(rows: Mapping[str, Rows], reader: Reader, crops: int, limit: int | None) -> str:
-    """The name of what a reader sees in pictures. InputError where there is nothing to see."""
+    """The name of what a reader sees in pictures. InputError where crops or limit is below 1."""
     for name, value in (("--crops", crops), ("--limit", limit)):
         if value is not None and value < 1:
             raise InputError(f"{name} {value} must be at least 1.")

@@ -27,7 +27,7 @@ from lanternpp.training.teacher import Teacher, key_of, read_teacher
 
 @dataclass(frozen=True)
 class LoadedTarget:
-    """A target on its device, where it came from, and how it draws."""
+    """A target on its device, where it came from, and its default sampling and guidance."""
 
     teacher: Teacher
     target: Target
@@ -44,7 +44,7 @@ class Material(LoadedTarget):
 
 
 def load_target(model: str | Path, out: Path, device: torch.device, cfg: float | None) -> LoadedTarget:
-    """A model's target; cfg None: the guidance that the model draws best with."""
+    """A model's target; cfg None: the guidance scale of the model's defaults."""
     teacher = read_teacher(model, out, device)
     target = teacher.read()
     if cfg is None:
@@ -62,10 +62,10 @@ def gather(
     crops: int,
     limit: int | None,
 ) -> Material:
-    """The codes of the pictures in `data` or, where `own` says so, of pictures that the target draws with `cfg`.
+    """The codes of the pictures in `data` or, with `self_sampling`, of pictures that the target draws with `cfg`.
 
-    settings: of the training, `cfg` among them; follow: the guidance is the one that the model draws best with.
-    InputError where there is nothing to learn from, or what the plan's folder holds was trained otherwise: that is
+    settings: of the training, `cfg` among them; follow: take `cfg` from the model's defaults instead.
+    InputError where there is nothing to learn from, or the folder of `options` was trained with other settings: that is
     found before anything is drawn or encoded.
     """
     if data is not None:

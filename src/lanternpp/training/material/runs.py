@@ -1,6 +1,6 @@
-"""Runs of a target with a parallel drafter, recorded: what the target showed in every pass, kept or refused.
+"""Recorded runs of a target with a parallel drafter: the target's features of every drafted code, kept or refused.
 
-A drafter that hears what the target thought of refused codes can only learn it from runs of that kind.
+A drafter whose hints are the target's features at refused codes can only learn to use them from recorded runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Rollout:
 
 
 class Recorder(Observer):
-    """Keeps what each pass showed, by slot of the batch."""
+    """Records the features of every pass, by slot of the batch."""
 
     def __init__(self, guidance: Guidance):
         self.guidance = guidance
@@ -147,7 +147,7 @@ def recorded(
             )
 
     size = target.length * target.decoder.config.dim * next(target.parameters()).element_size()
-    room = size * (depth + 1) // 2  # a pass keeps two codes at least, or little is gained
+    room = size * (depth + 1) // 2  # assumes that a pass decides two codes on average
     folder, parts = found.teacher.store / f"runs-{name}", parts_of(len(texts), PART)
     shards = Shards(folder, parts, "runs", "the recorded runs", room, "runs")
     return [

@@ -23,9 +23,9 @@ from lanternpp.training.data import read_rows
 from lanternpp.training.material.codes import Codes, Split
 from lanternpp.training.material.shards import Shards, parts_of
 
-HELD_OUT = 10  # of so many prompts one is held out to validate with
-MIN_HELD_OUT, MAX_HELD_OUT = 4, 96  # pictures to validate with
-MIN_PICTURES = 100  # pictures to train with, where nobody says how many
+HELD_OUT = 10  # one prompt of this many is held out for validation
+MIN_HELD_OUT, MAX_HELD_OUT = 4, 96  # validation pictures
+MIN_PICTURES = 100  # training pictures, where the user does not say how many
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class PromptSplit:
 def choose_prompts(
     self_sampling: SelfSampling, data: Path | None, place: Path, target: Target
 ) -> PromptSplit:
-    """The prompts: of the file, else the captions of `data`, else the model's own, else all it knows.
+    """The prompts: of the file, else the captions of `data`, else the model's own, else all conditions that the target knows.
 
     Raises InputError where there are none, or the file has one that the target cannot follow.
     """
@@ -181,5 +181,5 @@ def seconds_per_step(engine: Engine, texts: Sequence[str], steps: int = 3) -> fl
         engine.step()
     engine.done()  # waits for the device
     seconds = (time.monotonic() - began) / steps
-    engine.count.fill_(engine.target.length)  # nobody wants these pictures
+    engine.count.fill_(engine.target.length)  # these pictures are not needed: mark them as finished
     return seconds
