@@ -43,8 +43,8 @@ def test_costs_are_found_again_and_a_slow_moment_does_not_bend_them() -> None:
     costs = fit(drawn, length=256)
     assert costs.plain == 17.0 and costs.begin == 12.0 and costs.noise < 0.01
     for shape in (chain(2), SHAPES["deep-8"], chain(5)):
-        parts, (draft, look, judge) = costs.parts(shape, TABLE), law(shape)
-        assert (parts.draft, parts.look, parts.judge) == pytest.approx((draft, look, judge), rel=0.03)
+        step, (draft, look, judge) = costs.step_cost(shape, TABLE), law(shape)
+        assert (step.draft, step.target_pass, step.verify) == pytest.approx((draft, look, judge), rel=0.03)
     shape = SHAPES["deep-8"]
     passes = (255 + (expected(TABLE, shape) - 1) / 2) / expected(TABLE, shape)
     whole = 12 + passes * sum(law(shape)) + 30

@@ -22,13 +22,13 @@ class StepCost:
     """Predicted seconds of the parts of a step: drafting, the target's pass, verification."""
 
     draft: float
-    look: float
-    judge: float
+    target_pass: float
+    verify: float
 
     @property
     def step(self) -> float:
         """All of it."""
-        return self.draft + self.look + self.judge
+        return self.draft + self.target_pass + self.verify
 
 
 @dataclass(frozen=True)
