@@ -73,7 +73,7 @@ def throughput(
     bench = measured.Throughput(pipe, settings, choice, asked, conditions, output, seed, restart)
     with progress_bar("drawing") as tell:
         rates = bench.run(rounds, tell)
-    told = bench.told | {"auto": auto, "rounds": rounds, "rates": [asdict(rate) for rate in rates]}
+    told = bench.facts | {"auto": auto, "rounds": rounds, "rates": [asdict(rate) for rate in rates]}
     told["trees"] = [asdict(cell) for cell in choice.cells]
     checkpoints.write_text(output / "throughput.json", json.dumps(told, indent=1) + "\n")
     checkpoints.write_text(output / "table.md", measured.markdown(rates, method))

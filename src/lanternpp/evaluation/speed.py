@@ -176,10 +176,10 @@ class Race:
 
     def _turn(self, folder: Path, entry: Entry, watch: Stopwatch, prompt: int, seed: int) -> Turn:
         result = self.draw(entry, prompt, seed)
-        stats, spent = result.stats, None
+        stats, tv_spent = result.stats, None
         phases = watch.take(stats.seconds)
         if self.measure and seed == self.seed:
-            spent = self.draw(entry, prompt, seed, measure=True).stats.tv_spent_per_image
+            tv_spent = self.draw(entry, prompt, seed, measure=True).stats.tv_spent_per_image
         files = []
         for i, image in enumerate(result.images):
             name = f"{PICTURES}/{entry.slug}/{prompt:03d}-{seed + i}.png"
@@ -187,7 +187,7 @@ class Race:
             save_png(image, folder / name, notes | {"settings": json.dumps(stats.settings, sort_keys=True)})
             files.append(name)
         accepted = split(stats.accepted_per_pass, self.pipe.target.length)
-        return Turn(entry.label, prompt, seed, stats.seconds, phases, accepted, files, spent)
+        return Turn(entry.label, prompt, seed, stats.seconds, phases, accepted, files, tv_spent)
 
 
 def device_name(device: torch.device) -> str:

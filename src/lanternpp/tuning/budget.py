@@ -38,7 +38,7 @@ class BudgetChoice:
     """What was chosen within a budget, and everything that was tried."""
 
     found: Tuning
-    spent: QualityCost
+    cost: QualityCost
     limit: float
     plain: QualityCost | None  # the cost of plain decoding, where the limit depends on it
     tried: list[dict[str, Any]]  # dials, whether it was the tree found for them, spent, spread, speedup
@@ -78,15 +78,15 @@ class Budget:
         tried: list[dict[str, Any]] = []
 
         def measure_cost(dials: dict[str, Any], found: Tuning | None = None) -> QualityCost:
-            spent = self.quality_cost(dials | ({"tree": self.tuner.tree(found)} if found else {}))
+            cost = self.quality_cost(dials | ({"tree": self.tuner.tree(found)} if found else {}))
             row = {
                 "dials": dials,
                 "own_tree": found is not None,
-                "spent": spent.value,
-                "spread": spent.spread,
+                "spent": cost.value,
+                "spread": cost.spread,
             }
             tried.append(row | ({"speedup": found.chosen.speedup} if found else {}))
-            return spent
+            return cost
 
         field: list[tuple[float, int, int, Tuning]] = []
         for k in self.ks:
@@ -100,9 +100,9 @@ class Budget:
             best = max(field, key=lambda entry: entry[0])
             field.remove(best)
             _, k, place, found = best
-            spent = measure_cost(found.dials, found)
-            if spent.value <= limit:
-                return BudgetChoice(found, spent, limit, self.plain, tried)
+            cost = measure_cost(found.dials, found)
+            if cost.value <= limit:
+                return BudgetChoice(found, cost, limit, self.plain, tried)
             if place:
                 field.append(self._enter(k, place - 1))
         least = min(tried, key=lambda row: row["spent"])

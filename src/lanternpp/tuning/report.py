@@ -46,8 +46,8 @@ def tuning_report(
         "versions": versions(),
     }
     if choice:
-        spent = {"spent": choice.spent.value, "spread": choice.spent.spread, "limit": choice.limit}
-        report["budget"] = spent | {"looked": choice.tried}
+        cost = {"spent": choice.cost.value, "spread": choice.cost.spread, "limit": choice.limit}
+        report["budget"] = cost | {"looked": choice.tried}
         report["budget"]["plain"] = asdict(choice.plain) if choice.plain else None
     return report
 

@@ -61,8 +61,8 @@ class Throughput:
             "weights": pipe.weights,
         }
         facts |= {"settings": asdict(settings), "prompts": list(conditions), "seed": seed}
-        self.told = facts | {"machine": machine(pipe), "versions": versions()}
-        self.journal = Journal(folder, self.told, restart)
+        self.facts = facts | {"machine": machine(pipe), "versions": versions()}
+        self.journal = Journal(folder, self.facts, restart)
 
     def ways(self, rows: int) -> dict[str, Settings]:
         """The three ways to draw at a size."""

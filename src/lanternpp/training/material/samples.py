@@ -109,7 +109,7 @@ def self_sampled_codes(
 ) -> Codes:
     """The codes of a target's own pictures, kept in `store`; what is missing is drawn now. `key`: the target's.
 
-    Plain autoregressive decoding draws them; picture i has the seed own.seed * 2**32 + i.
+    Plain autoregressive decoding draws them; picture i has the seed self_sampling.seed * 2**32 + i.
     """
     texts, held_out = picture_prompts(prompts, self_sampling)
     count, batch = len(texts) - held_out, min(self_sampling.batch, len(texts))
