@@ -1,8 +1,8 @@
 """Which tree to draft with at which batch size: measured once per machine, down to plain decoding.
 
-A pass over drafted codes costs more of a plain pass the more samples share it, so the tree that is fastest for one
-picture need not be so for eight. How many codes a pass decides does not depend on the batch: that is counted once.
-What a step costs does: at every size each tree's steps are timed beside plain ones. Nothing is chosen that was not
+Relative to a plain pass, a pass over drafted codes costs more the more samples share it, so the tree that is fastest for
+one picture need not be the fastest for eight. How many codes a pass decides does not depend on the batch: that is counted once.
+The cost of a step does: at every size each tree's steps are timed beside plain ones. Nothing is chosen that was not
 measured to be faster than plain decoding at that size by `MARGIN`.
 """
 
@@ -245,10 +245,10 @@ class _Calibration:
         yield begun | {"steps": [one for one, _ in pairs], "plain": [other for _, other in pairs]}
 
     def _cell(self, rows: int, tree: str | None, codes: float, took: Mapping[str, Any]) -> Cell:
-        """Steps as a multiple of the plain ones beside them, so that a busy moment counts for both.
+        """The cost of steps relative to the plain steps beside them, so that other load on the machine cancels out.
 
-        A picture takes its prefill, during which a batch stands still, and its share of its steps. Of the last draft
-        half of what it decides beyond a code is cut off, on average.
+        A picture costs its prefill, during which the batch stands still, and its share of the steps. On average, half of
+        the codes that its last draft decides beyond the first lie behind the end of the picture.
         """
         plain = median(took["plain"])
         ratio = median(one / other for one, other in zip(took["steps"], took["plain"], strict=True))

@@ -69,10 +69,11 @@ class Budget:
         raise NotImplementedError
 
     def choose(self) -> BudgetChoice:
-        """The fastest by prediction whose own tree stays within the limit. InputError where none does.
+        """The dials that are fastest by prediction and, with the tree tuned for them, within the limit.
 
-        For every k the greatest lambda that the method's tree allows is found by halving; a tree is found for
-        each, the fastest first held to the limit with it, and where it exceeds it, the next lambda below.
+        For every k, bisection finds the greatest lambda that stays within the limit with the method's tree, and a tree
+        is tuned for it. Then the cost is measured with these trees, the fastest first; where it exceeds the limit, the
+        next lower lambda is tuned instead. InputError where none is within the limit.
         """
         limit = self.limit()
         tried: list[dict[str, Any]] = []

@@ -52,9 +52,10 @@ class Curve:
 class Costs:
     """A model of seconds, at the speed of the machine at which plain steps take their median time.
 
-    A pass is a curve over its nodes, the root among them, that never falls. Drafting is linear in levels, in nodes looked beyond
-    and in nodes; judging in the children judged and in those that a level may have at most, which is what a
-    device that never looks back goes through. No slope is negative.
+    The target's pass is a curve over the number of nodes, the root included, that never falls. Drafting is linear in
+    the levels, the inner nodes and the nodes. Verification is linear in the children verified, and in the sum over the
+    levels of the most children that a node has, which is what a device goes through that does not wait for results.
+    No coefficient is negative. The fields are keys of the tuning's report.
     """
 
     length: int  # codes of a picture

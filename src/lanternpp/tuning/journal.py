@@ -1,4 +1,4 @@
-"""What was measured, a line for each, so that a tuning stopped at any moment goes on where it stopped."""
+"""A log of measurements, one per line, from which a stopped tuning resumes."""
 
 from __future__ import annotations
 

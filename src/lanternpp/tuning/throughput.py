@@ -37,7 +37,7 @@ class Rate:
 
 
 class Throughput:
-    """Rounds of a method at several batch sizes, written to a folder, which is gone on with unless `restart`.
+    """Rounds of a method at several batch sizes, logged in a folder, from which a stopped run is resumed unless `restart`.
 
     Raises InputError where a part of the method is missing, or the folder holds something else.
     """
