@@ -11,7 +11,7 @@ from lanternpp.models import read_target
 from lanternpp.nn import checkpoints
 from lanternpp.targets.words import WordsConfig, WordsTarget
 from lanternpp.training.material.codes import Codes, Split
-from lanternpp.training.parallel import Lessons, ParallelSettings, ParallelTask, train
+from lanternpp.training.parallel import DraftBatch, ParallelSettings, ParallelTask, train
 from lanternpp.training.run import TrainingOptions
 from lanternpp.vq.folder import read_vq
 
@@ -47,10 +47,10 @@ def test_every_level_is_judged_by_the_targets_guided_distribution_at_its_place(r
     codes = made.codes.train.pick(index, torch.zeros_like(index))
     read = made.draft_batch(made.train, index, codes, torch.tensor([0, 3, 14]))
 
-    def knows(drafter: Any, read: Lessons, noise: Any = None) -> torch.Tensor:
+    def knows(drafter: Any, batch: DraftBatch, noise: Any = None) -> torch.Tensor:
         level = torch.arange(made.hparams.levels)
-        slot = (read.anchors[0, :, None] + 1 + level).clamp(max=read.features.shape[1] - 1)
-        return read.features[:, slot]
+        slot = (batch.anchors[0, :, None] + 1 + level).clamp(max=batch.features.shape[1] - 1)
+        return batch.features[:, slot]
 
     made.predict_features = knows  # type: ignore[method-assign]
     figures = made.loss(made.model, read)
