@@ -52,17 +52,17 @@ def main() -> None:
     parser.add_argument(
         "--time", action="store_true", help="train nothing, and time steps of every loss in turn"
     )
-    asked = parser.parse_args()
-    wanted = [name for name in ROWS if name.replace(",", "") in asked.rows.split(",")]
-    seeds = [int(seed) for seed in asked.seeds.split(",")]
-    if not (asked.table or asked.time):
-        model = copied(asked.model, asked.out / "model")
-        data = thinned(asked.data, asked.out / "data", {"train": asked.pictures, "val": asked.held})
+    args = parser.parse_args()
+    names = [name for name in ROWS if name.replace(",", "") in args.rows.split(",")]
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    if not (args.table or args.time):
+        model = copied(args.model, args.out / "model")
+        data = thinned(args.data, args.out / "data", {"train": args.pictures, "val": args.held})
         for seed in seeds:
-            for name in wanted:
-                train(name, seed, model, data, asked)
+            for name in names:
+                train(name, seed, model, data, args)
     print(
-        table({(name, seed): row for name in ROWS for seed in seeds if (row := found(asked.out, name, seed))})
+        table({(name, seed): row for name in ROWS for seed in seeds if (row := found(args.out, name, seed))})
     )
 
 
@@ -96,9 +96,9 @@ def place(out: Path, name: str, seed: int) -> Path:
     return out / f"{name.replace(',', '').replace(' ', '-')}-{seed}"
 
 
-def train(name: str, seed: int, model: Path, data: Path, asked: argparse.Namespace) -> None:
-    """Train a row, or go on with it."""
-    if found(asked.out, name, seed):
+def train(name: str, seed: int, model: Path, data: Path, args: argparse.Namespace) -> None:
+    """Train a row, or resume it."""
+    if found(args.out, name, seed):
         return
     command = [
         sys.executable,
@@ -111,8 +111,8 @@ def train(name: str, seed: int, model: Path, data: Path, asked: argparse.Namespa
         "--data",
         str(data),
     ]
-    command += ["--out", str(place(asked.out, name, seed)), "--steps", str(asked.steps), "--seed", str(seed)]
-    command += ["--batch-size", str(asked.batch_size), "--crops", "1", "--checks", "0", "--save-minutes", "2"]
+    command += ["--out", str(place(args.out, name, seed)), "--steps", str(args.steps), "--seed", str(seed)]
+    command += ["--batch-size", str(args.batch_size), "--crops", "1", "--checks", "0", "--save-minutes", "2"]
     command += ["--warmup", "20", "--decay", "0.98"]
     command += ["--kind", "parallel"] if name.startswith("parallel") else ["--cache-features"]
     for option, value in ROWS[name].items():
@@ -121,19 +121,19 @@ def train(name: str, seed: int, model: Path, data: Path, asked: argparse.Namespa
     subprocess.run(command, check=True)
 
 
-def times(names: list[str], asked: argparse.Namespace, rounds: int = 5) -> str:
+def times(names: list[str], args: argparse.Namespace, rounds: int = 5) -> str:
     """Processor seconds of a step, the target's pass in it: the least of some steps, the rows in turn."""
     from lanternpp.training.drafter import DrafterSettings, DrafterTask
     from lanternpp.training.material.gather import gather
     from lanternpp.training.parallel import ParallelSettings, ParallelTask
-    from lanternpp.training.run import Plan
+    from lanternpp.training.run import TrainingOptions
 
-    plan = Plan(asked.out / "times", 1)
-    read = gather(asked.out / "model", plan, asked.out / "data", None, {"cfg": None}, True, 1, None)
+    options = TrainingOptions(args.out / "times", 1)
+    read = gather(args.out / "model", options, args.out / "data", None, {"cfg": None}, True, 1, None)
     tasks: dict[str, Any] = {}
     for name in names:
-        shared = {"batch_size": asked.batch_size, "cfg": read.cfg, **ROWS[name]}
-        known = read.target, read.codes, read.origin, plan.device
+        shared = {"batch_size": args.batch_size, "cfg": read.cfg, **ROWS[name]}
+        known = read.target, read.codes, read.origin, options.device
         eagle = name.startswith("eagle")
         tasks[name] = (
             DrafterTask(DrafterSettings(**shared), 1, *known)
@@ -152,7 +152,7 @@ def times(names: list[str], asked: argparse.Namespace, rounds: int = 5) -> str:
 
 
 def found(out: Path, name: str, seed: int) -> dict[str, Any] | None:
-    """What a finished row wrote of itself."""
+    """The provenance of a finished row; None where it is not finished."""
     file = place(out, name, seed) / "provenance.json"
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
 

@@ -37,14 +37,14 @@ PROMPTS = (
 
 @dataclass
 class Run:
-    """What happened."""
+    """Counts and measurements of a run."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)  # of pictures, from the request to the answer
     pictures: list[dict[str, Any]] = field(default_factory=list)  # facts, prompt and bytes of some
     rows: Counter[int] = field(default_factory=Counter)
     memory: list[tuple[int, float]] = field(default_factory=list)  # pictures so far, MiB
-    asked: int = 0
+    sent: int = 0
 
 
 def resident(pid: int | None) -> float:
@@ -60,8 +60,8 @@ async def client(
 ) -> None:
     """One picture after another."""
     luck = random.Random(args.seed + number)
-    while time.monotonic() < end and (args.requests is None or run.asked < args.requests):
-        run.asked += 1
+    while time.monotonic() < end and (args.requests is None or run.sent < args.requests):
+        run.sent += 1
         body = {"prompt": luck.choice(args.said), "seed": luck.randrange(1 << 31), **args.body}
         began = time.monotonic()
         while True:
@@ -82,7 +82,7 @@ async def client(
 def keep(
     run: Run, body: dict[str, Any], data: dict[str, Any], seconds: float, args: argparse.Namespace
 ) -> None:
-    """Write a picture down."""
+    """Keep the facts and bytes of a picture."""
     run.seconds.append(seconds)
     run.rows[data["lanternpp"]["rows"]] += 1
     if len(run.pictures) < args.keep:

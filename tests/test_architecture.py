@@ -79,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engines": {"engine", "settings"},
     "picture": {"nn.checkpoints"},
     "pipeline": LIBRARY - {"pipeline", "picture"},
-    "training": {*LIBRARY, "evaluation.judge", "evaluation.pictures", "evaluation.prompts"},
+    "training": {*LIBRARY, "evaluation.classifier", "evaluation.pictures", "evaluation.prompts"},
     "evaluation": LIBRARY,
     "tuning": LIBRARY | {"evaluation"},
     "many": LIBRARY,

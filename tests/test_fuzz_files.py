@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from classifiers import write_classifier
 from families import write_chameleon, write_emu3, write_janus
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from judges import write_judge
 from models import write_model
 
 from lanternpp import InputError, Pipeline
-from lanternpp.evaluation.judge import read_judge
+from lanternpp.evaluation.classifier import read_classifier
 from lanternpp.models import read_target
 from lanternpp.nn import checkpoints
 from lanternpp.nn.shards import DTYPES
@@ -110,7 +110,7 @@ def spoil(document: Any, data: st.DataObject) -> Any:
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of ours with every part that has a config."""
     folder = write_model(tmp_path_factory.mktemp("ours") / "model")
-    write_judge(folder)
+    write_classifier(folder)
     pipe = Pipeline.from_pretrained(str(folder), dtype="float32")
     where = pipe.conditions(pipe.settings("lantern++", batch_size=1))
     Tuned.read(folder).add("lantern++", where, {"tree": "[[0],[1]]", "lam": 3.0})
@@ -128,7 +128,7 @@ def read_all(folder: Path) -> None:
         settings = pipe.settings(method)
         pipe.new_engine(settings)
     assert pipe(PROMPT, method="ar").images
-    read_judge(folder)
+    read_classifier(folder)
 
 
 @examples(60)

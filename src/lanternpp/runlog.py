@@ -34,13 +34,13 @@ def read_rows(path: Path, parse: Callable[[Any], T], remedy: str) -> list[T]:
     return rows
 
 
-def keep_rows(path: Path, wanted: Callable[[Any], bool]) -> None:
-    """Take out of a log every row that is not wanted, or that cannot be read."""
+def keep_rows(path: Path, keep: Callable[[Any], bool]) -> None:
+    """Remove from a log every row for which `keep` is false, or that cannot be read."""
     lines = _whole_lines(path, "remove it")
     kept = []
     for line in lines:
         try:
-            if wanted(parse_json(line, "it")):
+            if keep(parse_json(line, "it")):
                 kept.append(line)
         except (ValueError, TypeError, AttributeError):
             continue

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from judges import write_judge
+from classifiers import write_classifier
 from PIL import Image
 
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_drawn(run, model, pro
 def test_pictures_too_few_to_measure_are_refused_if_asked_for_and_else_only_timed(
     run, model, prompts, tmp_path
 ):
-    judged = write_judge(Path(shutil.copytree(model, tmp_path / "judged")))
+    judged = write_classifier(Path(shutil.copytree(model, tmp_path / "judged")))
     asked = ("--model", judged, "--prompts", prompts, "--methods", "ar", "--no-plots", "--no-measure")
     (tmp_path / "red").mkdir()
     refused = run("bench", *asked, "-n", 1, "-o", "few", "--reference", tmp_path / "red")

@@ -8,11 +8,11 @@ from pathlib import Path
 import checkpoints as published
 import pytest
 import torch
-from judges import write_judge
+from classifiers import write_classifier
 from models import write_model
 from PIL import Image
 
-from lanternpp.evaluation.judge import read_judge, read_reference
+from lanternpp.evaluation.classifier import read_classifier, read_reference
 from lanternpp.nn import checkpoints
 from lanternpp.targets.text import quiet
 
@@ -152,14 +152,14 @@ def test_what_is_no_tokenizer_or_encoder_is_refused(run, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_a_judge_comes_along_with_the_reference_it_made(run, model: Path, tmp_path: Path) -> None:
-    source = write_judge(Path(shutil.copytree(model, tmp_path / "judged")))
+def test_a_classifier_comes_along_with_the_reference_it_made(run, model: Path, tmp_path: Path) -> None:
+    source = write_classifier(Path(shutil.copytree(model, tmp_path / "judged")))
     (source / "prompts.txt").write_text("a red tulip\n")
     (source / "judge" / "state.pt").write_bytes(b"of the training")
     done = run("convert", source, tmp_path / "small")
     assert done.code == 0 and "judge" in done.out
     names = {path.name for path in (tmp_path / "small" / "judge").iterdir()}
     assert names == {"config.json", "model.safetensors", "reference.safetensors"}
-    judge = read_judge(tmp_path / "small")
-    assert len(read_reference(tmp_path / "small", judge).features) == 24  # refused if it were another's
+    classifier = read_classifier(tmp_path / "small")
+    assert len(read_reference(tmp_path / "small", classifier).features) == 24  # refused if it were another's
     assert (tmp_path / "small" / "prompts.txt").read_text() == "a red tulip\n"

@@ -1,4 +1,4 @@
-"""`lanternpp eval`, on a tiny model with a tiny judge, and on the shipped one."""
+"""`lanternpp eval`, on a tiny model with a tiny classifier, and on the shipped one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from judges import splashes, write_judge
+from classifiers import splashes, write_classifier
 from PIL import Image
 
 from lanternpp import Pipeline
-from lanternpp.evaluation.draw import orders
+from lanternpp.evaluation.draw import evaluation_requests
 from lanternpp.models import ASSETS
 from lanternpp.picture import save_png
 
@@ -20,10 +20,10 @@ DRAW = ("-n", 6, "--batch-size", 3)
 
 @pytest.fixture(scope="module")
 def judged(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a judge."""
+    """The tiny model with a classifier."""
     folder = tmp_path_factory.mktemp("judged") / "tiny"
     shutil.copytree(model, folder)
-    return write_judge(folder)
+    return write_classifier(folder)
 
 
 def saved(folder: Path, images: list[Image.Image], **notes: str) -> Path:
@@ -91,7 +91,7 @@ def test_a_kept_picture_is_the_one_that_generate_draws(run, judged, elsewhere: P
 
 def test_more_prompts_than_pictures_are_spread_evenly() -> None:
     prompts = [f"p{i}" for i in range(10)]
-    assert [order.prompt for order in orders(prompts, 5, 0)] == ["p0", "p2", "p4", "p6", "p8"]
+    assert [order.prompt for order in evaluation_requests(prompts, 5, 0)] == ["p0", "p2", "p4", "p6", "p8"]
 
 
 @pytest.mark.parametrize(
@@ -125,13 +125,15 @@ def test_refused_before_anything_is_drawn(args, names, run, judged, elsewhere, m
     assert [path.name for path in elsewhere.iterdir()] == ["mine"]
 
 
-def test_a_model_without_a_judge_says_so_in_one_sentence(run, model, elsewhere: Path) -> None:
+def test_a_model_without_a_classifier_says_so_in_one_sentence(run, model, elsewhere: Path) -> None:
     outcome = run("eval", "ar", "--model", model)
-    assert outcome.code == 2 and outcome.err.count("\n") == 1 and "has no judge" in outcome.err
+    assert outcome.code == 2 and outcome.err.count("\n") == 1 and "has no classifier" in outcome.err
 
 
-@pytest.mark.skipif(not (ASSETS / "nature-128" / "judge").is_dir(), reason="this checkout holds no judge")
-def test_the_shipped_judge_knows_what_the_shipped_model_drew(run, elsewhere: Path) -> None:
+@pytest.mark.skipif(
+    not (ASSETS / "nature-128" / "judge").is_dir(), reason="this checkout holds no classifier"
+)
+def test_the_shipped_classifier_knows_what_the_shipped_model_drew(run, elsewhere: Path) -> None:
     prompts = (
         "a photo of a sunflower under a blue sky",
         "a photo of the sea at sunset",

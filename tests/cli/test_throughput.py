@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from lanternpp.tuning import batches
+from lanternpp.tuning.batch_runner import BatchRunner
 from lanternpp.tuning.journal import LINES
-from lanternpp.tuning.lane import BatchRunner
 
 SMALL = ("--batch-sizes", "1,2", "--rounds", 2, "--dtype", "float32", "--prompts", "p.txt", "-o", "t")
 

@@ -130,7 +130,7 @@ def test_other_settings_are_named_before_anything_is_drawn_or_encoded(
     train = ("train", "drafter", "--model", "janus", *own("janus"))
     assert run(*train).code == 0
     before = {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
-    for module, name in ((samples, "draw"), (codes, "encode")):
+    for module, name in ((samples, "generate"), (codes, "encode")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("work was done"))
     refused(run(*train, "--lr", 0.01, "--loss", "lk"), "lr 0.001 -> 0.01", "loss 'guided' -> 'lk'")
     refused(run(*train, "--layers", 2), "layers 1 -> 2", "--restart")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from judges import write_judge
+from classifiers import write_classifier
 from PIL import Image
 
 from lanternpp.tuning import run as tuning
@@ -82,7 +82,7 @@ def test_a_stop_loses_at_most_one_measurement(run, own, monkeypatch):
     whole = json.loads(run(*asked).out)
     assert not drawn and whole == again and whole["model"] == first["model"]
     run(*asked, "--restart")
-    assert len(drawn) >= len(lines) - tuning.AGAIN > 2
+    assert len(drawn) >= len(lines) - tuning.MAX_REPROBES > 2
 
 
 def test_a_folder_of_something_else_is_left_alone(run, own):
@@ -146,7 +146,7 @@ def test_a_budget_of_variation_picks_the_dials(run, own):
 
 
 def test_a_budget_of_distance_is_measured_against_plain_decoding(run, own):
-    write_judge(own)
+    write_classifier(own)
     asked = ("tune", "--model", own, *SMALL, "--no-plots", "--no-race", "--neighbours", 5, "--lambda", 2)
     outcome = run(*asked, "--budget-frechet", 1e6, "--budget-pictures", 4, "-o", "t")
     assert outcome.code == 0, outcome.err

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lanternpp.evaluation.frechet import distance, gaussian, spread
+from lanternpp.evaluation.frechet import distance, gaussian, standard_error
 
 
 def draws(count: int, dims: int, seed: int) -> Tensor:
@@ -78,9 +78,9 @@ def test_the_spread_is_the_standard_deviation_over_new_pictures() -> None:
     reference = gaussian(draws(400, 6, 9) + 0.7)
     sets = [draws(160, 6, seed) for seed in range(100, 160)]
     real = torch.tensor([distance(gaussian(points), reference) for points in sets]).std().item()
-    told = torch.tensor([spread(points, reference) for points in sets]).mean().item()
+    told = torch.tensor([standard_error(points, reference) for points in sets]).mean().item()
     assert told == pytest.approx(real, rel=0.3)
 
 
 def test_too_few_pictures_have_no_spread() -> None:
-    assert math.isnan(spread(draws(3, 4, 0), gaussian(draws(9, 4, 1))))
+    assert math.isnan(standard_error(draws(3, 4, 0), gaussian(draws(9, 4, 1))))

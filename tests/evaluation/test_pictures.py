@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.pictures import Gallery, cut, reference_folder, square, squares
+from lanternpp.evaluation.pictures import Gallery, grid_boxes, reference_folder, square, squares
 from lanternpp.picture import grid, save_png
 
 
@@ -41,8 +41,8 @@ def test_a_grid_that_generate_wrote_is_the_pictures_it_shows(count: int, tmp_pat
 
 
 def test_a_picture_that_is_no_grid_is_not_cut() -> None:
-    assert cut((100, 100), 4) != ()  # (100 + 2) / 2 - 2 = 49
-    assert cut((101, 100), 4) == ()
+    assert grid_boxes((100, 100), 4) != ()  # (100 + 2) / 2 - 2 = 49
+    assert grid_boxes((101, 100), 4) == ()
 
 
 def test_an_imagefolder_has_captions_and_only_the_pictures_it_names(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from urllib.error import URLError
 
 import pytest
 import torch
-from judges import CPU, splashes, write_judge
+from classifiers import CPU, splashes, write_classifier
 from PIL import Image
 
 from lanternpp.errors import InputError
@@ -35,7 +35,7 @@ OWN = f"{__name__}:Colours"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_judge(tmp_path / "tiny")
+    return write_classifier(tmp_path / "tiny")
 
 
 def saved(folder: Path, images: list[Image.Image]) -> Path:
@@ -76,19 +76,19 @@ def test_prompt_accuracy_counts_prompts_that_name_a_label(folder: Path) -> None:
     assert "prompt_accuracy" not in quality.measure(images, ["a stone"] * 8)
 
 
-def test_other_features_by_name_keep_the_judge_for_the_prompts(folder: Path, tmp_path: Path) -> None:
+def test_other_features_by_name_keep_the_classifier_for_the_prompts(folder: Path, tmp_path: Path) -> None:
     pictures = saved(tmp_path / "red", splashes("red", 8))
     quality = Quality.for_model(folder, pictures, OWN, None, CPU)
     figures = quality.measure(splashes("red", 8), ["a tulip"] * 8)
     assert figures["frechet"] == pytest.approx(0, abs=1e-6) and figures["prompt_accuracy"] == 1
 
 
-def test_a_model_without_a_judge_has_no_figures_of_it(tmp_path: Path) -> None:
+def test_a_model_without_a_classifier_has_no_figures_of_it(tmp_path: Path) -> None:
     pictures = saved(tmp_path / "red", splashes("red", 8))
     bare = tmp_path / "bare"
     bare.mkdir()
     for reference in (None, pictures):
-        with pytest.raises(InputError, match=r"model bare has no judge; .*lanternpp train judge"):
+        with pytest.raises(InputError, match=r"model bare has no classifier; .*lanternpp train judge"):
             Quality.for_model(bare, reference, None, None, CPU)
     quality = Quality.for_model(bare, pictures, OWN, None, CPU)
     assert quality.columns == ("frechet", "precision", "recall")

@@ -9,7 +9,8 @@ import pytest
 from models import write_model
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.speed import BASELINE, PICTURES, TURNS, Race, entries
+from lanternpp.evaluation.speed import PICTURES, TURNS, Race, parse_methods
+from lanternpp.methods import BASELINE
 from lanternpp.pipeline import Pipeline
 
 PROMPTS = ["a red tulip", "a tulip"]
@@ -24,15 +25,15 @@ def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
 
 
 def race(pipe: Pipeline, n: int = 2, field: str = FIELD, **shared) -> Race:
-    return Race(pipe, entries(field), PROMPTS, n, 5, shared, measure=True)
+    return Race(pipe, parse_methods(field), PROMPTS, n, 5, shared, measure=True)
 
 
 def test_methods_are_read_with_what_they_override() -> None:
-    plain, one, two = entries("lantern++ k=10  lambda=2.5, eagle tree=chain-3")
+    plain, one, two = parse_methods("lantern++ k=10  lambda=2.5, eagle tree=chain-3")
     assert plain.label == BASELINE
     assert one.label == "lantern++ k=10 lambda=2.5" and one.overrides == {"neighbours": 10, "lam": 2.5}
     assert two.method == "eagle" and two.overrides == {"tree": "chain-3"}
-    assert [e.label for e in entries("eagle, ar")] == ["ar", "eagle"]
+    assert [e.label for e in parse_methods("eagle, ar")] == ["ar", "eagle"]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_methods_are_read_with_what_they_override() -> None:
 )
 def test_a_wrong_entry_is_named(text: str, named: str) -> None:
     with pytest.raises(InputError) as fault:
-        entries(text)
+        parse_methods(text)
     assert named in str(fault.value)
 
 

@@ -12,7 +12,7 @@ from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.training.features import visible
+from lanternpp.training.features import causal_mask
 from lanternpp.trees.shapes import EAGLE
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import TargetOutput
@@ -64,7 +64,7 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
     loop.admit(0, said, 5)
     hints = torch.zeros(
         1, 40, 16, dtype=torch.float64
-    )  # what each slot of the drafter knows of refused codes
+    )  # what each slot of the drafter is told of refused codes
     for _ in range(steps):
         hint = step_and_recall(loop)
         hints[0, target.slots + int(loop.count[0]) - 2] = hint[0]
@@ -75,15 +75,13 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
     assert prompt.start[0] == (said == "sea"), "one of the two is padded"
     codes = loop.codes[:, :count]
     read = torch.cat((prompt.embeds, target.embed(guidance.rows(codes))), 1)[:, :-1]
-    features = guidance.merge(
-        target.decoder.forward_sequence(read, seen=visible(prompt.start, read.shape[1]))
-    )
-    next_embeds = torch.cat((prompt.embeds[:1], target.embed(codes)), 1)[:, 1:]
+    features = guidance.merge(target.decoder.forward_sequence(read, seen=causal_mask(prompt.start, read.shape[1])))
+    ahead = torch.cat((prompt.embeds[:1], target.embed(codes)), 1)[:, 1:]
     anchor = torch.tensor([[features.shape[1] - 1]])
-    known_hints = hints[:, : features.shape[1] + 4]
+    told = hints[:, : features.shape[1] + 4]
     if steps:
-        known_hints[0, features.shape[1] :] = hint[1:]
-    first, more = drafter.forward_sequence(next_embeds, features, anchor, 4, prompt.start[:1], known_hints)
+        told[0, features.shape[1] :] = hint[1:]
+    first, more = drafter.forward_sequence(ahead, features, anchor, 4, prompt.start[:1], told)
     for node in draft.probs[0].sum(-1).nonzero()[:, 0].tolist():  # every node with children
         depth = int(draft.tree.depth[0, node])
         if depth == 0:

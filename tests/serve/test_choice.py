@@ -17,7 +17,7 @@ from lanternpp.serve.batcher import Order
 from lanternpp.serve.calibration import Calibration
 from lanternpp.serve.terms import Terms
 from lanternpp.tuning import batches
-from lanternpp.tuning.batches import Cell, Choice
+from lanternpp.tuning.batches import BatchChoice, Cell
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_pictures_are_those_of_the_settings_they_say(pipe) -> None:
     settings = pipe.settings("lantern++", proposer="parallel", tree="chain-3")
     rates = {1: {"chain-3": 1.5, "chain-2": 1.2}, 2: {"chain-3": 1.1, "chain-2": 1.2}, 4: {"chain-3": 0.9}}
     cells = [Cell(rows, tree, 2, 1, 1, gain) for rows, row in rates.items() for tree, gain in row.items()]
-    choice = Choice(settings, tuple(cells))
+    choice = BatchChoice(settings, tuple(cells))
     for rows, (method, tree) in {
         1: ("lantern++", "chain-3"),
         2: ("lantern++", "chain-2"),

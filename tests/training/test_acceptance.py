@@ -11,7 +11,7 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.models import read_target
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.training.acceptance import watch
+from lanternpp.training.acceptance import measure_acceptance
 from lanternpp.training.drafter import DrafterSettings, DrafterTask
 from lanternpp.training.material.codes import Codes, Split
 from lanternpp.trees import build_tree
@@ -21,7 +21,7 @@ PROMPTS = ["a", "bb", "ccc", "dddd"]
 
 def test_an_oracles_first_children_are_all_kept() -> None:
     target = ToyTarget()
-    found = watch(
+    found = measure_acceptance(
         target, TreeProposer(OracleDrafter(target), build_tree("eagle-25")), Sampling(), Guidance(), PROMPTS
     )
     figures = found.figures
@@ -34,7 +34,7 @@ def test_an_oracles_first_children_are_all_kept() -> None:
 def test_counts_add_up_to_the_codes_that_passes_decided() -> None:
     target = ToyTarget()
     proposer = TreeProposer(eagle(target), build_tree("eagle-25"))
-    figures = watch(target, proposer, Sampling(), Guidance(2.0), PROMPTS * 2).figures
+    figures = measure_acceptance(target, proposer, Sampling(), Guidance(2.0), PROMPTS * 2).figures
     judged = torch.tensor(figures["judged"])
     assert (judged[:, :-1] >= judged[:, 1:]).all()  # a sibling is judged after those before it
     by_depth = figures["kept_by_depth"]

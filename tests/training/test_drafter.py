@@ -17,9 +17,9 @@ from lanternpp.nn.sources import Source
 from lanternpp.targets.words import WordsConfig, WordsTarget
 from lanternpp.training import losses
 from lanternpp.training.drafter import DrafterSettings, DrafterTask, train
-from lanternpp.training.features import Captions, lessons
+from lanternpp.training.features import CaptionPrompts, drafter_inputs
 from lanternpp.training.material.codes import Codes, Split
-from lanternpp.training.run import Plan
+from lanternpp.training.run import TrainingOptions
 from lanternpp.vq.folder import read_vq
 
 CPU = torch.device("cpu")
@@ -44,14 +44,14 @@ def task(ready: Path, count: int = 6, **settings: Any) -> DrafterTask:
     codes = torch.randint(64, (count, 1, 16), generator=generator).to(torch.uint16)
     split = Split(codes, ("a red square", "a blue square", "a photo") * (count // 3), ("",) * count)
     target = read_target(ready, torch.float32)
-    options = DrafterSettings(**{"batch_size": count, **settings})
-    return DrafterTask(options, 1, target, Codes(split, split, {"codes": "made"}), "made", CPU)
+    hparams = DrafterSettings(**{"batch_size": count, **settings})
+    return DrafterTask(hparams, 1, target, Codes(split, split, {"codes": "made"}), "made", CPU)
 
 
 def go(data: Path, model: Path, steps: int = 4, stop: int | None = None, **settings: Any) -> bool:
-    plan = Plan(model / "drafter", steps, stop_after=stop, log_steps=1, checks=1)
-    options = DrafterSettings(**{"batch_size": 4, "warmup": 2, **settings})
-    return train(data, model, 1, options, plan, crops=1)
+    options = TrainingOptions(model / "drafter", steps, stop_after=stop, log_steps=1, checks=1)
+    hparams = DrafterSettings(**{"batch_size": 4, "warmup": 2, **settings})
+    return train(data, model, 1, hparams, options, crops=1)
 
 
 def test_lk_is_the_negative_log_of_the_chance_that_verification_keeps_a_draft() -> None:
@@ -62,8 +62,8 @@ def test_lk_is_the_negative_log_of_the_chance_that_verification_keeps_a_draft() 
             mine, other = q[row, place].softmax(-1), p[row, place].softmax(-1)
             kept[row, place] = sum(m * min(1.0, o / m) for m, o in zip(mine, other, strict=True))
     assert torch.allclose(losses.acceptance(q, p).double(), kept, atol=1e-6)
-    assert losses.refusal(q, p).item() == pytest.approx(-kept.log().mean().item(), abs=1e-6)
-    assert losses.refusal(p, p).item() == pytest.approx(0.0, abs=1e-6)
+    assert losses.lk_loss(q, p).item() == pytest.approx(-kept.log().mean().item(), abs=1e-6)
+    assert losses.lk_loss(p, p).item() == pytest.approx(0.0, abs=1e-6)
 
 
 def test_soft_cross_entropy_is_least_where_the_two_agree() -> None:
@@ -80,9 +80,9 @@ def test_lessons_pair_a_feature_with_the_input_one_ahead(ready: Path) -> None:
     prompt = target.prompt(["a red square"], 1).embeds
     codes = torch.arange(16)[None]
     with torch.no_grad():
-        ahead, features = lessons(target, prompt, codes)
-        assert torch.equal(ahead[:, :2], prompt[:, 1:])
-        assert torch.equal(ahead[:, 2:], target.embed(codes[:, :-1]))
+        next_inputs, features = drafter_inputs(target, prompt, codes)
+        assert torch.equal(next_inputs[:, :2], prompt[:, 1:])
+        assert torch.equal(next_inputs[:, 2:], target.embed(codes[:, :-1]))
         assert torch.equal(features, target.states(prompt, codes))
 
 
@@ -94,8 +94,8 @@ def test_guided_losses_are_those_of_the_merged_rows(ready: Path) -> None:
     p, q = [], []
     with torch.no_grad():
         for prompts, _ in (made.train(index, 1), made.train(index, 1, torch.ones(6, dtype=torch.bool))):
-            ahead, features = lessons(made.target, prompts, codes)
-            guess = made.model.forward_sequence(ahead, features[:, :-1])
+            next_inputs, features = drafter_inputs(made.target, prompts, codes)
+            guess = made.model.forward_sequence(next_inputs, features[:, :-1])
             p.append(made.target.head(features[:, 3:]))  # of codes 1..15, after 3 prompt slots and code 0
             q.append(made.target.head(guess[:, 2:]))
     p_law, q_law = ((null + 3.0 * (caption - null)).softmax(-1) for caption, null in (p, q))
@@ -107,11 +107,11 @@ def test_guided_losses_are_those_of_the_merged_rows(ready: Path) -> None:
 @pytest.mark.parametrize("loss", ["paper", "guided", "lk"])
 def test_it_learns_six_pictures_by_heart(ready: Path, loss: str) -> None:
     made = task(ready, loss=loss, noise=0.0, lr=1e-2, weight=1.0, cfg=2.0)
-    before = made.judge(torch.arange(6))
+    before = made.validate_on(torch.arange(6))
     for step in range(60):
         made.step(step, 0.0)
     made.average.load_state_dict(made.model.state_dict())
-    after = made.judge(torch.arange(6))
+    after = made.validate_on(torch.arange(6))
     assert after["accept"] > before["accept"] + 0.1
     assert after["feature"] < 0.7 * before["feature"]
     assert after[loss] < before[loss]
@@ -127,10 +127,10 @@ def test_a_second_round_reads_the_drafters_own_features(ready: Path) -> None:
         found[rounds] = made.loss(*made.train(index, 2), codes)[1].item()
     with torch.no_grad():
         prompts, _ = made.train(index, 2)
-        ahead, features = lessons(made.target, prompts, codes.repeat(2, 1))
-        first = made.model.forward_sequence(ahead, features[:, :-1])
-        own = torch.cat((features[:, :3], first[:, 2:-1]), 1)
-        second = made.model.forward_sequence(ahead, own)[:, 3:]
+        next_inputs, features = drafter_inputs(made.target, prompts, codes.repeat(2, 1))
+        first = made.model.forward_sequence(next_inputs, features[:, :-1])
+        predicted = torch.cat((features[:, :3], first[:, 2:-1]), 1)
+        second = made.model.forward_sequence(next_inputs, predicted)[:, 3:]
         p, q = (Guidance(3.0).merge(made.target.head(x)) for x in (features[:, 4:], second))
     wanted = (found[1] + losses.soft_cross_entropy(q, p).item()) / 2
     assert found[2] == pytest.approx(wanted, rel=1e-5)
@@ -166,13 +166,13 @@ def test_a_tenth_of_the_captions_is_dropped_under_the_papers_loss(
 def test_captions_in_two_branches_are_beside_the_null_prompt(ready: Path) -> None:
     target = read_target(ready, torch.float32)
     texts = ("a blue square", "a photo", "a red square")
-    captions = Captions(target, Split(torch.zeros(3, 1, 16, dtype=torch.uint16), texts, ("",) * 3))
-    assert captions.sayings == ["a blue square", "a red square"]
+    captions = CaptionPrompts(target, Split(torch.zeros(3, 1, 16, dtype=torch.uint16), texts, ("",) * 3))
+    assert captions.known_texts == ["a blue square", "a red square"]
     wanted = target.prompt(["a red square", None], 2).embeds
     prompts, start = captions(torch.tensor([2, 1]), 2)
     assert torch.equal(prompts, wanted) and start is None
     with pytest.raises(InputError, match="none of the captions"):
-        Captions(target, Split(torch.zeros(1, 1, 16, dtype=torch.uint16), ("a photo",), ("",)))
+        CaptionPrompts(target, Split(torch.zeros(1, 1, 16, dtype=torch.uint16), ("a photo",), ("",)))
 
 
 def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(data: Path, ready: Path, twin: Path) -> None:
@@ -229,6 +229,6 @@ def test_inheriting_starts_from_the_targets_last_block(ready: Path) -> None:
 
 def test_figures_are_those_of_the_guidance_they_name(ready: Path) -> None:
     made = task(ready, cfg=1.0)
-    figures = made.judge(torch.arange(6))
+    figures = made.validate_on(torch.arange(6))
     assert figures["guided"] == pytest.approx(figures["paper"], rel=1e-5)
     assert made.guidance == Guidance(1.0)

@@ -16,7 +16,7 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.models import read_target
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.training.features import Captions, lessons, visible
+from lanternpp.training.features import CaptionPrompts, causal_mask, drafter_inputs
 from lanternpp.training.material.codes import Split
 from lanternpp.trees import build_tree
 
@@ -48,11 +48,11 @@ def test_teacher_forced_features_are_those_of_the_engines_drafter(name: str, tmp
         engine.step()
     codes = engine.collect(0).codes[None].repeat(2, 1)
 
-    captions = Captions(target, Split(codes[:1, None].repeat(2, 1, 1), texts, ("", "")))
+    captions = CaptionPrompts(target, Split(codes[:1, None].repeat(2, 1, 1), texts, ("", "")))
     prompts, start = captions(torch.tensor([0]), 2)
     assert (start is not None) == (name != "words")
-    ahead, features = lessons(target, prompts, codes, start)
-    guess = drafter.forward_sequence(ahead, features[:, :-1], visible(start, ahead.shape[1]))
+    next_inputs, features = drafter_inputs(target, prompts, codes, start)
+    guess = drafter.forward_sequence(next_inputs, features[:, :-1], causal_mask(start, next_inputs.shape[1]))
     assert guess.isfinite().all()
     for count, wanted in seen.items():
         if count < target.length:
@@ -65,7 +65,7 @@ def test_a_dropped_caption_is_the_unconditional_prompt_beside_it(tmp_path: Path)
     write_llamagen(tmp_path, text=True)
     target = read_target(tmp_path, torch.float32).eval()
     texts = ("a red tulip of", "blue")
-    captions = Captions(target, Split(torch.zeros(2, 1, 16, dtype=torch.uint16), texts, ("", "")))
+    captions = CaptionPrompts(target, Split(torch.zeros(2, 1, 16, dtype=torch.uint16), texts, ("", "")))
     both, start = captions(torch.tensor([0, 1]), 2)
     drawn, begin = captions(torch.tensor([0, 1]), 1, torch.tensor([True, False]))
     assert start is not None and begin is not None

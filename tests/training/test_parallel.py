@@ -11,8 +11,8 @@ from lanternpp.models import read_target
 from lanternpp.nn import checkpoints
 from lanternpp.targets.words import WordsConfig, WordsTarget
 from lanternpp.training.material.codes import Codes, Split
-from lanternpp.training.parallel import Lessons, ParallelSettings, ParallelTask, train
-from lanternpp.training.run import Plan
+from lanternpp.training.parallel import DraftBatch, ParallelSettings, ParallelTask, train
+from lanternpp.training.run import TrainingOptions
 from lanternpp.vq.folder import read_vq
 
 CPU = torch.device("cpu")
@@ -35,9 +35,9 @@ def ready(model: Path) -> Path:
 def task(ready: Path, count: int = 6, **settings: Any) -> ParallelTask:
     codes = torch.randint(64, (count, 1, 16), generator=torch.Generator().manual_seed(1)).to(torch.uint16)
     split = Split(codes, ("a red square", "a blue square", "a photo") * (count // 3), ("",) * count)
-    options = ParallelSettings(**{"batch_size": count, "levels": 4, "anchors": 6, "turn": 16, **settings})
+    hparams = ParallelSettings(**{"batch_size": count, "levels": 4, "anchors": 6, "turn": 16, **settings})
     target = read_target(ready, torch.float32)
-    return ParallelTask(options, 1, target, Codes(split, split, {"codes": "made"}), "made", CPU)
+    return ParallelTask(hparams, 1, target, Codes(split, split, {"codes": "made"}), "made", CPU)
 
 
 def test_every_level_is_judged_by_the_targets_guided_distribution_at_its_place(ready: Path) -> None:
@@ -45,14 +45,14 @@ def test_every_level_is_judged_by_the_targets_guided_distribution_at_its_place(r
     made = task(ready, noise=0.0, loss="lk")
     index = torch.arange(3)
     codes = made.codes.train.pick(index, torch.zeros_like(index))
-    read = made.lessons(made.train, index, codes, torch.tensor([0, 3, 14]))
+    read = made.draft_batch(made.train, index, codes, torch.tensor([0, 3, 14]))
 
-    def knows(drafter: Any, read: Lessons, noise: Any = None) -> torch.Tensor:
-        level = torch.arange(made.options.levels)
-        slot = (read.anchors[0, :, None] + 1 + level).clamp(max=read.features.shape[1] - 1)
-        return read.features[:, slot]
+    def knows(drafter: Any, batch: DraftBatch, noise: Any = None) -> torch.Tensor:
+        level = torch.arange(made.hparams.levels)
+        slot = (batch.anchors[0, :, None] + 1 + level).clamp(max=batch.features.shape[1] - 1)
+        return batch.features[:, slot]
 
-    made.guess = knows  # type: ignore[method-assign]
+    made.predict_features = knows  # type: ignore[method-assign]
     figures = made.loss(made.model, read)
     assert figures["levels"].tolist() == pytest.approx([1] * 4, abs=1e-5)
     assert figures["loss"].item() == pytest.approx(0, abs=1e-5)
@@ -78,9 +78,11 @@ def test_an_unknown_loss_is_refused_by_name() -> None:
 
 def test_an_interrupted_training_ends_as_one_that_was_not(ready: Path, data: Path, tmp_path: Path) -> None:
     def go(stop: int | None = None, restart: bool = False) -> bool:
-        plan = Plan(ready / "parallel", 4, stop_after=stop, log_steps=1, checks=1, restart=restart)
-        options = ParallelSettings(batch_size=4, warmup=2, levels=3, anchors=4, turn=8)
-        return train(data, ready, 1, options, plan, crops=1)
+        options = TrainingOptions(
+            ready / "parallel", 4, stop_after=stop, log_steps=1, checks=1, restart=restart
+        )
+        hparams = ParallelSettings(batch_size=4, warmup=2, levels=3, anchors=4, turn=8)
+        return train(data, ready, 1, hparams, options, crops=1)
 
     assert go()
     whole = checkpoints.load(ready / "parallel")[1]

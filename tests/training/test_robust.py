@@ -115,11 +115,11 @@ def test_a_cache_that_would_not_fit_is_refused_before_it_is_made(
 ) -> None:
     free = shutil.disk_usage(tmp_path)._replace(free=1 << 29)
     monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: free)
-    shards.check_room(tmp_path / "new" / "cache", 1 << 20, "the features")
+    shards.check_disk_space(tmp_path / "new" / "cache", 1 << 20, "the features")
     with pytest.raises(
         InputError, match=r"the features takes? 1\.0 GiB in .*cache and the disk has 512\.0 MiB"
     ):
-        shards.check_room(tmp_path / "new" / "cache", 1 << 30, "the features")
+        shards.check_disk_space(tmp_path / "new" / "cache", 1 << 30, "the features")
     assert not (tmp_path / "new").exists()
 
 

@@ -9,10 +9,10 @@ from toys import ToyTarget, parallel
 
 from lanternpp.engine.guidance import Guidance
 from lanternpp.proposers.parallel import Parallel
-from lanternpp.training.features import lessons
+from lanternpp.training.features import drafter_inputs
 from lanternpp.training.material.runs import Rollout, record, replay
 from lanternpp.training.parallel import ParallelSettings
-from lanternpp.training.rollouts import RolloutTask, grow
+from lanternpp.training.rollouts import RolloutTask, deepen
 
 TEXTS = ["hill", "sea", "stone", "clouds", "a"]
 
@@ -30,7 +30,7 @@ def test_a_run_holds_the_features_of_the_picture_it_drew() -> None:
         features, anchors, hints = replay(run, 4)
         prompt = target.prompt([run.text], 2)
         codes = run.codes[None].long().expand(2, -1)
-        whole = lessons(target, prompt.embeds, codes, prompt.start)[1]
+        whole = drafter_inputs(target, prompt.embeds, codes, prompt.start)[1]
         wanted = Guidance(3.0).merge(whole)[0]
         assert torch.allclose(features.double(), wanted, atol=1e-9)
         assert anchors[0] == 2 and len(anchors) == len(run.kept) == len(hints)
@@ -73,7 +73,7 @@ def test_training_drafts_as_the_engine_did(monkeypatch: pytest.MonkeyPatch) -> N
     read = made.drafts(made.train, [run], torch.tensor([0]), torch.Generator())
     assert read.hints is not None and read.hints.any() and read.start is not None and read.start[0] == 1
     with torch.no_grad():
-        guesses = target.head(made.guess(parallel(target), read)).softmax(-1)[0]
+        guesses = target.head(made.predict_features(parallel(target), read)).softmax(-1)[0]
     for guess, anchor in zip(guesses, read.anchors[0].tolist(), strict=True):
         turn = replay(run, 4)[1].tolist().index(anchor)
         known = min(int(run.kept[turn]), 4, 15 - (anchor - 2))  # levels drafted behind codes that were kept
@@ -84,15 +84,15 @@ def test_a_drafter_that_grows_drafts_as_before() -> None:
     """And what was added can learn: its last matrices alone are zero."""
     target = ToyTarget()
     small = parallel(target)
-    large = grow(small, 2, target)
+    large = deepen(small, 2, target)
     layers = len(small.decoder.blocks)
-    assert len(large.decoder.blocks) == layers + 1 == len(grow(large, 1, target).decoder.blocks)
+    assert len(large.decoder.blocks) == layers + 1 == len(deepen(large, 1, target).decoder.blocks)
     torch.manual_seed(0)
-    ahead, features = torch.randn(2, 1, 6, small.decoder.config.dim)
+    next_inputs, features = torch.randn(2, 1, 6, small.decoder.config.dim)
     anchors = torch.tensor([[1, 3]])
     with torch.no_grad():
-        before = small.float().forward_sequence(ahead, features, anchors, 2)
-        after = large.forward_sequence(ahead, features, anchors, 2)
+        before = small.float().forward_sequence(next_inputs, features, anchors, 2)
+        after = large.forward_sequence(next_inputs, features, anchors, 2)
     for x, y in zip(before, after, strict=True):
         assert torch.equal(x, y)
     assert all(
@@ -103,6 +103,6 @@ def test_a_drafter_that_grows_drafts_as_before() -> None:
 
 
 def task(target: ToyTarget, rollouts: list[Rollout], **settings: Any) -> RolloutTask:
-    options = ParallelSettings(**{"batch_size": 2, "levels": 4, "turn": 16, **settings})
+    hparams = ParallelSettings(**{"batch_size": 2, "levels": 4, "turn": 16, **settings})
     cpu = torch.device("cpu")
-    return RolloutTask(options, 1, target, rollouts, 2, {"codes": "runs"}, "made", cpu)
+    return RolloutTask(hparams, 1, target, rollouts, 2, {"codes": "runs"}, "made", cpu)

@@ -19,12 +19,18 @@ from lanternpp.models import read_target
 from lanternpp.training import parallel, rollouts
 from lanternpp.training.drafter import DrafterSettings, train
 from lanternpp.training.material import samples
-from lanternpp.training.material.samples import Asked, Own, asked, own_codes, parted
+from lanternpp.training.material.samples import (
+    PromptSplit,
+    SelfSampling,
+    choose_prompts,
+    self_sampled_codes,
+    split_prompts,
+)
 from lanternpp.training.parallel import ParallelSettings
-from lanternpp.training.run import Plan
+from lanternpp.training.run import TrainingOptions
 
 CPU = torch.device("cpu")
-WORDS = Asked(("a red tulip", "red tulip"), ("tulip",))
+WORDS = PromptSplit(("a red tulip", "red tulip"), ("tulip",))
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +38,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("samples") / "tiny")
 
 
-def drawn(model: Path, store: Path, count: int = 7, **own: Any) -> samples.Codes:
+def drawn(model: Path, store: Path, count: int = 7, **self_sampling: Any) -> samples.Codes:
     target = read_target(model, torch.float32).eval()
-    wish = Own(count=count, **{"batch": 1, **own})
-    return own_codes(target, "key", WORDS, wish, Guidance(2.0), Sampling(top_k=20), store)
+    wish = SelfSampling(count=count, **{"batch": 1, **self_sampling})
+    return self_sampled_codes(target, "key", WORDS, wish, Guidance(2.0), Sampling(top_k=20), store)
 
 
 def test_codes_are_those_the_pipeline_draws_for_the_same_prompt_and_seed(model: Path, tmp_path: Path) -> None:
@@ -70,7 +76,7 @@ def test_finished_shards_are_kept_and_only_the_missing_ones_drawn(
         drawn(model, tmp_path)
     drawn(model, tmp_path / "other", seed=1)
     with pytest.raises(InputError, match="--samples 0 must be at least 1"):
-        Own(count=0)
+        SelfSampling(count=0)
 
 
 def test_prompts_come_from_the_file_the_captions_the_model_or_the_classes(
@@ -78,22 +84,28 @@ def test_prompts_come_from_the_file_the_captions_the_model_or_the_classes(
 ) -> None:
     target = read_target(model, torch.float32)
     with pytest.raises(InputError, match="--self needs prompts"):
-        asked(Own(), None, tmp_path, target)
+        choose_prompts(SelfSampling(), None, tmp_path, target)
     (tmp_path / "prompts.txt").write_text("a red tulip\n")
-    assert asked(Own(), None, tmp_path, target) == Asked(("a red tulip",), ("a red tulip",))
+    assert choose_prompts(SelfSampling(), None, tmp_path, target) == PromptSplit(
+        ("a red tulip",), ("a red tulip",)
+    )
     (tmp_path / "mine").write_text("tulip\nred tulip\n# no\ntulip\n")
-    assert asked(Own(tmp_path / "mine"), None, tmp_path, target) == Asked(("tulip",), ("red tulip",))
+    assert choose_prompts(SelfSampling(tmp_path / "mine"), None, tmp_path, target) == PromptSplit(
+        ("tulip",), ("red tulip",)
+    )
     (tmp_path / "mine").write_text("tulip\na red dog\n")
     with pytest.raises(InputError, match="dog"):
-        asked(Own(tmp_path / "mine"), None, tmp_path, target)
+        choose_prompts(SelfSampling(tmp_path / "mine"), None, tmp_path, target)
     paint(tmp_path / "data" / "train", 2)
     paint(tmp_path / "data" / "val", 2)
     with pytest.raises(InputError, match="none of the captions"):
-        asked(Own(), tmp_path / "data", tmp_path, target)
+        choose_prompts(SelfSampling(), tmp_path / "data", tmp_path, target)
     write_llamagen(tmp_path / "c2i")
-    classes = asked(Own(), None, tmp_path / "c2i", read_target(tmp_path / "c2i", torch.float32))
-    assert classes == Asked(tuple("012345678"), ("9",))
-    assert parted(tuple("abcdefghijklmnopqrstu")).val == ("j", "t")
+    classes = choose_prompts(
+        SelfSampling(), None, tmp_path / "c2i", read_target(tmp_path / "c2i", torch.float32)
+    )
+    assert classes == PromptSplit(tuple("012345678"), ("9",))
+    assert split_prompts(tuple("abcdefghijklmnopqrstu")).val == ("j", "t")
 
 
 FAMILIES: dict[str, Callable[[Path], Any]] = {
@@ -112,10 +124,10 @@ def test_a_drafter_of_every_family_learns_from_its_own_pictures(name: str, tmp_p
     FAMILIES[name](folder)
     prompts = tmp_path / "prompts"
     prompts.write_text("1\n2\n3\n" if name == "c2i" else "a red tulip\nthe red\na photo of a tulip\n")
-    plan = Plan(folder / "drafter", 2, checks=1, log_steps=1)
-    own = Own(prompts, count=4, batch=4)
+    options = TrainingOptions(folder / "drafter", 2, checks=1, log_steps=1)
+    self_sampling = SelfSampling(prompts, count=4, batch=4)
     settings = DrafterSettings(loss="guided", batch_size=2, warmup=1)
-    assert train(None, folder, 1, settings, plan, own=own, follow=True)
+    assert train(None, folder, 1, settings, options, self_sampling=self_sampling, follow=True)
     facts = json.loads((folder / "drafter" / "provenance.json").read_text())
     pipe = Pipeline.from_pretrained(str(folder), device="cpu", dtype="float64")
     assert facts["settings"]["cfg"] == pipe.defaults["cfg"] == facts["data"]["cfg"]
@@ -133,14 +145,14 @@ def test_a_parallel_drafter_of_every_family_goes_on_from_recorded_runs(name: str
     FAMILIES[name](folder)
     prompts = tmp_path / "prompts"
     prompts.write_text("1\n2\n3\n" if name == "c2i" else "a red tulip\nthe red\na photo of a tulip\n")
-    plan = Plan(folder / "parallel", 2, checks=1, log_steps=1)
-    own = Own(prompts, count=4, batch=4)
+    options = TrainingOptions(folder / "parallel", 2, checks=1, log_steps=1)
+    self_sampling = SelfSampling(prompts, count=4, batch=4)
     settings = ParallelSettings(batch_size=2, warmup=1, levels=3, anchors=4, turn=8)
     with pytest.raises(InputError, match="no parallel drafter to go on with"):
-        rollouts.train(None, folder, settings, plan, 3, own)
-    assert parallel.train(None, folder, 1, settings, plan, own=own, follow=True)
+        rollouts.train(None, folder, settings, options, 3, self_sampling)
+    assert parallel.train(None, folder, 1, settings, options, self_sampling=self_sampling, follow=True)
     first = (folder / "parallel" / "model.safetensors").read_bytes()
-    assert rollouts.train(None, folder, settings, plan, 3, own, follow=True)
+    assert rollouts.train(None, folder, settings, options, 3, self_sampling, follow=True)
     assert (folder / "parallel" / "model.safetensors").read_bytes() != first
     facts = json.loads((folder / "parallel" / "provenance.json").read_text())
     assert facts["data"]["runs"] == 3 and facts["validation"].keys() >= {"chain", "accept0", "accept2"}

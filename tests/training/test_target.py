@@ -14,16 +14,16 @@ import torch
 
 from lanternpp.errors import InputError
 from lanternpp.models import read_target
-from lanternpp.training.data import Order
+from lanternpp.training.data import BatchSampler
 from lanternpp.training.material import codes as cache
-from lanternpp.training.material.codes import Codes, Split, Variants, read_codes, unigram
-from lanternpp.training.run import Plan
+from lanternpp.training.material.codes import Codes, Split, VariantSampler, read_codes, unigram
+from lanternpp.training.run import TrainingOptions
 from lanternpp.training.target import (
     TargetSettings,
     TargetTask,
-    distinct,
-    look,
-    spoil,
+    code_logits,
+    corrupt_codes,
+    one_per_subject,
     train,
     vocabulary,
     word_ids,
@@ -37,9 +37,9 @@ CPU = torch.device("cpu")
 def go(
     data: Path, model: Path, steps: int = 6, stop: int | None = None, checks: int = 1, **settings: Any
 ) -> bool:
-    plan = Plan(model / "target", steps, stop_after=stop, log_steps=1, checks=checks)
-    options = TargetSettings(**{"batch_size": 4, "warmup": 2, **settings})
-    return train(data, model, SHAPE, options, plan, crops=1)
+    options = TrainingOptions(model / "target", steps, stop_after=stop, log_steps=1, checks=checks)
+    hparams = TargetSettings(**{"batch_size": 4, "warmup": 2, **settings})
+    return train(data, model, SHAPE, hparams, options, crops=1)
 
 
 def log(model: Path) -> list[dict[str, Any]]:
@@ -110,16 +110,16 @@ def test_missing_parts_name_the_command_to_run(data: Path, model: Path, tmp_path
     with pytest.raises(InputError, match="crops 0"):
         read_codes(data, model, 0, CPU)
     with pytest.raises(InputError, match="dim 30 over 2 heads"):
-        train(data, model, {**SHAPE, "dim": 30}, TargetSettings(), Plan(tmp_path, 1))
+        train(data, model, {**SHAPE, "dim": 30}, TargetSettings(), TrainingOptions(tmp_path, 1))
     with pytest.raises(InputError, match=r"corrupt 1\.5 is a share"):
         TargetSettings(corrupt=1.5)
 
 
 def test_every_variant_comes_once_before_any_comes_again() -> None:
-    order = Variants(Order(8, 4, seed=3), 6)
+    sampler = VariantSampler(BatchSampler(8, 4, seed=3), 6)
     seen = torch.zeros(8, 6, dtype=torch.int64)
     for step in range(2 * 6):  # six epochs of two steps
-        index, variant, _ = order(step)
+        index, variant, _ = sampler(step)
         seen[index, variant] += 1
     assert (seen == 1).all()
 
@@ -154,7 +154,7 @@ def test_words_and_subjects_come_from_captions_and_labels() -> None:
     assert vocabulary(some_codes(texts), 8)["subjects"] == found["words"]  # no labels: any word will do
     assert vocabulary(some_codes(texts, ("sea", "", "", "")), 2)["subjects"] == found["words"]
     assert vocabulary(some_codes(texts), 2)["slots"] == 3
-    assert distinct(list(texts), ("sea", "tulip", "rose"), 2) == list(texts[:2])
+    assert one_per_subject(list(texts), ("sea", "tulip", "rose"), 2) == list(texts[:2])
     with pytest.raises(InputError, match="no caption says anything"):
         vocabulary(some_codes(("a photo",)), 8)
 
@@ -162,12 +162,12 @@ def test_words_and_subjects_come_from_captions_and_labels() -> None:
 def test_it_learns_six_pictures_by_heart(model: Path) -> None:
     codes = some_codes(("a red square", "a blue square", "a red tulip", "a blue tulip", "a rose", "a photo"))
     made = task(model, codes, batch_size=6, drop_captions=0.0, lr=1e-2, muon_lr=1e-2)
-    before = made.judge(torch.arange(6))
+    before = made.validate_on(torch.arange(6))
     assert before["nll"] == pytest.approx(torch.tensor(64.0).log().item(), abs=0.05)
     for step in range(80):
         made.step(step, 0.0)
     made.average.load_state_dict(made.model.state_dict())
-    after = made.judge(torch.arange(6))
+    after = made.validate_on(torch.arange(6))
     assert after["nll"] < 0.5 < after["unigram"]
     assert after["top1"] > 0.5
     assert after["ambiguous"] == 0
@@ -181,7 +181,7 @@ def test_the_caption_decides_only_where_it_is_not_dropped(model: Path) -> None:
         torch.nn.init.normal_(block.wo.weight, std=0.3)
     picture = codes.train.codes[:1, 0].long().expand(2, -1)
     for null, same in ((False, False), (True, True)):
-        logits = look(made.model, made.words, torch.tensor([null, null]), picture, torch.float32)
+        logits = code_logits(made.model, made.words, torch.tensor([null, null]), picture, torch.float32)
         assert torch.allclose(logits[0], logits[1]) == same
 
 
@@ -189,9 +189,9 @@ def test_a_tenth_of_the_captions_is_dropped(model: Path, monkeypatch: pytest.Mon
     made = task(model, some_codes(("a red square",) * 50), batch_size=50)
     shares = []
 
-    def loss(words: Any, null: Any, seen: Any, codes: Any) -> Any:
+    def loss(words: Any, null: Any, input_codes: Any, codes: Any) -> Any:
         shares.append(null.double().mean())
-        assert torch.equal(seen, codes)
+        assert torch.equal(input_codes, codes)
         return made.model.null_prefix.sum() * 0
 
     monkeypatch.setattr(made, "loss", loss)
@@ -203,9 +203,9 @@ def test_a_tenth_of_the_captions_is_dropped(model: Path, monkeypatch: pytest.Mon
 
 def test_corruption_replaces_its_share() -> None:
     codes = torch.zeros(64, 100, dtype=torch.int64)
-    spoiled = spoil(codes, 0.25, 1000, torch.Generator().manual_seed(0))
+    spoiled = corrupt_codes(codes, 0.25, 1000, torch.Generator().manual_seed(0))
     assert (spoiled != codes).double().mean().item() == pytest.approx(0.25, abs=0.02)
-    assert spoil(codes, 0.0, 1000, torch.Generator()) is codes
+    assert corrupt_codes(codes, 0.0, 1000, torch.Generator()) is codes
 
 
 def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(data: Path, model: Path, twin: Path) -> None:
@@ -230,7 +230,7 @@ def test_what_is_exported_is_what_was_validated(data: Path, model: Path) -> None
     assert target.config.subjects == ("blue", "red")
     codes = read_codes(data, model, 1, CPU)
     with torch.no_grad():
-        logits = look(
+        logits = code_logits(
             target,
             word_ids(target, codes.val),
             torch.zeros(4, dtype=torch.bool),

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from judges import write_judge
+from classifiers import write_classifier
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.judge import read_judge
+from lanternpp.evaluation.classifier import read_classifier
 from lanternpp.training import losses, tokenizer
 from lanternpp.training.data import Pictures
 from lanternpp.training.perceptual import Perceptual
-from lanternpp.training.run import STATE, Plan, rate
+from lanternpp.training.run import STATE, TrainingOptions, set_rate
 from lanternpp.training.tokenizer import TokenizerSettings, TokenizerTask, train
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQConfig
@@ -36,9 +36,11 @@ def go(
     classifier_of: Path | None = None,
     **settings: Any,
 ) -> bool:
-    plan = Plan(model / "tokenizer", steps, restart=restart, stop_after=stop, log_steps=1, checks=2)
-    options = TokenizerSettings(**{"batch_size": 4, **settings})
-    return train(data, model, TINY, options, plan, codes_of=codes_of, classifier_of=classifier_of)
+    options = TrainingOptions(
+        model / "tokenizer", steps, restart=restart, stop_after=stop, log_steps=1, checks=2
+    )
+    hparams = TokenizerSettings(**{"batch_size": 4, **settings})
+    return train(data, model, TINY, hparams, options, codes_of=codes_of, classifier_of=classifier_of)
 
 
 def log(model: Path) -> list[dict[str, Any]]:
@@ -101,8 +103,8 @@ def test_validations_are_part_of_a_budget_in_minutes(
 ) -> None:
     monkeypatch.setattr(tokenizer, "TokenizerTask", Slow)
     monkeypatch.setattr(time, "monotonic", lambda: Slow.now)
-    plan = Plan(tmp_path / "model" / "tokenizer", minutes=2, log_steps=1)
-    assert train(data, tmp_path / "model", TINY, TokenizerSettings(batch_size=4), plan)
+    options = TrainingOptions(tmp_path / "model" / "tokenizer", minutes=2, log_steps=1)
+    assert train(data, tmp_path / "model", TINY, TokenizerSettings(batch_size=4), options)
     rows = log(tmp_path / "model")
     assert 110 <= Slow.now <= 122
     checks = [row["step"] for row in rows if "validation" in row]
@@ -152,10 +154,10 @@ def test_it_learns_four_pictures(data: Path, tmp_path: Path) -> None:
 
 def test_a_budget_is_required_and_positive(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--steps N, --minutes M"):
-        Plan(tmp_path)
+        TrainingOptions(tmp_path)
     with pytest.raises(InputError, match="--minutes -1"):
-        Plan(tmp_path, minutes=-1)
-    assert Plan(tmp_path, steps=10, minutes=1).progress(2, 45) == 0.75
+        TrainingOptions(tmp_path, minutes=-1)
+    assert TrainingOptions(tmp_path, steps=10, minutes=1).progress(2, 45) == 0.75
 
 
 def test_psnr_of_a_known_error() -> None:
@@ -172,7 +174,7 @@ def test_detail_tells_sharp_from_blurred() -> None:
 
 
 def test_the_perceptual_loss_is_of_features_and_leads_towards_the_picture(tmp_path: Path) -> None:
-    distance = Perceptual(read_judge(write_judge(tmp_path, side=32)))
+    distance = Perceptual(read_classifier(write_classifier(tmp_path, side=32)))
     assert [tuple(x.shape[1:]) for x in distance.features(torch.rand(2, 3, 32, 32))] == [
         (8, 16, 16),
         (16, 8, 8),
@@ -192,7 +194,7 @@ def test_a_perceptual_weight_needs_a_classifier_and_is_logged_in_both_parts(
 ) -> None:
     with pytest.raises(InputError, match="name a model that has one"):
         go(data, tmp_path / "none", perceptual=0.1, classifier_of=tmp_path)
-    classifier = write_judge(tmp_path / "other", side=32)
+    classifier = write_classifier(tmp_path / "other", side=32)
     assert go(data, tmp_path / "one", perceptual=0.1, classifier_of=classifier, adversarial=True)
     rows = [row for row in log(tmp_path / "one") if "loss" in row]
     assert all(row["perceptual"] > 0 for row in rows) and "fooling" in rows[-1]
@@ -207,6 +209,6 @@ def test_the_rate_is_constant_until_it_falls_to_zero_over_the_cooldown() -> None
     group["initial_lr"] = 2.0
     rates = []
     for step, progress in ((0, 0.0), (3, 0.3), (9, 0.75), (12, 0.875), (99, 1.0)):
-        rate(task, progress, step)  # type: ignore[arg-type]
+        set_rate(task, progress, step)  # type: ignore[arg-type]
         rates.append(group["lr"])
     assert rates == [0.5, 2.0, 2.0, 1.0, 0.0]

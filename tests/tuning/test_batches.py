@@ -13,7 +13,7 @@ from lanternpp import Pipeline
 from lanternpp.errors import InputError
 from lanternpp.settings import Settings
 from lanternpp.tuning import batches
-from lanternpp.tuning.batches import Cell, Choice, calibrate, plainly, sizes
+from lanternpp.tuning.batches import BatchChoice, Cell, calibrate, plain_settings, sizes
 from lanternpp.tuning.journal import LINES, Journal
 
 PROMPTS = ("a red tulip", "a tulip")
@@ -39,13 +39,13 @@ def settings(pipe: Pipeline, **given: object) -> Settings:
     return pipe.settings(**{"method": "lantern++", "proposer": "parallel", "tree": "chain-8", **given})
 
 
-def choice(mine: Settings, speedups: dict[int, dict[str, float]]) -> Choice:
+def choice(mine: Settings, speedups: dict[int, dict[str, float]]) -> BatchChoice:
     cells = [
         Cell(rows, tree, 2.0, 1.0, 1.0, value)
         for rows, row in speedups.items()
         for tree, value in row.items()
     ]
-    return Choice(mine, tuple(cells))
+    return BatchChoice(mine, tuple(cells))
 
 
 def test_the_fastest_tree_is_chosen_and_plain_decoding_where_none_gains_enough(pipe) -> None:
@@ -83,7 +83,7 @@ def test_what_was_not_measured_is_left_as_it_was_asked_for(pipe) -> None:
 def test_plain_decoding_of_a_method_is_that_of_ar(pipe) -> None:
     shared = {"cfg": 1.5, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "batch_size": 4}
     for method in ("lantern++", "jacobi-coupled", "cool", "ar"):
-        assert plainly(pipe.settings(method, **shared)) == pipe.settings("ar", **shared)
+        assert plain_settings(pipe.settings(method, **shared)) == pipe.settings("ar", **shared)
 
 
 def test_sizes_are_powers_of_two_up_to_the_last() -> None:
@@ -112,7 +112,7 @@ def test_measuring_is_done_once_goes_on_where_it_stopped_and_is_done_again_when_
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(lines[:-2]) + lines[-2][:30])
     told = []
-    again = calibrate(pipe, mine, [1, 2], PROMPTS, tell=lambda done, total: told.append((done, total)))
+    again = calibrate(pipe, mine, [1, 2], PROMPTS, progress=lambda done, total: told.append((done, total)))
     assert drawn == [(2, trees[-2]), (2, trees[-1])] and again.cells[:-2] == first.cells[:-2]
     assert told == [(12, 14), (13, 14)]
     log.write_text("?\n" + "".join(lines))

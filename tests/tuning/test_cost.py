@@ -7,16 +7,16 @@ import torch
 
 from lanternpp.trees.search import expected, expected_tried
 from lanternpp.trees.shapes import SHAPES, Shape, chain
-from lanternpp.tuning.cost import Curve, features, fit, nonnegative, rising
+from lanternpp.tuning.cost import Curve, fit, linear_terms, nonnegative, rising
 from lanternpp.tuning.probe import Probe, trimmed
-from lanternpp.tuning.search import best_by_size, choose, named, probes, weigh
+from lanternpp.tuning.search import best_by_size, choose, hand_made_shapes, predict, probe_shapes
 
 TABLE = torch.tensor([[0.8, 0.4, 0.2, 0.1]] * 10, dtype=torch.float64)
 
 
 def law(shape: Shape) -> tuple[float, float, float]:
     """Seconds of drafting, a pass, and judging."""
-    seen = features(shape, expected_tried(TABLE, shape), expected(TABLE, shape))
+    seen = linear_terms(shape, expected_tried(TABLE, shape), expected(TABLE, shape))
     depth, inner = seen[0][1], seen[0][2]
     return 1.0 + 2 * depth + 0.1 * inner, 16.0 + 0.5 * (len(shape) + 1), 0.5 + 0.2 * seen[1][1]
 
@@ -29,7 +29,7 @@ def made(shape: Shape, slow: float = 1.0) -> Probe:
         [list(path) for path in shape],
         passes=100,
         codes=round(100 * expected(TABLE, shape)),
-        judged=expected_tried(TABLE, shape),
+        judged=judged(TABLE, shape),
         tried=[[0.0]],
         kept=[[0.0]],
         **{name: value * slow for name, value in times.items()},
@@ -37,14 +37,14 @@ def made(shape: Shape, slow: float = 1.0) -> Probe:
 
 
 def test_costs_are_found_again_and_a_slow_moment_does_not_bend_them() -> None:
-    shapes = [tuple(s) for s in probes(64, 10) if max(map(max, s)) < 4]
+    shapes = [tuple(s) for s in probe_shapes(64, 10) if max(map(max, s)) < 4]
     assert len(shapes) > 5
     drawn = [made(shape, slow) for i, shape in enumerate(shapes) for slow in (1.0, 1.0, 4.0 + i)]
     costs = fit(drawn, length=256)
     assert costs.plain == 17.0 and costs.begin == 12.0 and costs.noise < 0.01
     for shape in (chain(2), SHAPES["deep-8"], chain(5)):
-        parts, (draft, look, judge) = costs.parts(shape, TABLE), law(shape)
-        assert (parts.draft, parts.look, parts.judge) == pytest.approx((draft, look, judge), rel=0.03)
+        step, (draft, look, judge) = costs.step_cost(shape, TABLE), law(shape)
+        assert (step.draft, step.target_pass, step.verify) == pytest.approx((draft, look, judge), rel=0.03)
     shape = SHAPES["deep-8"]
     passes = (255 + (expected(TABLE, shape) - 1) / 2) / expected(TABLE, shape)
     whole = 12 + passes * sum(law(shape)) + 30
@@ -52,21 +52,21 @@ def test_costs_are_found_again_and_a_slow_moment_does_not_bend_them() -> None:
 
 
 def test_the_tree_chosen_is_no_slower_than_any_other_looked_at() -> None:
-    costs = fit([made(shape) for shape in probes(24, 8) if max(map(max, shape)) < 4], length=256)
+    costs = fit([made(shape) for shape in probe_shapes(24, 8) if max(map(max, shape)) < 4], length=256)
     sizes = best_by_size(TABLE, costs, 24, 8)
     assert [len(size.shape) for size in sizes] == list(range(1, 25))
     found = choose(sizes, TABLE, costs, 24, 8)
-    hand_made = [weigh(shape, TABLE, costs) for shape in named(10, 4).values()]
+    hand_made = [predict(shape, TABLE, costs) for shape in hand_made_shapes(10, 4).values()]
     assert found.rate >= max(size.rate for size in [*sizes, *hand_made] if len(size.shape) <= 24)
     assert found.row()["nodes"] == len(found.shape) and found.row()["speedup"] == found.speedup
 
 
 def test_every_probing_tree_fits_the_limits() -> None:
     for nodes, depth in ((1, 1), (2, 8), (5, 2), (64, 10), (300, 6)):
-        shapes = probes(nodes, depth)
+        shapes = probe_shapes(nodes, depth)
         assert len(set(shapes)) == len(shapes) >= 1
         assert all(len(shape) <= nodes and max(map(len, shape)) <= depth for shape in shapes)
-    assert max(map(len, probes(300, 6))) > 200
+    assert max(map(len, probe_shapes(300, 6))) > 200
 
 
 def test_curves_rise_and_weights_are_not_negative() -> None:

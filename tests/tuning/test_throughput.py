@@ -8,8 +8,8 @@ import pytest
 from models import write_model
 
 from lanternpp import Pipeline
-from lanternpp.tuning.batches import Cell, Choice
-from lanternpp.tuning.lane import BatchRunner, usual_conditions
+from lanternpp.tuning.batch_runner import BatchRunner, usual_conditions
+from lanternpp.tuning.batches import BatchChoice, Cell
 from lanternpp.tuning.throughput import Throughput, markdown
 
 PROMPTS = ("a red tulip", "a tulip")
@@ -44,7 +44,7 @@ def test_what_is_chosen_is_not_drawn_again_where_it_is_one_of_the_others(pipe, t
         Cell(2, "chain-3", 2, 1, 1, 0.5),
         Cell(4, "chain-1", 2, 1, 1, 2),
     ]
-    bench = Throughput(pipe, fixed, Choice(fixed, tuple(cells)), [1, 2, 4], PROMPTS, tmp_path / "t")
+    bench = Throughput(pipe, fixed, BatchChoice(fixed, tuple(cells)), [1, 2, 4], PROMPTS, tmp_path / "t")
     rates = bench.run(1)
     assert len((tmp_path / "t" / "measurements.jsonl").read_text().splitlines()) == 2 + 2 + 3
     chosen = {rate.rows: rate for rate in rates if rate.kind == "chosen"}

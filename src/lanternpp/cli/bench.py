@@ -68,9 +68,9 @@ def bench(
     Writes table.md, bench.json, plots and every picture to the folder. Interrupt it when you like: --resume
     goes on. One picture at a time unless --batch-size says otherwise.
     """
-    from lanternpp.evaluation.speed import entries
+    from lanternpp.evaluation.speed import parse_methods
 
-    named = None if methods is None else entries(methods)
+    named = None if methods is None else parse_methods(methods)
     drawn = wanted(plots)
 
     from lanternpp.evaluation.prompts import read_prompts
@@ -79,7 +79,7 @@ def bench(
 
     asked = read_prompts(prompts, model_folder(options.model))
     pipe = read(options)
-    field = named or entries(", ".join(usual(pipe)))
+    field = named or parse_methods(", ".join(usual(pipe)))
     race = Race(pipe, field, asked, n, seed, dict(options.overrides), measure)
     judge = judge_of(pipe, n * len(asked), reference, features, clip) if quality else None
     table = run(race, judge, output, resume, drawn)

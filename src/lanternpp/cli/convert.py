@@ -134,7 +134,7 @@ def remove(path: Path) -> None:
 
 def rewrite(source: Path, out: Path, store: Any) -> list[str]:
     """A folder of ours, part by part."""
-    from lanternpp.evaluation.judge import JUDGE, REFERENCE, has_judge
+    from lanternpp.evaluation.classifier import CLASSIFIER, REFERENCE, has_classifier
     from lanternpp.nn import checkpoints
 
     parts = [part for part in PARTS if (source / part).is_dir()]
@@ -149,12 +149,12 @@ def rewrite(source: Path, out: Path, store: Any) -> list[str]:
     for name in (*FILES, "README.md"):
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
-    if has_judge(source):  # as it is: its reference was made by these very weights
-        (out / JUDGE).mkdir(exist_ok=True)
+    if has_classifier(source):  # as it is: its reference was made by these very weights
+        (out / CLASSIFIER).mkdir(exist_ok=True)
         for name in (checkpoints.CONFIG, checkpoints.WEIGHTS, REFERENCE, "provenance.json"):
-            if (source / JUDGE / name).is_file():
-                shutil.copyfile(source / JUDGE / name, out / JUDGE / name)
-        parts.append(JUDGE)
+            if (source / CLASSIFIER / name).is_file():
+                shutil.copyfile(source / CLASSIFIER / name, out / CLASSIFIER / name)
+        parts.append(CLASSIFIER)
     if (source / "text").is_dir():
         shutil.copytree(source / "text", out / "text", dirs_exist_ok=True)
         parts.append("text")

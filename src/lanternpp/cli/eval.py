@@ -23,7 +23,7 @@ from lanternpp.methods import AUTO, METHODS
 from lanternpp.registry import unknown
 
 if TYPE_CHECKING:
-    from lanternpp.evaluation.draw import Order
+    from lanternpp.evaluation.draw import EvaluationRequest
     from lanternpp.evaluation.pictures import Gallery
     from lanternpp.evaluation.quality import Quality
     from lanternpp.pipeline import Pipeline, Stats
@@ -101,10 +101,10 @@ def evaluate(
         figures = measure(quality, images, images.prompts)
         row: dict[str, Any] = {"folder": source, "images": len(images), "versions": versions()}
     else:
-        from lanternpp.evaluation.draw import orders
+        from lanternpp.evaluation.draw import evaluation_requests
         from lanternpp.evaluation.prompts import read_prompts
 
-        wanted = orders(asked or quality.prompts or read_prompts(None, folder), n or DRAWN, seed)
+        wanted = evaluation_requests(asked or quality.prompts or read_prompts(None, folder), n or DRAWN, seed)
         pictures, stats = drawn(read(options), wanted, options, output)
         figures = measure(quality, pictures, [order.prompt for order in wanted])
         row = stats.to_json() | {"folder": None if output is None else str(output)}
@@ -171,10 +171,10 @@ def measure(quality: Quality, images: Any, prompts: list[str | None] | list[str]
 
 
 def drawn(
-    pipe: Pipeline, wanted: list[Order], options: DrawOptions, folder: Path | None
+    pipe: Pipeline, wanted: list[EvaluationRequest], options: DrawOptions, folder: Path | None
 ) -> tuple[list[Any], Stats]:
     """The pictures of some orders, kept in `folder` as they are drawn, and what drawing them took."""
-    from lanternpp.evaluation.draw import draw, together
+    from lanternpp.evaluation.draw import combined_stats, draw
     from lanternpp.picture import notes, save_png
 
     images: list[Any] = []
@@ -188,7 +188,7 @@ def drawn(
                     save_png(image, folder / f"{len(images):05d}.png", told)
                 images.append(image)
             parts.append(stats)
-    return images, together(parts)
+    return images, combined_stats(parts)
 
 
 FIGURES = {

@@ -181,7 +181,7 @@ def refuse(slots: int, overrides: Mapping[str, Any]) -> None:
 
 def measuring(pipe: Pipeline, terms: Terms, slots: int) -> Steps:
     """Measures which tree to draw with at which size, a step at a time."""
+    from lanternpp.tuning.batch_runner import usual_conditions
     from lanternpp.tuning.batches import calibration, sizes
-    from lanternpp.tuning.lane import usual_conditions
 
     return calibration(pipe, terms.settings(pipe, None, {}), sizes(slots), usual_conditions(pipe))

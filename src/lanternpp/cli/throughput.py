@@ -58,8 +58,8 @@ def throughput(
     from lanternpp.nn import checkpoints
     from lanternpp.results import drawn_with
     from lanternpp.tuning import throughput as measured
+    from lanternpp.tuning.batch_runner import usual_conditions
     from lanternpp.tuning.batches import calibrate
-    from lanternpp.tuning.lane import usual_conditions
 
     given = read_prompts(prompts, model_folder(options.model)) if prompts else None
     pipe = read(options)
@@ -73,7 +73,7 @@ def throughput(
     bench = measured.Throughput(pipe, settings, choice, asked, conditions, output, seed, restart)
     with progress_bar("drawing") as tell:
         rates = bench.run(rounds, tell)
-    told = bench.told | {"auto": auto, "rounds": rounds, "rates": [asdict(rate) for rate in rates]}
+    told = bench.facts | {"auto": auto, "rounds": rounds, "rates": [asdict(rate) for rate in rates]}
     told["trees"] = [asdict(cell) for cell in choice.cells]
     checkpoints.write_text(output / "throughput.json", json.dumps(told, indent=1) + "\n")
     checkpoints.write_text(output / "table.md", measured.markdown(rates, method))

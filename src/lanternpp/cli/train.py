@@ -13,9 +13,9 @@ from lanternpp.cli.options import bundled
 from lanternpp.cli.output import writable_folder
 
 if TYPE_CHECKING:
-    from lanternpp.training.run import Plan
+    from lanternpp.training.run import TrainingOptions
 
-Planned = Callable[..., "Plan"]
+Planned = Callable[..., "TrainingOptions"]
 app = typer.Typer(no_args_is_help=True)
 
 Data = Annotated[Path, typer.Option(help="Imagefolder with train/ and val/, each with metadata.jsonl.")]
@@ -49,12 +49,12 @@ def plans(checks: int, store: Stored = "float32") -> Callable[..., Any]:
         "store": (Store, store),
     }
 
-    def plan(folder: Path, device: str, compiled: bool, resume: bool, **more: Any) -> Plan:
+    def plan(folder: Path, device: str, compiled: bool, resume: bool, **more: Any) -> TrainingOptions:
         from lanternpp.training.hardware import pick
-        from lanternpp.training.run import Plan
+        from lanternpp.training.run import TrainingOptions
 
         place, on = writable_folder(folder), pick(device)
-        return Plan(place, device=on, compile=compiled, restart=not resume, **more)
+        return TrainingOptions(place, device=on, compile=compiled, restart=not resume, **more)
 
     return bundled("plan", options, lambda **given: partial(plan, **given))
 
@@ -166,8 +166,8 @@ def judge(
     plan: Planned,
 ) -> None:
     """Train a judge of drawn pictures: their labels, and features to compare them by. Needs a tokenizer."""
-    from lanternpp.training.judge import JudgeSettings, train
+    from lanternpp.training.classifier import ClassifierSettings, train
 
-    settings = JudgeSettings(batch_size, lr, seed, redrawn, decay=decay, warmup=warmup)
+    settings = ClassifierSettings(batch_size, lr, seed, redrawn, decay=decay, warmup=warmup)
     where = plan(model / "judge")
     leave(train(data, model, {}, settings, where, limit))

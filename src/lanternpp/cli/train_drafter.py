@@ -114,7 +114,7 @@ def drafter(
     from lanternpp.training import drafter as eagle
     from lanternpp.training import parallel
     from lanternpp.training import rollouts as runs
-    from lanternpp.training.material.samples import Own
+    from lanternpp.training.material.samples import SelfSampling
     from lanternpp.training.teacher import drafter_folder
 
     check_self(own, data, prompts=prompts, samples=samples)
@@ -122,7 +122,7 @@ def drafter(
     shared |= given(loss=loss, lr=lr, noise=noise, cfg=cfg)
     folder = drafter_folder(model, out, "drafter" if kind == "eagle" else kind)
     where = plan(folder, save_minutes=save_minutes)
-    drawn = Own(prompts, samples, sample_batch, seed) if own else None
+    drawn = SelfSampling(prompts, samples, sample_batch, seed) if own else None
     only = given(weight=weight, rounds=rounds, inherit=inherit)
     keep = bool(cache_features)
     if kind == "eagle":

@@ -19,7 +19,7 @@ from lanternpp.cli.terminal import progress_bar, say
 from lanternpp.errors import InputError
 
 if TYPE_CHECKING:
-    from lanternpp.tuning.budget import Budget, Choice
+    from lanternpp.tuning.budget import Budget, BudgetChoice
     from lanternpp.tuning.run import Tuner, Tuning
 
 VARIATION, FRECHET = 8, 100  # pictures that a budget is measured on
@@ -128,7 +128,7 @@ def tune(
         tuned.check()
     asked = read_prompts(prompts, folder)
     pipe = Pipeline.from_pretrained(**options.pretrained, tuned=False)
-    plan = run.Plan(method, dict(options.overrides), asked, rounds, n, nodes, depth, seed)
+    plan = run.TuningOptions(method, dict(options.overrides), asked, rounds, n, nodes, depth, seed)
     output = output or Path("out/tune") / f"{pipe.name}-{method}"
     tuner = run.Tuner(pipe, plan, output, restart)
     budget = budget_of(tuner, budget_tv, budget_frechet, budget_pictures)
@@ -173,7 +173,7 @@ def work(tuner: Tuner, budget: Budget | None, race: bool, measure: bool) -> tupl
     """Tune, race, and tell."""
     from lanternpp.tuning import report
 
-    choice: Choice | None = None
+    choice: BudgetChoice | None = None
     with telling(tuner, "probing"):
         if budget:
             choice = budget.choose()
@@ -184,14 +184,14 @@ def work(tuner: Tuner, budget: Budget | None, race: bool, measure: bool) -> tupl
     if race:
         with telling(tuner, "racing"):
             rows = tuner.race(found, measure)
-    return report.whole(tuner, found, rows, choice), found
+    return report.tuning_report(tuner, found, rows, choice), found
 
 
 @contextmanager
 def telling(tuner: Tuner, label: str) -> Iterator[None]:
     """A progress bar for what a tuner does."""
     with progress_bar(label) as progress:
-        tuner.tell = progress or (lambda done, total: None)
+        tuner.progress = progress or (lambda done, total: None)
         yield
 
 

@@ -71,12 +71,12 @@ def show_tree(found: Tuning) -> None:
     from rich.console import Console
     from rich.tree import Tree
 
-    from lanternpp.tuning.report import drawn
+    from lanternpp.tuning.report import kept_nodes
 
     branches: dict[tuple[int, ...], Tree] = {
         (): Tree("the tree found: rank, and how often a pass keeps the node")
     }
-    for path, share in drawn(found).items():
+    for path, share in kept_nodes(found).items():
         if path:
             branches[path] = branches[path[:-1]].add(f"{path[-1]}  {100 * share:.1f} %")
     Console().print(branches[()])

@@ -12,7 +12,7 @@ from PIL import Image
 from lanternpp.errors import InputError
 from lanternpp.targets.text import quiet, reason
 
-USUAL = "openai/clip-vit-base-patch32"
+EXAMPLE = "openai/clip-vit-base-patch32"
 
 
 class Clip:
@@ -31,7 +31,7 @@ class Clip:
                 kind = AutoConfig.from_pretrained(name, trust_remote_code=False).model_type
                 if kind != "clip":
                     raise InputError(
-                        f"--clip {name} holds a model of type {kind}; give a CLIP, such as {USUAL}"
+                        f"--clip {name} holds a model of type {kind}; give a CLIP, such as {EXAMPLE}"
                     )
                 model = CLIPModel.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
                 processor = CLIPProcessor.from_pretrained(name, trust_remote_code=False)
@@ -40,7 +40,7 @@ class Clip:
         except Exception as error:  # a damaged file makes the library raise anything
             raise InputError(
                 f"--clip {name} cannot be had ({reason(error)[:160]}); "
-                f"give the folder of a CLIP model with its processor, or a hub id such as {USUAL}"
+                f"give the folder of a CLIP model with its processor, or a hub id such as {EXAMPLE}"
             ) from None
         return cls(model.eval().requires_grad_(False).to(device), processor, device)
 
@@ -56,10 +56,10 @@ class Clip:
 
         Pictures without a prompt are left out; None where no picture has one.
         """
-        known = [i for i, prompt in enumerate(prompts) if prompt]
+        with_prompt = [i for i, prompt in enumerate(prompts) if prompt]
         total = 0.0
-        for start in range(0, len(known), batch):
-            part = known[start : start + batch]
+        for start in range(0, len(with_prompt), batch):
+            part = with_prompt[start : start + batch]
             inputs = self.processor(
                 text=[prompts[i] for i in part],
                 images=[images[i].convert("RGB") for i in part],
@@ -67,8 +67,8 @@ class Clip:
                 padding=True,
                 truncation=True,
             ).to(self.device)
-            seen = self.model(**inputs)
-            total += F.cosine_similarity(seen.image_embeds, seen.text_embeds).clamp_min(0).sum().item()
+            outputs = self.model(**inputs)
+            total += F.cosine_similarity(outputs.image_embeds, outputs.text_embeds).clamp_min(0).sum().item()
             if progress:
-                progress(start + len(part), len(known))
-        return 100 * total / len(known) if known else None
+                progress(start + len(part), len(with_prompt))
+        return 100 * total / len(with_prompt) if with_prompt else None

@@ -1,4 +1,4 @@
-"""Pictures to be measured, drawn here: which prompt and seed each has, and what drawing all of them took."""
+"""Draws pictures that are to be measured: the prompt and seed of each, and the statistics of all together."""
 
 from __future__ import annotations
 
@@ -9,58 +9,58 @@ from typing import Any
 
 from lanternpp.pipeline import Pipeline, Result, Stats
 
-PART = 32  # pictures drawn before they are handed over
+CHUNK = 32  # pictures drawn before they are handed over
 
 
 @dataclass(frozen=True)
-class Order:
+class EvaluationRequest:
     """A picture to draw."""
 
     prompt: str
     seed: int
 
 
-def orders(prompts: Sequence[str], n: int, seed: int) -> list[Order]:
+def evaluation_requests(prompts: Sequence[str], n: int, seed: int) -> list[EvaluationRequest]:
     """n pictures over some prompts: evenly over them where they are more, in turn where they are fewer.
 
     The pictures of one prompt have seed, seed + 1, ..., so that `generate` draws the same ones.
     """
     count = len(prompts)
     chosen = [prompts[i * count // n if n < count else i % count] for i in range(n)]
-    had: Counter[str] = Counter()
+    drawn_of: Counter[str] = Counter()
     made = []
     for prompt in chosen:
-        made.append(Order(prompt, seed + had[prompt]))
-        had[prompt] += 1
+        made.append(EvaluationRequest(prompt, seed + drawn_of[prompt]))
+        drawn_of[prompt] += 1
     return made
 
 
 def draw(
     pipe: Pipeline,
-    wanted: Sequence[Order],
+    requests: Sequence[EvaluationRequest],
     method: str,
     progress: Callable[[int, int], None] | None = None,
     **overrides: Any,
-) -> Iterator[tuple[Sequence[Order], Result]]:
-    """Draw a list of orders, a part at a time. progress is told of codes. Raises InputError before the first."""
-    size = {"batch_size": min(len(wanted), 8)}
+) -> Iterator[tuple[Sequence[EvaluationRequest], Result]]:
+    """Draw a list of requests, a chunk at a time. progress is called with (codes done, total). InputError before the first is drawn."""
+    size = {"batch_size": min(len(requests), 8)}
     length = pipe.target.length
-    for start in range(0, len(wanted), PART):
-        part = wanted[start : start + PART]
+    for start in range(0, len(requests), CHUNK):
+        part = requests[start : start + CHUNK]
 
-        def tell(done: int, total: int, before: int = start * length) -> None:
+        def report_progress(done: int, total: int, before: int = start * length) -> None:
             if progress:
-                progress(before + done, len(wanted) * length)
+                progress(before + done, len(requests) * length)
 
-        prompts, seeds = [order.prompt for order in part], [order.seed for order in part]
-        yield part, pipe(prompts, seed=seeds, method=method, progress=tell, **(size | overrides))
+        prompts, seeds = [request.prompt for request in part], [request.seed for request in part]
+        yield part, pipe(prompts, seed=seeds, method=method, progress=report_progress, **(size | overrides))
 
 
-def together(parts: Sequence[Stats]) -> Stats:
-    """What several runs with the same settings took, as one."""
+def combined_stats(parts: Sequence[Stats]) -> Stats:
+    """The statistics of several runs with the same settings, summed up as one."""
     images, codes = sum(s.images for s in parts), sum(s.codes for s in parts)
     passes, seconds = sum(s.passes for s in parts), sum(s.seconds for s in parts)
-    spent = [value for s in parts for value in s.tv_spent_per_image]
+    tv_spent = [value for s in parts for value in s.tv_spent_per_image]
     return replace(
         parts[0],
         images=images,
@@ -70,6 +70,6 @@ def together(parts: Sequence[Stats]) -> Stats:
         seconds=seconds,
         seconds_per_image=seconds / images,
         accepted_per_pass=[count for s in parts for count in s.accepted_per_pass],
-        tv_spent=sum(spent) / len(spent) if spent else None,
-        tv_spent_per_image=spent,
+        tv_spent=sum(tv_spent) / len(tv_spent) if tv_spent else None,
+        tv_spent_per_image=tv_spent,
     )

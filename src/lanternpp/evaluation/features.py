@@ -1,4 +1,4 @@
-"""What pictures are compared by: extractors of features, one a row of a dict."""
+"""Extractors of the features by which pictures are compared; `EXTRACTORS` lists them by name."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from PIL import Image
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.judge import has_judge, read_judge
+from lanternpp.evaluation.classifier import has_classifier, read_classifier
 from lanternpp.evaluation.pictures import squares
 
 
 class Extractor(ABC):
-    """Pictures -> features, in which alike pictures are near."""
+    """Maps pictures to features; similar pictures have features close together."""
 
     side: int  # pixels of the squares it looks at
 
@@ -31,19 +31,19 @@ class Extractor(ABC):
         """Images [B, 3, side, side] uint8 -> features [B, F] float32."""
 
 
-class JudgeFeatures(Extractor):
-    """The features of the model's own judge, and what it takes pictures for."""
+class ClassifierFeatures(Extractor):
+    """The features of the model's own classifier, and the labels it predicts."""
 
     def __init__(self, folder: Path, device: torch.device):
-        self.judge, self.device = read_judge(folder, device), device
-        self.side = self.judge.config.size
+        self.classifier, self.device = read_classifier(folder, device), device
+        self.side = self.classifier.config.size
 
     @classmethod
     def open(cls, folder: Path, device: torch.device) -> Self:
-        """The judge of a model folder."""
-        if not has_judge(folder):
+        """The classifier of a model folder."""
+        if not has_classifier(folder):
             raise InputError(
-                f"model {folder.name} has no judge; make one with `lanternpp train judge`, "
+                f"model {folder.name} has no classifier; make one with `lanternpp train judge`, "
                 "or use --features inception with --reference DIR"
             )
         return cls(folder, device)
@@ -51,16 +51,16 @@ class JudgeFeatures(Extractor):
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
         """Images [B, 3, side, side] uint8 -> features [B, F]."""
-        return self.judge.features(images.to(self.device).float() / 127.5 - 1)
+        return self.classifier.features(images.to(self.device).float() / 127.5 - 1)
 
     @torch.inference_mode()
     def labels(self, features: Tensor) -> Tensor:
         """Features [B, F] -> the most likely label of each, [B]."""
-        return self.judge.labels(features.to(self.device)).argmax(-1).cpu()
+        return self.classifier.labels(features.to(self.device)).argmax(-1).cpu()
 
 
 EXTRACTORS: dict[str, type[Extractor] | str] = {
-    "judge": JudgeFeatures,
+    "judge": ClassifierFeatures,
     "inception": "lanternpp.evaluation.inception:Inception",
 }
 

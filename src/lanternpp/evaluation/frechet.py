@@ -39,7 +39,7 @@ def distance(one: Gaussian, other: Gaussian) -> float:
     return max((apart + one.root.square().sum() + other.root.square().sum() - 2 * shared).item(), 0.0)
 
 
-def spread(features: Tensor, reference: Gaussian, parts: int = PARTS) -> float:
+def standard_error(features: Tensor, reference: Gaussian, parts: int = PARTS) -> float:
     """The standard error of the distance of features [M, F] from a reference, by a jackknife over `parts`.
 
     The pictures are the random part, the reference is held fixed. The bias of few pictures, which makes

@@ -11,12 +11,12 @@ def label_of(prompt: str, labels: Sequence[str]) -> int | None:
 
     A label of several words must stand there whole; where two begin at the same word, the longer one counts.
     """
-    said = words(prompt)
-    wanted = sorted(enumerate(words(label) for label in labels), key=lambda pair: -len(pair[1]))
-    for start in range(len(said)):
-        for number, label in wanted:
-            ahead = said[start : start + len(label)]
-            if label and len(ahead) == len(label) and all(map(same, ahead, label)):
+    prompt_words = words(prompt)
+    by_length = sorted(enumerate(words(label) for label in labels), key=lambda pair: -len(pair[1]))
+    for start in range(len(prompt_words)):
+        for number, label in by_length:
+            next_words = prompt_words[start : start + len(label)]
+            if label and len(next_words) == len(label) and all(map(same, next_words, label)):
                 return number
     return None
 
@@ -26,6 +26,6 @@ def words(text: str) -> list[str]:
     return re.findall(r"[^\W_]+", text.lower())
 
 
-def same(said: str, label: str) -> bool:
+def same(word: str, label: str) -> bool:
     """Whether a word is a label's word or its plural."""
-    return label in (said, said.removesuffix("s"), said.removesuffix("es"))
+    return label in (word, word.removesuffix("s"), word.removesuffix("es"))

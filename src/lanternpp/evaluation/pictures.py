@@ -1,4 +1,4 @@
-"""Pictures in a folder, with the prompts that are known of them; decoded when looked at."""
+"""Pictures in a folder, with their prompts where these are known; each is decoded when it is accessed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lanternpp.picture import squarest
 SUFFIXES = frozenset((".webp", ".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff"))
 METADATA = "metadata.jsonl"
 GAP = 2  # pixels between the pictures of a grid that `generate` wrote
-NAMED = 10  # faulty files that an error names
+MAX_NAMED = 10  # faulty files that an error names
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,19 @@ class Gallery(Sequence[Image.Image]):
         if not folder.is_dir():
             raise InputError(f"{folder} is no folder; name one that holds pictures")
         captions = read_captions(folder)
-        paths = [folder / name for name in captions] if captions else listed(folder)
+        paths = [folder / name for name in captions] if captions else list_pictures(folder)
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-            looks = list(pool.map(look, paths))
+            found_files = list(pool.map(read_picture_file, paths))
         faults = [
             f"{path.relative_to(folder)} ({fault})"
-            for path, fault in zip(paths, looks, strict=True)
+            for path, fault in zip(paths, found_files, strict=True)
             if isinstance(fault, str)
         ]
         if faults:
-            raise InputError(f"{folder} has pictures that cannot be read: {some(faults)}")
+            raise InputError(f"{folder} has pictures that cannot be read: {first_names(faults)}")
         items, sizes = [], {}
-        for path, found in zip(paths, looks, strict=True):
-            assert isinstance(found, Look)
+        for path, found in zip(paths, found_files, strict=True):
+            assert isinstance(found, PictureFile)
             name = path.relative_to(folder).as_posix()
             prompt = captions.get(name) or found.prompt
             items += [Item(path, prompt, box) for box in found.boxes]
@@ -74,7 +74,7 @@ class Gallery(Sequence[Image.Image]):
 
     @property
     def prompts(self) -> list[str | None]:
-        """What each picture was drawn from, or says of itself."""
+        """The prompt of each picture, from the metadata or from notes in the file."""
         return [item.prompt for item in self.items]
 
     def __len__(self) -> int:
@@ -91,12 +91,12 @@ class Gallery(Sequence[Image.Image]):
         if isinstance(index, slice):
             return Gallery(self.folder, self.items[index])
         item = self.items[index]
-        image = opened(item.path)
+        image = open_rgb(item.path)
         return image.crop(item.box) if item.box else image
 
 
 @dataclass(frozen=True)
-class Look:
+class PictureFile:
     """What one file holds."""
 
     size: tuple[int, int]  # of each picture
@@ -104,7 +104,7 @@ class Look:
     boxes: tuple[tuple[int, int, int, int] | None, ...]  # None: the whole file
 
 
-def look(path: Path) -> Look | str:
+def read_picture_file(path: Path) -> PictureFile | str:
     """What a file holds, or why it cannot be read."""
     try:
         with Image.open(path) as file:
@@ -116,15 +116,15 @@ def look(path: Path) -> Look | str:
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         return str(error).replace(str(path), "").strip(" '") or type(error).__name__
     count = notes.get("images", "1")
-    boxes = cut(image.size, int(count)) if count.isdecimal() and int(count) > 1 else (None,)
+    boxes = grid_boxes(image.size, int(count)) if count.isdecimal() and int(count) > 1 else (None,)
     if not boxes:
         return f"no grid of {count} pictures, as its notes say"
     one = boxes[0]
     size = (one[2] - one[0], one[3] - one[1]) if one else image.size
-    return Look(size, notes.get("prompt"), boxes)
+    return PictureFile(size, notes.get("prompt"), boxes)
 
 
-def opened(path: Path) -> Image.Image:
+def open_rgb(path: Path) -> Image.Image:
     """A file's picture as RGB. Raises InputError naming the file."""
     try:
         with Image.open(path) as file:
@@ -133,7 +133,7 @@ def opened(path: Path) -> Image.Image:
         raise InputError(f"{path} cannot be read: {error}") from None
 
 
-def cut(size: tuple[int, int], count: int) -> tuple[tuple[int, int, int, int], ...]:
+def grid_boxes(size: tuple[int, int], count: int) -> tuple[tuple[int, int, int, int], ...]:
     """The boxes of `count` pictures in a grid of this size, as `picture.grid` lays them out; () if it is none."""
     columns = squarest(count)
     rows = math.ceil(count / columns)
@@ -144,7 +144,7 @@ def cut(size: tuple[int, int], count: int) -> tuple[tuple[int, int, int, int], .
     return tuple((left, top, left + width - GAP, top + height - GAP) for left, top in corners)
 
 
-def listed(folder: Path) -> list[Path]:
+def list_pictures(folder: Path) -> list[Path]:
     """Every picture below a folder, by name; hidden ones apart."""
     return sorted(
         path
@@ -186,14 +186,14 @@ def check_sizes(folder: Path, sizes: dict[str, tuple[int, int]]) -> None:
     if odd:
         raise InputError(
             f"{folder} mixes sizes, which are measured apart; most pictures are {usual[0]} x {usual[1]}, "
-            f"but not {some(odd)}"
+            f"but not {first_names(odd)}"
         )
 
 
-def some(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """At most ten of them, then a count."""
-    more = f", and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+    more = f", and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 def square(image: Image.Image, side: int) -> Image.Image:

@@ -16,13 +16,13 @@ MARKS = "os^"  # so that labels of one colour differ
 
 def draw(table: Sequence[Mapping[str, Any]], rows: Mapping[str, Sequence[float]], folder: Path) -> list[Path]:
     """speed.png, rows.png and passes.png in `folder`; those that the figures allow."""
-    made = []
+    written = []
     cost = next((c for c in COSTS if sum(row.get(c) is not None for row in table) > 1), None)
     if cost:
-        made.append(save(speed(table, cost), folder / "speed.png"))
-    made.append(save(along(rows), folder / "rows.png"))
-    made.append(save(passes(table), folder / "passes.png"))
-    return made
+        written.append(save(speed(table, cost), folder / "speed.png"))
+    written.append(save(codes_by_row(rows), folder / "rows.png"))
+    written.append(save(passes(table), folder / "passes.png"))
+    return written
 
 
 def figure(width: float = 7.5, height: float = 4.6) -> tuple[Any, Any]:
@@ -30,24 +30,24 @@ def figure(width: float = 7.5, height: float = 4.6) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(width, height), dpi=130, layout="constrained")
-    FigureCanvasAgg(made)
-    axes = made.add_subplot()
+    fig = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(fig)
+    axes = fig.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    return made, axes
+    return fig, axes
 
 
-def save(made: Any, path: Path) -> Path:
+def save(fig: Any, path: Path) -> Path:
     """The figure as a PNG, written whole."""
     with replacing(path) as temporary:
-        made.savefig(temporary, format="png")
+        fig.savefig(temporary, format="png")
     return path
 
 
 def speed(table: Sequence[Mapping[str, Any]], cost: str) -> Any:
     """Speed-up against what it costs, a point per method."""
-    made, axes = figure()
+    fig, axes = figure()
     for i, row in enumerate(table):
         if row.get(cost) is None:
             continue
@@ -62,26 +62,26 @@ def speed(table: Sequence[Mapping[str, Any]], cost: str) -> Any:
         )
     axes.axvline(1, color="grey", linewidth=0.8)
     better = "higher is better" if cost == "clip" else "lower is better"
-    return finished(made, axes, "speed-up over plain AR", f"{HEADINGS[cost]} ({better})")
+    return finished(fig, axes, "speed-up over plain AR", f"{HEADINGS[cost]} ({better})")
 
 
-def along(rows: Mapping[str, Sequence[float]]) -> Any:
+def codes_by_row(rows: Mapping[str, Sequence[float]]) -> Any:
     """Codes per pass along the rows of the image, a line per method."""
-    made, axes = figure()
+    fig, axes = figure()
     for i, (label, means) in enumerate(rows.items()):
         axes.plot(range(1, len(means) + 1), means, label=lines(label), **style(i))
-    return finished(made, axes, "row of codes where the pass began", "codes per pass", bottom=0)
+    return finished(fig, axes, "row of codes where the pass began", "codes per pass", bottom=0)
 
 
 def passes(table: Sequence[Mapping[str, Any]]) -> Any:
     """How often a pass decided so many codes, a line per method."""
-    made, axes = figure()
+    fig, axes = figure()
     for i, row in enumerate(table):
         counts = row["histogram"]
         most, total = max(map(int, counts)), sum(counts.values())
         share = [100 * counts.get(k, 0) / total for k in range(1, most + 1)]
         axes.plot(range(1, most + 1), share, marker=".", label=lines(row["method"]), **style(i))
-    return finished(made, axes, "codes decided by one pass", "share of passes, %", bottom=0)
+    return finished(fig, axes, "codes decided by one pass", "share of passes, %", bottom=0)
 
 
 def lines(label: str) -> str:
@@ -94,15 +94,15 @@ def style(number: int) -> dict[str, str]:
     return {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
 
 
-def finished(made: Any, axes: Any, x: str, y: str, bottom: float | None = None) -> Any:
+def finished(fig: Any, axes: Any, x: str, y: str, bottom: float | None = None) -> Any:
     """The figure with its axes named, and the names of the lines beside them."""
     axes.set(xlabel=x, ylabel=y)
     if bottom is not None:
         axes.set_ylim(bottom=bottom)
-    legend(made, axes)
-    return made
+    legend(fig, axes)
+    return fig
 
 
-def legend(made: Any, axes: Any) -> None:
+def legend(fig: Any, axes: Any) -> None:
     """The names of the lines, beside the axes."""
-    made.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    fig.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)

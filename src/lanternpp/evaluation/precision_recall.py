@@ -1,4 +1,4 @@
-"""Improved precision and recall (arXiv 1904.06991): the share of one set that lies where the other does."""
+"""Improved precision and recall (arXiv 1904.06991): the share of one set that lies within the other's manifold."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def precision_recall(generated: Tensor, reference: Tensor, k: int = NEAREST) -> 
 
 def within(points: Tensor, manifold: Tensor, k: int) -> float:
     """The share of points [M, F] that lie in a ball around one of manifold [N, F] (equation 1)."""
-    reach = radii(manifold, k)
-    inside = [(torch.cdist(part, manifold) <= reach).any(1) for part in points.split(CHUNK)]
+    radius = radii(manifold, k)
+    inside = [(torch.cdist(part, manifold) <= radius).any(1) for part in points.split(CHUNK)]
     return torch.cat(inside).double().mean().item()
 
 
@@ -30,8 +30,8 @@ def radii(features: Tensor, k: int) -> Tensor:
     """Distance of each of features [N, F] to its k-th nearest other, [N]."""
     found = []
     for start in range(0, len(features), CHUNK):
-        apart = torch.cdist(features[start : start + CHUNK], features)
-        rows = torch.arange(len(apart), device=features.device)
-        apart[rows, rows + start] = torch.inf  # a picture is not its own neighbour
-        found.append(apart.kthvalue(k, 1).values)
+        distances = torch.cdist(features[start : start + CHUNK], features)
+        rows = torch.arange(len(distances), device=features.device)
+        distances[rows, rows + start] = torch.inf  # a picture is not its own neighbour
+        found.append(distances.kthvalue(k, 1).values)
     return torch.cat(found)

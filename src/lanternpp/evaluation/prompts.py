@@ -14,10 +14,10 @@ def read_prompts(path: Path | None, model: Path) -> list[str]:
 
     path None: the model folder's own. Raises InputError where there is none.
     """
-    own = model / PROMPTS
-    if path is None and not own.is_file():
+    model_file = model / PROMPTS
+    if path is None and not model_file.is_file():
         raise InputError(f"{model} brings no {PROMPTS}; give --prompts FILE with one prompt per line")
-    source = path or own
+    source = path or model_file
     try:
         lines = source.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""What pictures are worth: their distance from a reference, and their agreement with their prompts."""
+"""Quality of pictures: their distance from a reference, and their agreement with their prompts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 from lanternpp.devices import pick_device
 from lanternpp.errors import InputError
 from lanternpp.evaluation import frechet
+from lanternpp.evaluation.classifier import has_classifier, read_reference
 from lanternpp.evaluation.clip import Clip
-from lanternpp.evaluation.features import EXTRACTORS, Extractor, JudgeFeatures, extract
-from lanternpp.evaluation.judge import has_judge, read_reference
+from lanternpp.evaluation.features import EXTRACTORS, ClassifierFeatures, Extractor, extract
 from lanternpp.evaluation.labels import label_of
 from lanternpp.evaluation.pictures import Gallery, reference_folder
 from lanternpp.evaluation.precision_recall import NEAREST, precision_recall
 from lanternpp.registry import find, importable
 
-LEAST = NEAREST + 1  # pictures: each needs as many others as neighbours are counted
+LEAST = NEAREST + 1  # pictures: precision and recall need that many neighbours of each, and itself
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Against:
+class ReferenceSet:
     """A reference: its name, the features of its pictures [N, F], and their captions where they have some."""
 
     name: str
@@ -41,7 +41,7 @@ class Quality:
     frechet_spread   its standard error over the pictures, by a jackknife
     precision        share of the pictures that look like the reference
     recall           share of the reference that looks like some picture
-    prompt_accuracy  share of the pictures that the judge takes for what their prompt names
+    prompt_accuracy  share of the pictures that the classifier takes for what their prompt names
     clip             CLIP score, up to 100
     """
 
@@ -49,15 +49,15 @@ class Quality:
         self,
         features: str | None,
         extractor: Extractor | None,
-        against: Against | None,
-        judge: JudgeFeatures | None,
+        against: ReferenceSet | None,
+        classifier: ClassifierFeatures | None,
         clip: Clip | None,
     ):
         self.features, self.extractor, self.against = features, extractor, against
-        self.judge, self.clip = judge, clip
+        self.classifier, self.clip = classifier, clip
         self.columns: tuple[str, ...] = (
             *(("frechet", "precision", "recall") if against else ()),
-            *(("prompt_accuracy",) if judge else ()),
+            *(("prompt_accuracy",) if classifier else ()),
             *(("clip",) if clip else ()),
         )
 
@@ -71,25 +71,25 @@ class Quality:
         device: torch.device | str = "auto",
         progress: Progress | None = None,
     ) -> Quality:
-        """What can be said of a model's pictures.
+        """The figures that can be measured of a model's pictures.
 
-        reference: a folder of pictures; left out, the features that lie beside the model's judge. features:
-        a name of `EXTRACTORS` or "package.module:Class"; left out, the judge. clip: a CLIP model's folder
-        or hub id. A model without a judge can still be measured by other features, or by CLIP alone.
+        reference: a folder of pictures; left out, the features that lie beside the model's classifier. features:
+        a name of `EXTRACTORS` or "package.module:Class"; left out, the classifier. clip: a CLIP model's folder
+        or hub id. A model without a classifier can still be measured by other features, or by CLIP alone.
         Raises InputError, before anything is drawn, where something is missing or wrong.
         """
         if reference is not None and not reference.is_dir():
             raise InputError(f"reference {reference} is no folder; name one that holds pictures")
         on = pick_device(device) if isinstance(device, str) else device
-        judge = JudgeFeatures(folder, on) if has_judge(folder) else None
+        classifier = ClassifierFeatures(folder, on) if has_classifier(folder) else None
         scorer = Clip.open(clip, on) if clip else None
-        if judge is None and features is None and reference is None and scorer is not None:
+        if classifier is None and features is None and reference is None and scorer is not None:
             return cls(None, None, None, None, scorer)
         name = features or "judge"
         kind = find("features", importable(name), EXTRACTORS)
-        extractor = judge if judge and kind is JudgeFeatures else kind.open(folder, on)
-        against = refer(folder, reference, name, extractor, judge, progress)
-        return cls(name, extractor, against, judge, scorer)
+        extractor = classifier if classifier and kind is ClassifierFeatures else kind.open(folder, on)
+        against = reference_for(folder, reference, name, extractor, classifier, progress)
+        return cls(name, extractor, against, classifier, scorer)
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -108,17 +108,19 @@ class Quality:
         """
         if len(images) < LEAST:
             raise InputError(f"{len(images)} pictures are too few to measure; at least {LEAST} are needed")
-        said = list(prompts) if prompts is not None else [None] * len(images)
-        if len(said) != len(images):
-            raise InputError(f"{len(said)} prompts do not go with {len(images)} pictures; give one for each")
+        known_prompts = list(prompts) if prompts is not None else [None] * len(images)
+        if len(known_prompts) != len(images):
+            raise InputError(
+                f"{len(known_prompts)} prompts do not go with {len(images)} pictures; give one for each"
+            )
         figures: dict[str, float] = {}
         features: Tensor | None = None
         if self.extractor and self.against:
             features = extract(self.extractor, images, progress)
             figures |= compare(features, self.against.features)
-        if self.judge:
-            figures |= self._accuracy(images, said, features, progress)
-        score = self.clip.score(images, said, progress) if self.clip else None
+        if self.classifier:
+            figures |= self._accuracy(images, known_prompts, features, progress)
+        score = self.clip.score(images, known_prompts, progress) if self.clip else None
         return figures | ({} if score is None else {"clip": score})
 
     def _accuracy(
@@ -128,16 +130,16 @@ class Quality:
         features: Tensor | None,
         progress: Progress | None,
     ) -> dict[str, float]:
-        """Share of the pictures judged to be what their prompt names; nothing where no prompt names a label."""
-        assert self.judge
-        labels = self.judge.judge.config.labels
-        wanted = [label_of(prompt, labels) if prompt else None for prompt in prompts]
-        known = [i for i, label in enumerate(wanted) if label is not None]
+        """Share of the pictures classified as what their prompt names; {} where no prompt names a label."""
+        assert self.classifier
+        labels = self.classifier.classifier.config.labels
+        prompt_labels = [label_of(prompt, labels) if prompt else None for prompt in prompts]
+        known = [i for i, label in enumerate(prompt_labels) if label is not None]
         if not known:
             return {}
-        if features is None or self.extractor is not self.judge:
-            features = extract(self.judge, images, progress)
-        right = self.judge.labels(features[known]) == torch.tensor([wanted[i] for i in known])
+        if features is None or self.extractor is not self.classifier:
+            features = extract(self.classifier, images, progress)
+        right = self.classifier.labels(features[known]) == torch.tensor([prompt_labels[i] for i in known])
         return {"prompt_accuracy": right.double().mean().item()}
 
 
@@ -147,26 +149,26 @@ def compare(features: Tensor, reference: Tensor) -> dict[str, float]:
     precision, recall = precision_recall(features, reference)
     return {
         "frechet": frechet.distance(frechet.gaussian(features), against),
-        "frechet_spread": frechet.spread(features, against),
+        "frechet_spread": frechet.standard_error(features, against),
         "precision": precision,
         "recall": recall,
     }
 
 
-def refer(
+def reference_for(
     folder: Path,
     reference: Path | None,
     name: str,
     extractor: Extractor,
-    judge: JudgeFeatures | None,
+    classifier: ClassifierFeatures | None,
     progress: Progress | None,
-) -> Against:
+) -> ReferenceSet:
     """The reference to compare with: a folder's pictures, or the one that came with the model."""
     if reference is not None:
         gallery = Gallery.read(reference_folder(reference), LEAST)
         texts = tuple(prompt for prompt in gallery.prompts if prompt)
-        return Against(str(gallery.folder), extract(extractor, gallery, progress), texts)
-    if judge is None or extractor is not judge:
+        return ReferenceSet(str(gallery.folder), extract(extractor, gallery, progress), texts)
+    if classifier is None or extractor is not classifier:
         raise InputError(f"features {name} need --reference DIR, a folder of pictures to compare with")
-    own = read_reference(folder, judge.judge)
-    return Against(f"{folder.name}'s own", own.features, own.texts)
+    stored = read_reference(folder, classifier.classifier)
+    return ReferenceSet(f"{folder.name}'s own", stored.features, stored.texts)

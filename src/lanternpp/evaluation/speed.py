@@ -1,4 +1,4 @@
-"""The race: methods take turns at the same prompts and seeds, and every turn is written down at once.
+"""A race of methods: they take turns at the same prompts and seeds, and every turn is logged when it ends.
 
 A run's folder holds `run.json` (what is compared), `turns.jsonl` (a line per turn, so that a run stopped at any
 moment goes on where it stopped) and `pictures/`.
@@ -18,21 +18,19 @@ from typing import Any
 import torch
 
 from lanternpp import runlog
+from lanternpp.dials import DRAFT, PARTS, RULE, dials
 from lanternpp.errors import InputError
 from lanternpp.evaluation.stopwatch import Stopwatch
 from lanternpp.jsonfile import read_object
-from lanternpp.methods import check_method
+from lanternpp.methods import BASELINE, check_method
 from lanternpp.nn import checkpoints
 from lanternpp.picture import save_png
 from lanternpp.pipeline import Pipeline, Result, versions
 from lanternpp.schema import checked
-from lanternpp.settings import DIALS
 
 RUN, TURNS, PICTURES = "run.json", "turns.jsonl", "pictures"
-BASELINE = "ar"
-TEXT = ("proposer", "accept", "tree", "residual", "coupling", "fresh", "verify")
-WHOLE = ("neighbours", "window")
-ALIASES = {"k": "neighbours", "lambda": "lam"}
+METHOD_DIALS = dials(PARTS, DRAFT, RULE)  # what an entry may override
+BY_KEY = {key: dial for dial in METHOD_DIALS for key in (dial.name, dial.spoken, dial.short) if key}
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Turn:
     spent: list[float] | None = None  # tv_spent per picture, where it was measured
 
 
-def entries(text: str) -> list[Entry]:
+def parse_methods(text: str) -> list[Entry]:
     """Methods parted by commas, each with what it overrides behind it: "ar, lantern++ k=10 lambda=5".
 
     Plain AR is put first where it is missing, as all else is measured against it. Raises InputError.
@@ -74,27 +72,25 @@ def entries(text: str) -> list[Entry]:
         if not words:
             raise InputError(f"methods {text!r} has an empty entry; part names by single commas")
         check_method(words[0])
-        overrides = dict(override(word, item) for word in words[1:])
+        overrides = dict(parse_override(word, item) for word in words[1:])
         label = " ".join(words)
         found[label] = Entry(label, words[0], overrides)
     return list({BASELINE: Entry(BASELINE, BASELINE, {}), **found}.values())
 
 
-def override(word: str, item: str) -> tuple[str, Any]:
+def parse_override(word: str, item: str) -> tuple[str, Any]:
     """`key=value` as a field of Settings and its value; InputError names the entry it stands in."""
     key, _, value = word.partition("=")
-    key = ALIASES.get(key, key)
-    if key not in ("proposer", "accept", *DIALS) or not value:
-        known = ", ".join((*TEXT, "k", "window", "delta", "lambda", "nu"))
+    dial = BY_KEY.get(key)
+    if dial is None or not value:
+        known = ", ".join(dial.short or dial.spoken for dial in METHOD_DIALS)
         raise InputError(
             f"{word!r} in method {item.strip()!r} is no override; write key=value with one of: {known}"
         )
-    if key in TEXT:
-        return key, value
     try:
-        return key, int(value) if key in WHOLE else float(value)
+        return dial.name, dial.kind(value)
     except ValueError:
-        kind = "a whole number" if key in WHOLE else "a number"
+        kind = "a whole number" if dial.kind is int else "a number"
         raise InputError(f"{word!r} in method {item.strip()!r}: {value!r} is not {kind}") from None
 
 
@@ -113,18 +109,18 @@ class Race:
     ):
         self.pipe, self.field, self.prompts = pipe, list(field), list(prompts)
         self.n, self.seed, self.measure = n, seed, measure
-        self.given = {e.label: {"batch_size": 1} | shared | e.overrides for e in field}
-        self.settings = {e.label: pipe.settings(e.method, **self.given[e.label]) for e in field}
+        self.overrides_of = {e.label: {"batch_size": 1} | shared | e.overrides for e in field}
+        self.settings = {e.label: pipe.settings(e.method, **self.overrides_of[e.label]) for e in field}
         self.batch = self.settings[BASELINE].batch_size
         if n % self.batch:
             raise InputError(f"{n} pictures per prompt are not a whole number of batches of {self.batch}")
         for prompt in prompts:
-            pipe.target.prompt([prompt], 1)
-        # made now, so that a wrong part is found before anything is drawn, and kept, as they are timed
+            pipe.target.check(prompt)
+        # made here, so that a wrong part is found before anything is drawn; kept, as their turns are timed
         self.engines = {label: pipe.new_engine(settings) for label, settings in self.settings.items()}
 
     def describe(self) -> dict[str, Any]:
-        """What must be the same for a run to be gone on with."""
+        """What must be unchanged for a run to be resumed."""
         like = next(self.pipe.target.parameters())
         return {
             "model": self.pipe.name,
@@ -146,44 +142,44 @@ class Race:
             for i in range(len(self.field)):
                 yield self.field[(place + i) % len(self.field)], prompt, self.seed + first
 
-    def draw(self, entry: Entry, prompt: int, seed: int, **more: Any) -> Result:
-        """One turn's pictures, drawn with the entry's own engine where nothing `more` is asked for."""
-        if more:
-            given = self.given[entry.label] | more
-            return self.pipe(self.prompts[prompt], n=self.batch, seed=seed, method=entry.method, **given)
-        asked, seeds = [self.prompts[prompt]] * self.batch, range(seed, seed + self.batch)
-        return self.pipe.draw(self.engines[entry.label], self.settings[entry.label], asked, seeds)
+    def draw(self, entry: Entry, prompt: int, seed: int, **extra: Any) -> Result:
+        """The pictures of one turn, by the entry's engine; with `extra` overrides, by an engine made for them."""
+        if extra:
+            overrides = self.overrides_of[entry.label] | extra
+            return self.pipe(self.prompts[prompt], n=self.batch, seed=seed, method=entry.method, **overrides)
+        conditions, seeds = [self.prompts[prompt]] * self.batch, range(seed, seed + self.batch)
+        return self.pipe.draw(self.engines[entry.label], self.settings[entry.label], conditions, seeds)
 
     def run(
         self, folder: Path, resume: bool = False, progress: Callable[[int, int], None] | None = None
     ) -> list[Turn]:
         """Draw every turn that the folder lacks; returns all of them.
 
-        progress is told between turns only, so that a timed one does nothing else.
+        progress is called between turns only, so that it takes no time of theirs.
         """
-        begin(folder, self.describe(), resume)
+        check_run(folder, self.describe(), resume)
         turns = read_turns(folder)
         done = {(t.label, t.prompt, t.seed) for t in turns}
         total = len(self.prompts) * self.n // self.batch * len(self.field)
-        watches: dict[str, Stopwatch] = {}
+        stopwatches: dict[str, Stopwatch] = {}
         for entry, prompt, seed in self.turns():
             if (entry.label, prompt, seed) in done:
                 continue
             if progress:
                 progress(len(turns), total)
-            if entry.label not in watches:
-                self.draw(entry, prompt, seed)  # so that nothing is made for the first time in a timed one
-                watches[entry.label] = Stopwatch(self.engines[entry.label])
-            turns.append(self._turn(folder, entry, watches[entry.label], prompt, seed))
+            if entry.label not in stopwatches:
+                self.draw(entry, prompt, seed)  # warm-up: what is built on first use is not timed
+                stopwatches[entry.label] = Stopwatch(self.engines[entry.label])
+            turns.append(self._turn(folder, entry, stopwatches[entry.label], prompt, seed))
             runlog.append(folder / TURNS, vars(turns[-1]))
         return turns
 
     def _turn(self, folder: Path, entry: Entry, watch: Stopwatch, prompt: int, seed: int) -> Turn:
         result = self.draw(entry, prompt, seed)
-        stats, spent = result.stats, None
+        stats, tv_spent = result.stats, None
         phases = watch.take(stats.seconds)
         if self.measure and seed == self.seed:
-            spent = self.draw(entry, prompt, seed, measure=True).stats.tv_spent_per_image
+            tv_spent = self.draw(entry, prompt, seed, measure=True).stats.tv_spent_per_image
         files = []
         for i, image in enumerate(result.images):
             name = f"{PICTURES}/{entry.slug}/{prompt:03d}-{seed + i}.png"
@@ -191,7 +187,7 @@ class Race:
             save_png(image, folder / name, notes | {"settings": json.dumps(stats.settings, sort_keys=True)})
             files.append(name)
         accepted = split(stats.accepted_per_pass, self.pipe.target.length)
-        return Turn(entry.label, prompt, seed, stats.seconds, phases, accepted, files, spent)
+        return Turn(entry.label, prompt, seed, stats.seconds, phases, accepted, files, tv_spent)
 
 
 def device_name(device: torch.device) -> str:
@@ -209,8 +205,8 @@ def split(accepted: Sequence[int], length: int) -> list[list[int]]:
     return pictures
 
 
-def begin(folder: Path, run: dict[str, Any], resume: bool) -> None:
-    """Write down what is compared, or check it against what the folder says; InputError names what differs."""
+def check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
+    """Write `run.json`, or compare it with the one in the folder; InputError names what differs."""
     path = folder / RUN
     if not path.exists():
         checkpoints.write_text(path, json.dumps(run, indent=2) + "\n")

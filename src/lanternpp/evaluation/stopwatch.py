@@ -17,8 +17,8 @@ PHASES = ("draft", "pass", "verify", "rest")
 class Stopwatch(Observer):
     """Times the parts of an engine's steps; `rest` is what a whole run took beyond them.
 
-    On a GPU it puts events on the stream, so that nothing waits for it: a part's time then includes what the
-    device waits for the host.
+    On a GPU it puts events on the stream, so that the host does not wait for the device: a part's time then includes
+    the time in which the device waits for the host.
     """
 
     def __init__(self, engine: Engine):
@@ -28,7 +28,7 @@ class Stopwatch(Observer):
         engine.observers.append(self)
 
     def entered(self, phase: Phase) -> None:
-        """Note when."""
+        """Record when a phase begins."""
         now: Any = torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter()
         if self.cuda:
             now.record()
@@ -38,10 +38,10 @@ class Stopwatch(Observer):
         """Seconds in each of PHASES since the last call, of a run that took `seconds` in all."""
         if self.cuda:
             torch.cuda.synchronize()
-        spent = dict.fromkeys((*PHASES, "observe"), 0.0)
+        seconds_in = dict.fromkeys((*PHASES, "observe"), 0.0)
         for (phase, began), (_, ended) in pairwise(self._marks):
-            spent[phase] += began.elapsed_time(ended) / 1000 if self.cuda else ended - began
+            seconds_in[phase] += began.elapsed_time(ended) / 1000 if self.cuda else ended - began
         self._marks.clear()
-        self.observed = spent.pop("observe")
-        spent["rest"] = max(seconds - sum(spent[phase] for phase in PHASES[:-1]), 0.0)
-        return spent
+        self.observed = seconds_in.pop("observe")
+        seconds_in["rest"] = max(seconds - sum(seconds_in[phase] for phase in PHASES[:-1]), 0.0)
+        return seconds_in

@@ -1,4 +1,4 @@
-"""How well a drafter drafts: pictures of held-out prompts, drawn without loss, and what was kept of every draft."""
+"""Acceptance of a drafter: pictures of held-out prompts drawn under the exact rule, and which drafted codes were kept."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from lanternpp.targets.base import Target
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Pictures drawn with a drafter, and what was kept of its drafts."""
+class DrawnPictures:
+    """Pictures drawn with a drafter, and the acceptance of its drafts."""
 
     codes: Tensor  # [n, length]
     figures: dict[str, Any]
 
 
-def watch(
+def measure_acceptance(
     target: Target, proposer: Proposer, sampling: Sampling, guidance: Guidance, prompts: Sequence[str]
-) -> Drawn:
-    """One picture per prompt, all at once, without loss.
+) -> DrawnPictures:
+    """Draw one picture per prompt, all in one batch, under the exact rule.
 
-    Figures: codes_per_pass; kept_by_depth, how often the walk went on from a node at depth 0, 1 ...; kept_by_rank,
-    how often a first, second ... child was kept once its turn came; judged, the children whose turn came by depth and rank,
-    as `AcceptanceByRank` counts them.
+    Figures: codes_per_pass, the mean number of codes decided by a pass; kept_by_depth, how often a node at depth 0, 1 ...
+    had a child that was kept; kept_by_rank, how often a first, second ... child was kept when it was verified;
+    judged, the number of children verified, by depth and rank (as `AcceptanceByRank` counts them).
     """
     engine = Engine(target, proposer, Exact(), sampling, guidance, len(prompts))
     counts = AcceptanceByRank(target.length)
     engine.observers.append(counts)
-    harvests = generate(engine, list(prompts), list(range(len(prompts))))
-    passes = [count for harvest in harvests for count in harvest.accepted]
+    finished = generate(engine, list(prompts), list(range(len(prompts))))
+    passes = [count for sample in finished for count in sample.accepted]
     tried, kept = counts.tried.cpu(), counts.kept.cpu()
     figures = {
         "codes_per_pass": sum(passes) / len(passes),
-        "kept_by_depth": shares(kept.sum(1), tried[:, 0]),
-        "kept_by_rank": shares(kept.sum(0), tried.sum(0)),
+        "kept_by_depth": quotients(kept.sum(1), tried[:, 0]),
+        "kept_by_rank": quotients(kept.sum(0), tried.sum(0)),
         "judged": tried.tolist(),
     }
-    return Drawn(torch.stack([harvest.codes for harvest in harvests]), figures)
+    return DrawnPictures(torch.stack([sample.codes for sample in finished]), figures)
 
 
-def shares(part: Tensor, whole: Tensor) -> list[float | None]:
+def quotients(part: Tensor, whole: Tensor) -> list[float | None]:
     """Quotients of counts, to four digits; None where nothing was counted."""
     pairs = zip(part.tolist(), whole.tolist(), strict=True)
     return [round(a / b, 4) if b else None for a, b in pairs]

@@ -32,17 +32,19 @@ class Discriminator(nn.Module):
         return self.last(features[-1]).float(), features
 
 
-def hinge(real: Tensor, fake: Tensor) -> Tensor:
+def hinge_loss(real: Tensor, fake: Tensor) -> Tensor:
     """The discriminator's loss."""
     return (F.relu(1 - real).mean() + F.relu(1 + fake).mean()) / 2
 
 
-def matching(fake: list[Tensor], real: list[Tensor]) -> Tensor:
+def feature_matching(fake: list[Tensor], real: list[Tensor]) -> Tensor:
     """L1 distance of the discriminator's features (pix2pixHD, 1711.11585)."""
     pairs = zip(fake, real, strict=True)
-    return torch.stack([F.l1_loss(mine.float(), other.detach().float()) for mine, other in pairs]).mean()
+    return torch.stack(
+        [F.l1_loss(generated.float(), target.detach().float()) for generated, target in pairs]
+    ).mean()
 
 
-def balance(first: Tensor, second: Tensor, cap: float = 1e4) -> Tensor:
+def adaptive_weight(first: Tensor, second: Tensor, cap: float = 1e4) -> Tensor:
     """How much to scale gradient `second` so that it is as long as `first`."""
     return (first.norm() / (second.norm() + 1e-8)).clamp_max(cap)

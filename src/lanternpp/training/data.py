@@ -31,7 +31,7 @@ class DataWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Rows:
-    """What a split's metadata names: files beside captions and labels, in the order of their names."""
+    """The entries of a split's metadata: files with captions and labels, sorted by file name."""
 
     root: Path
     files: tuple[str, ...]
@@ -54,17 +54,17 @@ def read_rows(data: str | Path, split: str) -> Rows:
     root = data / split
     if not root.is_dir():
         raise InputError(f"{root} is missing: an imagefolder for training has train/ and val/.")
-    inside, whole = root / "metadata.jsonl", data / "metadata.jsonl"
-    if inside.is_file():
-        rows = read_jsonl(inside)
-    elif whole.is_file():
+    own_file, shared_file = root / "metadata.jsonl", data / "metadata.jsonl"
+    if own_file.is_file():
+        rows = read_jsonl(own_file)
+    elif shared_file.is_file():
         rows = [
             (name.removeprefix(f"{split}/"), *rest)
-            for name, *rest in read_jsonl(whole)
+            for name, *rest in read_jsonl(shared_file)
             if name.startswith(f"{split}/")
         ]
     else:
-        raise InputError(f"{inside} is missing: it has a line with file_name and text for each picture.")
+        raise InputError(f"{own_file} is missing: it has a line with file_name and text for each picture.")
     if not rows:
         pictures = sum(path.suffix.lower() in SUFFIXES for path in root.rglob("*"))
         raise InputError(f"{root} has no captions: its metadata.jsonl names none of the {pictures} pictures.")
@@ -155,7 +155,7 @@ class Pictures:
         side. `flip` [B] mirrors.
         """
         device = self.pixels.device
-        index, place, flip, zoom = (send(x, device) for x in (index, place, flip, zoom))
+        index, place, flip, zoom = (to_device(x, device) for x in (index, place, flip, zoom))
         sizes = self.sizes[index].float()  # [B, 2]
         short = sizes.amin(1)
         side = short.clamp_max(self.size).lerp(short, zoom)[:, None]  # [B, 1]
@@ -181,17 +181,17 @@ class Pictures:
 
     def centres(self, batch: int, most: int | None = None) -> Iterator[Tensor]:
         """Central squares in order, at most `batch` at a time: of all pictures, or of `most` evenly over them."""
-        index = torch.arange(len(self)) if most is None else spread(len(self), most)
+        index = torch.arange(len(self)) if most is None else evenly_spaced(len(self), most)
         for part in index.split(batch):
             yield self.centre(part)
 
 
-def spread(count: int, most: int) -> Tensor:
+def evenly_spaced(count: int, most: int) -> Tensor:
     """At most `most` indices, evenly over `count`."""
     return torch.linspace(0, count - 1, min(count, most)).round().long()
 
 
-def send(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A small host tensor on a device, without waiting for the device."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
@@ -217,8 +217,8 @@ def decode(path: Path, short: int, long: int) -> Tensor | str:
     return flat.view(image.height, image.width, 3).permute(2, 0, 1)
 
 
-class Order:
-    """A step's pictures and noise: functions of (seed, step), so a resumed run agrees."""
+class BatchSampler:
+    """The pictures of a step, and a generator for its noise: functions of (seed, step), so a resumed run repeats them."""
 
     def __init__(self, count: int, batch: int, seed: int):
         self.count, self.batch, self.seed = count, min(batch, count), seed

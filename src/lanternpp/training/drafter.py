@@ -19,27 +19,32 @@ from lanternpp.errors import InputError
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.targets.base import Target
 from lanternpp.training import hardware
-from lanternpp.training.acceptance import watch
-from lanternpp.training.data import Order, spread
-from lanternpp.training.features import Captions, lessons, visible
-from lanternpp.training.losses import acceptance, both, refusal, soft_cross_entropy
-from lanternpp.training.material.cached import Features, features_of
-from lanternpp.training.material.codes import Codes, Variants
+from lanternpp.training.acceptance import measure_acceptance
+from lanternpp.training.data import BatchSampler, evenly_spaced
+from lanternpp.training.features import CaptionPrompts, causal_mask, drafter_inputs
+from lanternpp.training.losses import acceptance, cross_entropy_and_lk, lk_loss, soft_cross_entropy
+from lanternpp.training.material.cached import FeatureCache, cached_features
+from lanternpp.training.material.codes import Codes, VariantSampler
 from lanternpp.training.material.gather import gather
-from lanternpp.training.material.samples import Own
+from lanternpp.training.material.samples import SelfSampling
 from lanternpp.training.pictures import sheet
-from lanternpp.training.run import Plan, Task, averaged, run
+from lanternpp.training.run import Task, TrainingOptions, averaged, run
 from lanternpp.training.team import team
 from lanternpp.trees import build_tree
 
-LOSSES = {"paper": soft_cross_entropy, "guided": soft_cross_entropy, "lk": refusal, "both": both}
-GLIMPSE = 96  # validation pictures a check looks at; the end looks at all
-DRAWN = 4  # pictures a check draws
+LOSSES = {
+    "paper": soft_cross_entropy,
+    "guided": soft_cross_entropy,
+    "lk": lk_loss,
+    "both": cross_entropy_and_lk,
+}
+CHECK_PICTURES = 96  # validation pictures measured at a check; at the end all are
+SAMPLE_PICTURES = 4  # pictures drawn at a check
 
 
 @dataclass(frozen=True)
 class DrafterSettings:
-    """What decides the result, budget and machine aside.
+    """Hyperparameters: all that decides the result, except the budget and the machine.
 
     The loss is SmoothL1 on features + `weight` x a loss on distributions: `paper`, cross-entropy to the
     target's; `guided`, the same after guidance, which is what verification sees; `lk`, -log of the
@@ -51,12 +56,12 @@ class DrafterSettings:
     cfg: float = 3.0
     batch_size: int = 16
     lr: float = 1e-3
-    noise: float = 0.2  # features are off by up to half of this
-    drop_captions: float = 0.1  # only the paper's loss needs it: the others see every caption and none
-    rounds: int = (
-        1  # how often it looks, each time but the first at its own features (HASS, arXiv 2408.15766)
+    noise: float = 0.2  # width of the uniform noise that is added to features
+    drop_captions: float = (
+        0.1  # replaced by the null prompt; for the paper's loss alone, as the others always read both prompts
     )
-    inherit: bool = False  # begin as the target's last block: no better in short runs
+    rounds: int = 1  # passes per step; each after the first reads features that the drafter predicted (HASS, arXiv 2408.15766)
+    inherit: bool = False  # start from the weights of the target's last block; no better in short runs
     seed: int = 0
     decay: float = 0.995
     warmup: int = 100
@@ -77,12 +82,12 @@ class DrafterSettings:
 
     @property
     def guidance(self) -> Guidance:
-        """What merges the rows in the loss."""
+        """The guidance under which the loss compares distributions."""
         return Guidance(1.0 if self.loss == "paper" else self.cfg)
 
 
 class DrafterTask(Task):
-    """An EAGLE drafter for a frozen target, whose features are made on the way from cached codes."""
+    """An EAGLE drafter for a frozen target. The target's features are computed from codes in every step, or read from a cache."""
 
     name = "drafter"
     keep = "lk"
@@ -102,7 +107,7 @@ class DrafterTask(Task):
     ):
         self.sampling = sampling or Sampling()
         torch.manual_seed(settings.seed)
-        self.options, self.codes, self.device = settings, codes, device
+        self.hparams, self.codes, self.device = settings, codes, device
         self.guidance = settings.guidance
         self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
         self.target = target.to(device).eval().requires_grad_(False)
@@ -120,21 +125,23 @@ class DrafterTask(Task):
                 self.model.parameters(), settings.lr, (0.9, 0.95), weight_decay=0.0, fused=True
             )
         }
-        self.order = Variants(
-            Order(len(codes.train), settings.batch_size, settings.seed), codes.train.codes.shape[1]
+        self.sampler = VariantSampler(
+            BatchSampler(len(codes.train), settings.batch_size, settings.seed), codes.train.codes.shape[1]
         )
-        self.train, self.val = Captions(target, codes.train), Captions(target, codes.val)
+        self.train, self.val = CaptionPrompts(target, codes.train), CaptionPrompts(target, codes.val)
         self.drawn: Tensor | None = None
-        self.features: Features | None = None
+        self.features: FeatureCache | None = None
         if cache is not None:
-            self.features = features_of(target, self.train, origin, codes.train, codes.data["codes"], cache)
+            self.features = cached_features(
+                target, self.train, origin, codes.train, codes.data["codes"], cache
+            )
 
     def begin(self, layers: int) -> EagleDrafter:
         """A drafter to train, and its config."""
         shape = self.target.decoder.config
         self.config = EagleConfig.like(shape, layers)
         drafter = EagleDrafter(self.config, self.target.decoder.rotary_table)
-        if self.options.inherit:
+        if self.hparams.inherit:
             drafter.inherit(self.target)
         return drafter
 
@@ -144,8 +151,8 @@ class DrafterTask(Task):
 
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
         """One update."""
-        index, variant, generator = self.order(step)
-        drop = torch.rand(len(index), generator=generator) < self.options.drop_captions
+        index, variant, generator = self.sampler(step)
+        drop = torch.rand(len(index), generator=generator) < self.hparams.drop_captions
         index, variant, drop = map(team().share, (index, variant, drop))
         codes = self.codes.train.pick(index, variant).to(self.device)
         branches, dropped = (2, None) if self.guidance.branches == 2 else (1, drop)
@@ -154,7 +161,7 @@ class DrafterTask(Task):
             known = self.features(index, variant, branches, dropped).to(self.device)
         with hardware.autocast(self.device):
             feature, distribution = self.loss(*prompts, codes, known)
-            loss = feature + self.options.weight * distribution
+            loss = feature + self.hparams.weight * distribution
         optimizer = self.optimizers["model"]
         optimizer.zero_grad()
         loss.backward()
@@ -168,75 +175,77 @@ class DrafterTask(Task):
     ) -> tuple[Tensor, Tensor]:
         """prompts [R, T, D] from start [R] on, codes [B, length] -> loss on features, loss on distributions.
 
-        known [R, S, D]: the target's features, where they are kept.
+        known [R, S, D]: the target's features, if they are cached.
         """
         rows, merge = self.guidance.rows, self.guidance.merge
         with torch.no_grad():
-            ahead, features = lessons(self.target, prompts, rows(codes), start, known)
-            noise = (torch.rand_like(features, dtype=torch.float32) - 0.5) * self.options.noise
-            wanted = features[:, prompts.shape[1] :]
-            logits = merge(self.target.head(wanted))
-        seen, first = visible(start, ahead.shape[1]), prompts.shape[1]
-        given = (features + noise)[:, :-1].to(features.dtype)
+            next_inputs, features = drafter_inputs(self.target, prompts, rows(codes), start, known)
+            noise = (torch.rand_like(features, dtype=torch.float32) - 0.5) * self.hparams.noise
+            true_features = features[:, prompts.shape[1] :]
+            logits = merge(self.target.head(true_features))
+        mask, first = causal_mask(start, next_inputs.shape[1]), prompts.shape[1]
+        inputs = (features + noise)[:, :-1].to(features.dtype)
         costs = []
-        for turn in range(self.options.rounds):
-            every = self.model.forward_sequence(ahead, given, seen)
-            guess, true = every[:, first - 1 + turn :], wanted[:, turn:]
-            distribution = LOSSES[self.options.loss](merge(self.target.head(guess)), logits[:, turn:])
-            costs.append(torch.stack((F.smooth_l1_loss(guess.float(), true.float()), distribution)))
-            given = torch.cat((features[:, :first], every[:, first - 1 : -1].to(features.dtype)), 1)
+        for skipped in range(self.hparams.rounds):
+            every = self.model.forward_sequence(next_inputs, inputs, mask)
+            predicted, true = every[:, first - 1 + skipped :], true_features[:, skipped:]
+            distribution = LOSSES[self.hparams.loss](merge(self.target.head(predicted)), logits[:, skipped:])
+            costs.append(torch.stack((F.smooth_l1_loss(predicted.float(), true.float()), distribution)))
+            inputs = torch.cat((features[:, :first], every[:, first - 1 : -1].to(features.dtype)), 1)
         feature, distribution = torch.stack(costs).mean(0)
         return feature, distribution
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
-        """Figures on some validation pictures, and what is kept of drafts by depth and rank as four are drawn."""
-        figures = self.judge(spread(len(self.codes.val), GLIMPSE))
+        """Losses and acceptance on some validation pictures; acceptance by depth and rank while four pictures are drawn."""
+        figures = self.validate_on(evenly_spaced(len(self.codes.val), CHECK_PICTURES))
         return {**figures, **self.draw()}
 
     @torch.no_grad()
     def final(self) -> dict[str, Any]:
         """The figures on every validation picture."""
-        figures = self.judge(torch.arange(len(self.codes.val)))
+        figures = self.validate_on(torch.arange(len(self.codes.val)))
         return {**figures, "validation_pictures": len(self.codes.val)}
 
-    def judge(self, index: Tensor) -> dict[str, float]:
+    def validate_on(self, index: Tensor) -> dict[str, float]:
         """Expected acceptance after guidance (first draft level, and second), agreement of the best code, losses."""
-        guidance = Guidance(self.options.cfg)
+        guidance = Guidance(self.hparams.cfg)
         sums: dict[str, float] = {}
         for part in index.split(8):
             codes = guidance.rows(self.codes.val.pick(part, torch.zeros_like(part)).to(self.device))
             prompts, start = self.val(part, guidance.branches)
             first, count = prompts.shape[1], len(part)
             with hardware.autocast(self.device):
-                ahead, features = lessons(self.target, prompts, codes, start)
-                seen = visible(start, ahead.shape[1])
-                guess = self.average.forward_sequence(ahead, features[:, :-1], seen)
-                own = torch.cat((features[:, :first], guess[:, first - 1 : -1]), 1)
-                again = self.average.forward_sequence(ahead, own, seen)[:, first:]
-                guess, wanted = guess[:, first - 1 :], features[:, first:]
-                plain, mine, second = (self.target.head(x) for x in (wanted, guess, again))
-            p, q, q2 = (guidance.merge(logits) for logits in (plain, mine, second))
-            chance = acceptance(q, p)
+                next_inputs, features = drafter_inputs(self.target, prompts, codes, start)
+                mask = causal_mask(start, next_inputs.shape[1])
+                predicted = self.average.forward_sequence(next_inputs, features[:, :-1], mask)
+                own_features = torch.cat((features[:, :first], predicted[:, first - 1 : -1]), 1)
+                second_features = self.average.forward_sequence(next_inputs, own_features, mask)[:, first:]
+                predicted, true_features = predicted[:, first - 1 :], features[:, first:]
+                target_logits, logits, second = (
+                    self.target.head(x) for x in (true_features, predicted, second_features)
+                )
+            p, q, q2 = (guidance.merge(x) for x in (target_logits, logits, second))
+            accepted = acceptance(q, p)
             found = {
-                "accept": chance.mean(),
+                "accept": accepted.mean(),
                 "accept2": acceptance(q2, p[:, 1:]).mean(),
                 "agree": (p.argmax(-1) == q.argmax(-1)).double().mean(),
-                "feature": F.smooth_l1_loss(guess.float(), wanted.float()),
-                "paper": soft_cross_entropy(mine[:count], plain[:count]),
+                "feature": F.smooth_l1_loss(predicted.float(), true_features.float()),
+                "paper": soft_cross_entropy(logits[:count], target_logits[:count]),
                 "guided": soft_cross_entropy(q, p),
-                "lk": -chance.log().mean(),
+                "lk": -accepted.log().mean(),
             }
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + value.item() * count
         return {name: value / len(index) for name, value in sums.items()}
 
     def draw(self) -> dict[str, Any]:
-        """What is kept, lossless on a static tree, of drafts of four pictures, which `sample` shows."""
+        """Draw four pictures under the exact rule on a static tree; returns the acceptance. `sample` shows the pictures."""
         dtype = next(self.target.parameters()).dtype
         proposer = TreeProposer(copy.deepcopy(self.average).to(dtype), build_tree("eagle-25"))
-        guidance, prompts = Guidance(self.options.cfg), self.val.sayings[:DRAWN]
-        found = watch(self.target, proposer, self.sampling, guidance, prompts)
+        guidance, prompts = Guidance(self.hparams.cfg), self.val.known_texts[:SAMPLE_PICTURES]
+        found = measure_acceptance(self.target, proposer, self.sampling, guidance, prompts)
         self.drawn = found.codes
         return found.figures
 
@@ -262,26 +271,26 @@ def train(
     model: str | Path,
     layers: int,
     settings: DrafterSettings,
-    plan: Plan,
+    options: TrainingOptions,
     crops: int = 2,
     limit: int | None = None,
-    own: Own | None = None,
+    self_sampling: SelfSampling | None = None,
     follow: bool = False,
     cache: bool = False,
 ) -> bool:
-    """Train the drafter of `model` in the plan's folder; False if interrupted.
+    """Train the drafter of `model` in the folder of `options`; False if interrupted.
 
-    On the codes of the pictures in `data` or, where `own` says so, of pictures that the target draws.
-    follow: with the guidance that the model draws best with, where it says so. cache: keep the target's features
-    on disk, rather than make them anew in every step.
+    On the codes of the pictures in `data` or, with `self_sampling`, of pictures that the target draws.
+    follow: take the guidance scale from the model's defaults, not from `settings`. cache: keep the target's features
+    on disk instead of computing them in every step.
     """
     if layers < 1:
         raise InputError(f"layers {layers} must be at least 1.")
     known = asdict(settings) | {"layers": layers}
-    found = gather(model, plan, data, own, known, follow, crops, limit)
+    found = gather(model, options, data, self_sampling, known, follow, crops, limit)
     settings = replace(settings, cfg=found.cfg)
     store = found.teacher.store if cache else None
     task = DrafterTask(
-        settings, layers, found.target, found.codes, found.origin, plan.device, found.sampling, store
+        settings, layers, found.target, found.codes, found.origin, options.device, found.sampling, store
     )
-    return run(task, plan)
+    return run(task, options)

@@ -13,29 +13,29 @@ from lanternpp.targets.base import PromptWarning, Target
 from lanternpp.training.material.codes import Split
 
 
-class Captions:
-    """The prompts of a split, padded on the left to one length; one the target cannot follow is the null prompt."""
+class CaptionPrompts:
+    """The prompts of a split, padded on the left to one length; a caption that the target cannot follow becomes the null prompt."""
 
     def __init__(self, target: Target, split: Split):
         self.target = target
-        self.sayings: list[str] = []
+        self.known_texts: list[str] = []
         widths, starts = [], []
         target.cache_prompts(len(set(split.texts)))
         for text in (None, *dict.fromkeys(split.texts)):
             try:
-                made = self._prompt([text], 2)
+                prompt = self._prompt([text], 2)
             except InputError:
                 continue
-            widths.append(made[0].shape[1])
-            starts.append(made[1])
+            widths.append(prompt[0].shape[1])
+            starts.append(prompt[1])
             if text is not None:
-                self.sayings.append(text)
+                self.known_texts.append(text)
         target.release_encoder()
-        if not self.sayings:
+        if not self.known_texts:
             raise InputError("the target can follow none of the captions: was it trained on other data?")
         self.slots = max(widths)
         self.padded = any(w < self.slots for w in widths) or bool(torch.cat(starts).any())
-        known = set(self.sayings)
+        known = set(self.known_texts)
         self.texts = [text if text in known else None for text in split.texts]
 
     def __call__(
@@ -49,12 +49,12 @@ class Captions:
         texts = [self.texts[i] for i in index.tolist()]
         embeds, start = self._prompt(texts, branches if drop is None else 2)
         if drop is not None:
-            one, other = embeds.chunk(2)
-            gone = drop.to(embeds.device)
-            kept = torch.where(gone[:, None, None], other, one)
-            begin = torch.where(gone, start.chunk(2)[1], start.chunk(2)[0])
-            embeds = kept if branches == 1 else torch.cat((kept, other))
-            start = begin if branches == 1 else torch.cat((begin, start.chunk(2)[1]))
+            conditional, unconditional = embeds.chunk(2)
+            dropped = drop.to(embeds.device)
+            kept = torch.where(dropped[:, None, None], unconditional, conditional)
+            begins = torch.where(dropped, start.chunk(2)[1], start.chunk(2)[0])
+            embeds = kept if branches == 1 else torch.cat((kept, unconditional))
+            start = begins if branches == 1 else torch.cat((begins, start.chunk(2)[1]))
         missing = self.slots - embeds.shape[1]
         if missing:
             embeds, start = F.pad(embeds, (0, 0, missing, 0)), start + missing
@@ -67,32 +67,33 @@ class Captions:
         return prompt.embeds, prompt.start
 
 
-def visible(start: Tensor | None, count: int) -> Tensor | None:
-    """What each of `count` slots sees of rows that begin at start [R]: [R, 1, count, count]; None: all before it.
+def causal_mask(start: Tensor | None, count: int) -> Tensor | None:
+    """Causal attention mask over `count` slots, for rows whose prompts begin at start [R]: [R, 1, count, count] bool.
 
-    A padding slot sees itself alone, so that nothing becomes NaN.
+    None where no row is padded. A padding slot attends to itself alone: a softmax over nothing would be NaN.
     """
     if start is None:
         return None
     slot = torch.arange(count, device=start.device)
-    seen = (slot[:, None] >= slot) & (slot >= start[:, None, None])
-    return (seen | (slot[:, None] == slot))[:, None]
+    mask = (slot[:, None] >= slot) & (slot >= start[:, None, None])
+    return (mask | (slot[:, None] == slot))[:, None]
 
 
-def lessons(
+def drafter_inputs(
     target: Target,
     prompts: Tensor,
     codes: Tensor,
     start: Tensor | None = None,
     features: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """prompts [R, T, D] that begin at start [R], codes [R, length] -> what a drafter reads and should say.
+    """prompts [R, T, D] that begin at start [R], codes [R, length] -> a drafter's inputs and what it should predict.
 
-    ahead [R, S - 1, D], the inputs one ahead, and features [R, S, D], for S = T + length - 1 slots: from
-    ahead[:, t] and features[:, t] follows features[:, t + 1]. Where features are given, the target is not asked.
+    Returns next_inputs [R, S - 1, D], the input after each slot, and features [R, S, D], for S = T + length - 1 slots:
+    a drafter predicts features[:, t + 1] from next_inputs[:, t] and features[:, t]. If `features` are given, the
+    target is not run.
     """
     inputs = torch.cat((prompts, target.embed(codes[:, :-1]).to(prompts.dtype)), 1)
     if features is not None:
         return inputs[:, 1:], features
-    seen = visible(start, inputs.shape[1])
-    return inputs[:, 1:], target.decoder.forward_sequence(inputs, seen=seen)
+    mask = causal_mask(start, inputs.shape[1])
+    return inputs[:, 1:], target.decoder.forward_sequence(inputs, seen=mask)

@@ -20,9 +20,9 @@ def pick(name: str) -> torch.device:
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:
     """bfloat16 on devices that multiply it in hardware, float32 elsewhere; or as the launch of a team says."""
-    asked = team().autocast()
-    if asked is not None:
-        return asked
+    launched = team().autocast()
+    if launched is not None:
+        return launched
     return (
         torch.autocast(device.type, dtype=torch.bfloat16)
         if half_width(device) is torch.bfloat16

@@ -1,4 +1,4 @@
-"""Labelled and captioned pictures for a judge to learn from, and how they vary from step to step."""
+"""Labelled and captioned pictures for a classifier to learn from, and how they vary from step to step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.judge import JudgeConfig
+from lanternpp.evaluation.classifier import ClassifierConfig
 from lanternpp.training.data import Pictures
 from lanternpp.training.target import split_words
 
@@ -18,7 +18,7 @@ COMMON = 0.01  # a word is learned where at least this share of the captions say
 
 
 @dataclass(frozen=True)
-class Lesson:
+class LabelledPictures:
     """Pictures [M, 3, H, W], what they show: labels [M] and words [M, W] (0 or 1); captions."""
 
     pictures: Pictures
@@ -28,33 +28,36 @@ class Lesson:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def to(self, device: torch.device) -> Lesson:
+    def to(self, device: torch.device) -> LabelledPictures:
         """The same on a device."""
-        return Lesson(self.pictures.to(device), self.labels.to(device), self.words.to(device))
+        return LabelledPictures(self.pictures.to(device), self.labels.to(device), self.words.to(device))
 
 
 def vocabulary(texts: list[str], labels: list[str]) -> tuple[str, ...]:
     """The words of captions that many say and no label does."""
     said = Counter(word for text in texts for word in set(split_words(text)))
-    own = {word for label in labels for word in split_words(label)}
-    return tuple(sorted(w for w, n in said.items() if n >= COMMON * len(texts) and w not in own))
+    label_words = {word for label in labels for word in split_words(label)}
+    return tuple(sorted(w for w, n in said.items() if n >= COMMON * len(texts) and w not in label_words))
 
 
-def lesson(pictures: Pictures, known: dict[str, list[str]], config: JudgeConfig) -> Lesson:
+def label_pictures(
+    pictures: Pictures, captions: dict[str, list[str]], config: ClassifierConfig
+) -> LabelledPictures:
     """Pictures and what their captions and labels say. Raises InputError where a label is not known."""
-    texts, labels = known["texts"], known["labels"]
-    strange = sorted(set(labels) - set(config.labels))
-    if strange:
-        raise InputError(f"val/ has labels that train/ lacks: {', '.join(strange[:10])}")
+    texts, labels = captions["texts"], captions["labels"]
+    unknown = sorted(set(labels) - set(config.labels))
+    if unknown:
+        raise InputError(f"val/ has labels that train/ lacks: {', '.join(unknown[:10])}")
     numbers = torch.tensor([config.labels.index(label) for label in labels])
     words = [[float(w in said) for w in config.words] for said in map(split_words, texts)]
-    return Lesson(pictures, numbers, torch.tensor(words).view(len(texts), len(config.words)))
+    return LabelledPictures(pictures, numbers, torch.tensor(words).view(len(texts), len(config.words)))
 
 
-def vary(images: Tensor, generator: torch.Generator, side: int) -> Tensor:
+def augment(images: Tensor, generator: torch.Generator, side: int) -> Tensor:
     """Images [B, 3, H, H] in [-1, 1], each zoomed in, mirrored, recoloured and blurred a little, at random.
 
-    Returns [B, 3, side, side]. Blur and recolouring are mild: a judge that saw through them altogether could not tell good from bad.
+    Returns [B, 3, side, side]. Blur and recolouring are mild: a classifier that ignores them
+    entirely could not tell good pictures from bad.
     """
     device, count = images.device, len(images)
     draw = torch.rand(8, count, generator=generator).to(device)

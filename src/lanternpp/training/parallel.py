@@ -16,18 +16,18 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
 from lanternpp.targets.base import Target
 from lanternpp.training import hardware
-from lanternpp.training.data import Order, spread
-from lanternpp.training.features import Captions, lessons
-from lanternpp.training.material.codes import Codes, Variants
+from lanternpp.training.data import BatchSampler, evenly_spaced
+from lanternpp.training.features import CaptionPrompts, drafter_inputs
+from lanternpp.training.material.codes import Codes, VariantSampler
 from lanternpp.training.material.gather import gather
-from lanternpp.training.material.samples import Own
-from lanternpp.training.run import Plan, Task, averaged, run
+from lanternpp.training.material.samples import SelfSampling
+from lanternpp.training.run import Task, TrainingOptions, averaged, run
 from lanternpp.training.team import team
 
 
 @dataclass(frozen=True)
 class ParallelSettings:
-    """What decides the result, budget and machine aside.
+    """Hyperparameters: all that decides the result, except the budget and the machine.
 
     The loss of a level is cross-entropy to the target's guided distribution (`guided`), -log of the acceptance
     (`lk`), or the sum of both (`both`); level l counts `fade` ** l.
@@ -37,10 +37,10 @@ class ParallelSettings:
     cfg: float = 3.0
     batch_size: int = 16
     lr: float = 2e-3
-    levels: int = 8  # of a draft
-    anchors: int = 32  # places of a picture to draft from, in a step
+    levels: int = 8  # codes of a draft
+    anchors: int = 32  # slots of a picture behind which a step drafts
     fade: float = 0.85
-    noise: float = 0.1  # features are off by up to half of this
+    noise: float = 0.1  # width of the uniform noise that is added to features
     turn: int = 256
     seed: int = 0
     decay: float = 0.995
@@ -52,10 +52,10 @@ class ParallelSettings:
 
 
 @dataclass(frozen=True)
-class Lessons:
-    """What some pictures teach: S slots, of which the first T are the prompt's, and drafts of `levels` behind A of them."""
+class DraftBatch:
+    """Inputs of B pictures: S slots, the first T of them the prompt's. Drafts of `levels` codes begin behind A slots, the anchors."""
 
-    ahead: Tensor  # [B, S - 1, D] inputs one ahead
+    next_inputs: Tensor  # [B, S - 1, D] the input after each slot
     features: Tensor  # [B, S, D] guided, float32
     first: int  # T
     start: Tensor | None  # [B] where prompts begin; None: all at slot 0
@@ -81,7 +81,7 @@ class ParallelTask(Task):
         device: torch.device,
     ):
         torch.manual_seed(settings.seed)
-        self.options, self.codes, self.device = settings, codes, device
+        self.hparams, self.codes, self.device = settings, codes, device
         self.guidance = Guidance(settings.cfg)
         self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
         self.target = target.to(device).eval().requires_grad_(False)
@@ -108,43 +108,43 @@ class ParallelTask(Task):
                 fused=True,
             )
         }
-        self.order = Variants(
-            Order(len(codes.train), settings.batch_size, settings.seed), codes.train.codes.shape[1]
+        self.sampler = VariantSampler(
+            BatchSampler(len(codes.train), settings.batch_size, settings.seed), codes.train.codes.shape[1]
         )
-        self.train, self.val = Captions(target, codes.train), Captions(target, codes.val)
+        self.train, self.val = CaptionPrompts(target, codes.train), CaptionPrompts(target, codes.val)
 
-    def lessons(self, captions: Captions, index: Tensor, codes: Tensor, pick: Tensor) -> Lessons:
-        """What pictures index [B] of codes [B, length] teach, drafted behind the places pick [A] of their codes."""
+    def draft_batch(self, captions: CaptionPrompts, index: Tensor, codes: Tensor, pick: Tensor) -> DraftBatch:
+        """Inputs of pictures index [B] with codes [B, length], drafted behind the codes pick [A]."""
         prompts, start = captions(index, self.guidance.branches)
         with torch.no_grad():
-            ahead, features = lessons(self.target, prompts, self.guidance.rows(codes), start)
+            next_inputs, features = drafter_inputs(self.target, prompts, self.guidance.rows(codes), start)
         count, first = len(codes), prompts.shape[1]
-        begin = None if start is None else start[:count]
+        prompt_start = None if start is None else start[:count]
         anchors = (first - 1 + pick).to(self.device).expand(count, -1)
-        return Lessons(ahead[:count], self.guidance.merge(features), first, begin, anchors)
+        return DraftBatch(next_inputs[:count], self.guidance.merge(features), first, prompt_start, anchors)
 
-    def read(self, step: int) -> Lessons:
-        """What a step learns from."""
-        index, variant, generator = self.order(step)
+    def training_batch(self, step: int) -> DraftBatch:
+        """The inputs of a training step."""
+        index, variant, generator = self.sampler(step)
         index, variant = team().share(index), team().share(variant)
         codes = self.codes.train.pick(index, variant).to(self.device)
-        places = codes.shape[1] - self.options.levels
-        pick = torch.randperm(places, generator=generator)[: self.options.anchors].sort()[0]
-        return self.lessons(self.train, index, codes, pick)
+        places = codes.shape[1] - self.hparams.levels
+        pick = torch.randperm(places, generator=generator)[: self.hparams.anchors].sort()[0]
+        return self.draft_batch(self.train, index, codes, pick)
 
-    def examine(self) -> Iterator[Lessons]:
-        """What is validated on."""
-        for part in spread(len(self.codes.val), 64).split(8):
+    def validation_batches(self) -> Iterator[DraftBatch]:
+        """The inputs of a validation."""
+        for part in evenly_spaced(len(self.codes.val), 64).split(8):
             codes = self.codes.val.pick(part, torch.zeros_like(part)).to(self.device)
-            pick = torch.arange(2, codes.shape[1] - self.options.levels, 13)
-            yield self.lessons(self.val, part, codes, pick)
+            pick = torch.arange(2, codes.shape[1] - self.hparams.levels, 13)
+            yield self.draft_batch(self.val, part, codes, pick)
 
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
         """One update."""
         with hardware.autocast(self.device):
-            read = self.read(step)
-            noise = (torch.rand_like(read.features) - 0.5) * self.options.noise
-            figures = self.loss(self.model, read, noise)
+            batch = self.training_batch(step)
+            noise = (torch.rand_like(batch.features) - 0.5) * self.hparams.noise
+            figures = self.loss(self.model, batch, noise)
         optimizer = self.optimizers["model"]
         optimizer.zero_grad()
         figures["loss"].backward()
@@ -153,59 +153,69 @@ class ParallelTask(Task):
         optimizer.step()
         return {name: value for name, value in figures.items() if value.dim() == 0}
 
-    def loss(self, drafter: ParallelDrafter, read: Lessons, noise: Tensor | None = None) -> dict[str, Tensor]:
-        """What a step minimises, the acceptance at all levels, and that of each level [levels]."""
-        slots, width = read.features.shape[1:]
-        level = torch.arange(self.options.levels, device=read.anchors.device)
-        wanted = read.anchors[..., None] + 1 + level  # [B, A, levels] slots
-        there = (wanted < slots).float()
-        place = wanted.clamp(max=slots - 1).flatten(1)[..., None].expand(-1, -1, width)
-        dtype = read.ahead.dtype
+    def loss(
+        self, drafter: ParallelDrafter, batch: DraftBatch, noise: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """`loss`, which a step minimises; `accept`, the mean acceptance; `levels`, that of each level [levels]."""
+        slots, width = batch.features.shape[1:]
+        level = torch.arange(self.hparams.levels, device=batch.anchors.device)
+        level_slots = batch.anchors[..., None] + 1 + level  # [B, A, levels] slots
+        in_picture = (level_slots < slots).float()
+        place = level_slots.clamp(max=slots - 1).flatten(1)[..., None].expand(-1, -1, width)
+        dtype = batch.next_inputs.dtype
         with torch.no_grad():
-            p = self.target.head(read.features.gather(1, place).to(dtype)).float().softmax(-1)
-        cost, chance = self.cost(self.target.head(self.guess(drafter, read, noise).flatten(1, 2)), p)
-        cost, chance = (x.view_as(there) * there for x in (cost, chance))
-        counted = there.sum((0, 1)).clamp(min=1)
-        fade = self.options.fade**level
+            p = self.target.head(batch.features.gather(1, place).to(dtype)).float().softmax(-1)
+        cost, chance = self.cost(
+            self.target.head(self.predict_features(drafter, batch, noise).flatten(1, 2)), p
+        )
+        cost, chance = (x.view_as(in_picture) * in_picture for x in (cost, chance))
+        counted = in_picture.sum((0, 1)).clamp(min=1)
+        fade = self.hparams.fade**level
         loss = (cost.sum((0, 1)) / counted * fade).sum() / fade.sum()
         levels = chance.sum((0, 1)) / counted
         return {"loss": loss, "accept": levels.mean(), "levels": levels}
 
-    def guess(self, drafter: ParallelDrafter, read: Lessons, noise: Tensor | None = None) -> Tensor:
+    def predict_features(
+        self, drafter: ParallelDrafter, batch: DraftBatch, noise: Tensor | None = None
+    ) -> Tensor:
         """Features of every level behind the anchors, [B, A, levels, D]."""
-        levels, ahead = self.options.levels - 1, read.ahead
-        given = read.features if noise is None else read.features + noise
-        given = given[:, :-1].to(ahead.dtype)
-        one, more = drafter.forward_sequence(ahead, given, read.anchors, levels, read.start, read.hints)
+        levels, next_inputs = self.hparams.levels - 1, batch.next_inputs
+        inputs = batch.features if noise is None else batch.features + noise
+        inputs = inputs[:, :-1].to(next_inputs.dtype)
+        first_level, further_levels = drafter.forward_sequence(
+            next_inputs, inputs, batch.anchors, levels, batch.start, batch.hints
+        )
 
-        def at(x: Tensor, slot: Tensor) -> Tensor:
+        def gather_slots(x: Tensor, slot: Tensor) -> Tensor:
             slot = slot.clamp(max=x.shape[1] - 1)
             return x.gather(1, slot.flatten(1)[..., None].expand(-1, -1, x.shape[-1])).unflatten(
                 1, slot.shape[1:]
             )
 
-        level = torch.arange(1, self.options.levels, device=ahead.device)
-        before = at(ahead, read.anchors[..., None] + level)
-        return torch.cat((at(one, read.anchors[..., None]), drafter.condition_on(more, before)), 2)
+        level = torch.arange(1, self.hparams.levels, device=next_inputs.device)
+        before = gather_slots(next_inputs, batch.anchors[..., None] + level)
+        return torch.cat(
+            (gather_slots(first_level, batch.anchors[..., None]), drafter.condition_on(further_levels, before)), 2
+        )
 
     def cost(self, logits: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
         """logits and p [..., V] -> the loss and the acceptance at each place, [...]."""
         log_q = logits.float().log_softmax(-1)
         chance = torch.minimum(log_q.exp(), p).sum(-1)
         loss = torch.zeros_like(chance)
-        if self.options.loss != "lk":
+        if self.hparams.loss != "lk":
             loss = loss - (p * log_q).sum(-1)
-        if self.options.loss != "guided":
+        if self.hparams.loss != "guided":
             loss = loss - chance.log()
         return loss, chance.detach()
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Chance that a draft of each level is kept, and the codes per pass of a chain that follow from it."""
+        """Acceptance of each level, and the codes per pass that a chain of drafts would have with them."""
         found = []
-        for read in self.examine():
+        for batch in self.validation_batches():
             with hardware.autocast(self.device):
-                found.append(self.loss(self.average, read)["levels"])
+                found.append(self.loss(self.average, batch)["levels"])
         levels = torch.stack(found).mean(0)
         chain = 1 + levels.cumprod(0).sum().item()
         named = {f"accept{i}": x for i, x in enumerate(levels.tolist())}
@@ -213,7 +223,7 @@ class ParallelTask(Task):
 
     @torch.no_grad()
     def sample(self, path: Path) -> None:
-        """Nothing to see."""
+        """Draws nothing: the acceptances of `validate` say enough."""
 
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The averaged drafter."""
@@ -229,16 +239,18 @@ def train(
     model: str | Path,
     layers: int,
     settings: ParallelSettings,
-    plan: Plan,
+    options: TrainingOptions,
     crops: int = 2,
     limit: int | None = None,
-    own: Own | None = None,
+    self_sampling: SelfSampling | None = None,
     follow: bool = False,
 ) -> bool:
-    """Train a parallel drafter of `model` in the plan's folder; False if interrupted. See `drafter.train`."""
+    """Train a parallel drafter of `model` in the folder of `options`; False if interrupted. See `drafter.train`."""
     if layers < 1:
         raise InputError(f"layers {layers} must be at least 1.")
     known = asdict(settings) | {"layers": layers}
-    found = gather(model, plan, data, own, known, follow, crops, limit)
+    found = gather(model, options, data, self_sampling, known, follow, crops, limit)
     settings = replace(settings, cfg=found.cfg)
-    return run(ParallelTask(settings, layers, found.target, found.codes, found.origin, plan.device), plan)
+    return run(
+        ParallelTask(settings, layers, found.target, found.codes, found.origin, options.device), options
+    )

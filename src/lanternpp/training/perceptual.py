@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lanternpp.evaluation.judge import Block, Judge
+from lanternpp.evaluation.classifier import Block, Classifier
 
 
 class Perceptual(nn.Module):
@@ -14,7 +14,7 @@ class Perceptual(nn.Module):
     Every stage counts as it is, without the learned weights of the paper.
     """
 
-    def __init__(self, classifier: Judge):
+    def __init__(self, classifier: Classifier):
         super().__init__()
         self.classifier = classifier.eval().requires_grad_(False)
 

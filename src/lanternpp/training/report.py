@@ -1,4 +1,4 @@
-"""What a training says: a progress bar or plain lines, a JSON log, and the provenance beside the weights."""
+"""Reports of a training: a progress bar or plain lines, a JSON log, and the provenance beside the weights."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Report:
 
     def __init__(self, name: str, folder: Path, silent: bool = False):
         self.name, self.log = name, folder / "log.jsonl"
-        self.silent = silent  # neither speaks nor writes: another process does
+        self.silent = silent  # prints and writes nothing: another process does
         self.terminal = sys.stderr.isatty() and not silent
         self._bar: Any = None
         self._task: Any = None
-        self._spoken = time.monotonic()
+        self._last_line = time.monotonic()
         self._first: tuple[float, float] | None = None  # (progress, seconds) where this process began
-        self._validation = self._ended = ""
+        self._validation = self._final_line = ""
 
     @contextmanager
     def bar(self, progress: float) -> Iterator[None]:
@@ -52,8 +52,8 @@ class Report:
         self._bar = None
 
     def due(self) -> bool:
-        """Ten seconds without a word."""
-        return time.monotonic() - self._spoken > 10
+        """Whether ten seconds have passed since the last line."""
+        return time.monotonic() - self._last_line > 10
 
     def losses(self, step: int, seconds: float, progress: float, figures: Mapping[str, float]) -> None:
         """Mean losses since the last call."""
@@ -61,16 +61,16 @@ class Report:
         self.advance(seconds, progress, f"step {step}  {self.text(figures)}{self._validation}")
 
     def advance(self, seconds: float, progress: float, line: str) -> None:
-        """How far things are; where there is no bar, a line only when one is due."""
+        """Update the bar; without a bar, print a line if one is due."""
         self._first = self._first or (progress, seconds)
         if self._bar is not None:
             self._bar.update(self._task, completed=progress, description=line)
-            self._spoken = time.monotonic()
-        elif self.due() or (progress >= 1 and line != self._ended):
+            self._last_line = time.monotonic()
+        elif self.due() or (progress >= 1 and line != self._final_line):
             gone, since = progress - self._first[0], seconds - self._first[1]
             left = f"  {(1 - progress) * since / gone / 60:.1f} min left" if gone > 0 and progress < 1 else ""
             self.say(f"{100 * progress:5.1f} %{left}  {line}")
-            self._ended = line if progress >= 1 else ""
+            self._final_line = line if progress >= 1 else ""
 
     def figures(self, step: int, figures: Mapping[str, float]) -> None:
         """Validation figures."""
@@ -81,7 +81,7 @@ class Report:
 
     def say(self, line: str) -> None:
         """A line on stderr."""
-        self._spoken = time.monotonic()
+        self._last_line = time.monotonic()
         if self.silent:
             return
         if self._bar is not None:
@@ -102,7 +102,7 @@ class Report:
 
 
 def provenance(folder: Path, facts: Mapping[str, Any], device: torch.device) -> None:
-    """`provenance.json`: how the weights beside it came about."""
+    """Write `provenance.json`: the command, data, settings and versions that the weights beside it come from."""
     checkpoints.write_text(
         folder / "provenance.json",
         json.dumps(
@@ -136,7 +136,7 @@ def revision() -> str | None:
 
 
 def hardware(device: torch.device) -> str:
-    """The machine, in words."""
+    """The GPU, or the processor and the number of threads, in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"

@@ -1,4 +1,4 @@
-"""Where a training stands, kept so that a killed run goes on as if nothing had happened."""
+"""The saved state of a training, from which a killed run resumes without a difference in its result."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lanternpp import runlog
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
 from lanternpp.schema import made
-from lanternpp.training.task import Plan, Task, groups
+from lanternpp.training.task import Task, TrainingOptions, param_groups
 
 STATE, LOG = "state.pt", "log.jsonl"
-MEANT = {
+MEANINGS = {
     "data": ", which stands for what it learns from",
     "target": ", which stands for the target's weights",
 }
@@ -24,7 +24,7 @@ MEANT = {
 
 @dataclass
 class State:
-    """Where a run stands."""
+    """How far a run has come."""
 
     step: int = 0
     seconds: float = 0.0
@@ -41,51 +41,54 @@ class _Row:
     step: int = 0
 
 
-def begin(task: Task, plan: Plan) -> State:
+def begin_or_resume(task: Task, options: TrainingOptions) -> State:
     """A fresh state, or the one saved in the folder; refused where that was trained with other settings."""
-    path = plan.folder / STATE
-    checkpoints.sweep(plan.folder)
-    if plan.restart or not path.exists():
-        for group in groups(task):
+    path = options.folder / STATE
+    checkpoints.sweep(options.folder)
+    if options.restart or not path.exists():
+        for group in param_groups(task):
             group["initial_lr"] = group["lr"]
-        for left in (path, plan.folder / LOG):  # of what is begun anew, or was killed before its first state
+        for left in (
+            path,
+            options.folder / LOG,
+        ):  # of a run that is started over, or was killed before its first state
             left.unlink(missing_ok=True)
         return State()
     try:
-        state = restored(path, checkpoints.read_pt(path), task, plan)
+        state = restore_state(path, checkpoints.read_pt(path), task, options)
     except InputError:
         raise
-    except Exception as error:  # of what torch makes of a damaged state; the cure is the same
+    except Exception as error:  # torch raises many kinds on a damaged file; the remedy is the same
         raise InputError(f"{path} is no state of this training: pass --restart to start over.") from error
-    rewind(plan.folder / LOG, state.step)
+    rewind(options.folder / LOG, state.step)
     return state
 
 
-def restored(path: Path, content: Mapping[str, Any], task: Task, plan: Plan) -> State:
-    """The state that a file holds, its task put where it stood. InputError where its settings were others."""
+def restore_state(path: Path, content: Mapping[str, Any], task: Task, options: TrainingOptions) -> State:
+    """The state in a file, after its weights are loaded into the task. InputError if the settings differ."""
     old, new = content.get("settings", {}), task.settings
-    refuse(path, old, new, sorted(old.keys() | new.keys()))
+    check_settings(path, old, new, sorted(old.keys() | new.keys()))
     for name, module in task.modules().items():
         module.load_state_dict(content["modules"][name])
     for name, optimizer in task.optimizers.items():
         optimizer.load_state_dict(content["optimizers"][name])
     task.restore(content["extra"])
     state = State(**content["state"])
-    state.sums = {name: value.to(plan.device) for name, value in state.sums.items()}
+    state.sums = {name: value.to(options.device) for name, value in state.sums.items()}
     return state
 
 
-def foresee(plan: Plan, known: Mapping[str, Any]) -> None:
+def check_resumable(options: TrainingOptions, known: Mapping[str, Any]) -> None:
     """InputError where the folder's state was trained with other settings than those known so far."""
-    path = plan.folder / STATE
-    if not plan.restart and path.exists():
-        refuse(path, checkpoints.read_pt(path).get("settings", {}), known, sorted(known))
+    path = options.folder / STATE
+    if not options.restart and path.exists():
+        check_settings(path, checkpoints.read_pt(path).get("settings", {}), known, sorted(known))
 
 
-def refuse(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], names: Iterable[str]) -> None:
+def check_settings(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], names: Iterable[str]) -> None:
     """InputError that says which of the named settings differ."""
     changed = [
-        f"{name} {old.get(name)!r} -> {new.get(name)!r}{MEANT.get(name, '')}"
+        f"{name} {old.get(name)!r} -> {new.get(name)!r}{MEANINGS.get(name, '')}"
         for name in names
         if old.get(name) != new.get(name)
     ]
@@ -97,14 +100,14 @@ def refuse(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], names: It
 
 
 def rewind(log: Path, step: int) -> None:
-    """Take out of a log what a killed run wrote after its last saved step."""
+    """Remove from a log the rows that a killed run wrote after its last saved step."""
     runlog.keep_rows(log, lambda row: made(_Row, row).step <= step)
 
 
-def write_state(task: Task, state: State, plan: Plan) -> None:
+def write_state(task: Task, state: State, options: TrainingOptions) -> None:
     """All a resumed run needs; data order and noise are functions of (seed, step), so the step is enough."""
     checkpoints.write_pt(
-        plan.folder / STATE,
+        options.folder / STATE,
         {
             "settings": task.settings,
             "state": vars(state),

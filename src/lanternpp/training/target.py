@@ -22,20 +22,20 @@ from lanternpp.errors import InputError
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.targets.words import SILENT, WordsConfig, WordsTarget
 from lanternpp.training import hardware
-from lanternpp.training.data import Order, spread
-from lanternpp.training.material.codes import Codes, Split, Variants, read_codes, tokenizer_of, unigram
+from lanternpp.training.data import BatchSampler, evenly_spaced
+from lanternpp.training.material.codes import Codes, Split, VariantSampler, read_codes, tokenizer_of, unigram
 from lanternpp.training.pictures import sheet
-from lanternpp.training.run import Plan, Task, averaged, run
+from lanternpp.training.run import Task, TrainingOptions, averaged, run
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ
 
-GLIMPSE = 256  # validation pictures a check looks at; the end looks at all
-DRAWN = 4  # pictures a check draws
+CHECK_PICTURES = 256  # validation pictures measured at a check; at the end all are
+SAMPLE_PICTURES = 4  # pictures drawn at a check
 
 
 @dataclass(frozen=True)
 class TargetSettings:
-    """What decides the result, budget and machine aside."""
+    """Hyperparameters: all that decides the result, except the budget and the machine."""
 
     batch_size: int = 24
     lr: float = 1.5e-3  # AdamW: tables, prefix, norms
@@ -68,24 +68,24 @@ class TargetTask(Task):
         self, config: WordsConfig, settings: TargetSettings, codes: Codes, vq: VQ, device: torch.device
     ):
         torch.manual_seed(settings.seed)
-        self.config, self.options, self.codes, self.device = config, settings, codes, device
+        self.config, self.hparams, self.codes, self.device = config, settings, codes, device
         self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
         self.settings = {**asdict(config), **asdict(settings), "data": codes.data["codes"]}
         self.vq = vq.to(device)
         model = WordsTarget(config, self.vq)
-        begin(model)
+        init_weights(model)
         self.model: WordsTarget = model.to(device).train()
         self.average: WordsTarget = averaged(self.model)  # type: ignore[assignment]
         self.dtype = torch.bfloat16 if half_width(device) else torch.float32
         matrices = [p for p in self.model.decoder.blocks.parameters() if p.ndim == 2]
-        known = {id(p) for p in matrices}
-        self.others = [p for p in self.model.parameters() if id(p) not in known]
+        ids = {id(p) for p in matrices}
+        self.others = [p for p in self.model.parameters() if id(p) not in ids]
         self.optimizers = {
             "muon": torch.optim.Muon(matrices, settings.muon_lr, adjust_lr_fn="match_rms_adamw"),
             "adamw": torch.optim.AdamW(self.others, settings.lr, (0.9, 0.95), weight_decay=0.0, fused=True),
         }
-        self.order = Variants(
-            Order(len(codes.train), settings.batch_size, settings.seed), codes.train.codes.shape[1]
+        self.sampler = VariantSampler(
+            BatchSampler(len(codes.train), settings.batch_size, settings.seed), codes.train.codes.shape[1]
         )
         self.words = word_ids(self.model, codes.train)
         self.val_words = word_ids(self.model, codes.val)
@@ -98,11 +98,11 @@ class TargetTask(Task):
 
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
         """One update."""
-        index, variant, generator = self.order(step)
+        index, variant, generator = self.sampler(step)
         codes = self.codes.train.pick(index, variant)
-        null = torch.rand(len(index), generator=generator) < self.options.drop_captions
-        seen = spoil(codes, self.options.corrupt, self.config.vocab, generator)
-        batch = [x.to(self.device) for x in (self.words[index], null, seen, codes)]
+        null = torch.rand(len(index), generator=generator) < self.hparams.drop_captions
+        input_codes = corrupt_codes(codes, self.hparams.corrupt, self.config.vocab, generator)
+        batch = [x.to(self.device) for x in (self.words[index], null, input_codes, codes)]
         with hardware.autocast(self.device):
             loss = self.loss(*batch)
         for optimizer in self.optimizers.values():
@@ -113,30 +113,32 @@ class TargetTask(Task):
             optimizer.step()
         return {"loss": loss}
 
-    def loss(self, words: Tensor, null: Tensor, seen: Tensor, codes: Tensor) -> Tensor:
-        """Mean nats per code: words [B, T], null [B] bool, seen (what it reads) and codes [B, length]."""
-        logits = look(self.model, words, null, seen, self.dtype)
+    def loss(self, words: Tensor, null: Tensor, input_codes: Tensor, codes: Tensor) -> Tensor:
+        """Mean nats per code: words [B, T], null [B] bool, input_codes and codes [B, length]."""
+        logits = code_logits(self.model, words, null, input_codes, self.dtype)
         return F.cross_entropy(logits.flatten(0, 1).float(), codes.flatten())
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
         """Nats per code beside those of the code frequencies, and how ambiguous the choice of a code is."""
-        return self.judge(spread(len(self.codes.val), GLIMPSE))
+        return self.validate_on(evenly_spaced(len(self.codes.val), CHECK_PICTURES))
 
     @torch.no_grad()
     def final(self) -> dict[str, Any]:
         """The same on every validation picture."""
-        figures = self.judge(torch.arange(len(self.codes.val)))
+        figures = self.validate_on(torch.arange(len(self.codes.val)))
         return {**figures, "validation_pictures": len(self.codes.val)}
 
-    def judge(self, index: Tensor) -> dict[str, float]:
+    def validate_on(self, index: Tensor) -> dict[str, float]:
         """Figures of the average on validation pictures [M], captions given, no guidance."""
         losses, best = [], []
         for part in index.split(16):
             codes = self.codes.val.pick(part, torch.zeros_like(part)).to(self.device)
             null = torch.zeros(len(part), dtype=torch.bool, device=self.device)
             with hardware.autocast(self.device):
-                logits = look(self.average, self.val_words[part].to(self.device), null, codes, self.dtype)
+                logits = code_logits(
+                    self.average, self.val_words[part].to(self.device), null, codes, self.dtype
+                )
             logp = logits.float().log_softmax(-1)
             losses.append(-logp.gather(-1, codes[..., None]).flatten())
             best.append(logp.amax(-1).exp().flatten())
@@ -151,13 +153,13 @@ class TargetTask(Task):
     @torch.no_grad()
     def sample(self, path: Path) -> None:
         """Four prompts of different subjects, drawn by plain AR with guidance."""
-        prompts = distinct(self.prompts, self.config.subjects, DRAWN)
+        prompts = one_per_subject(self.prompts, self.config.subjects, SAMPLE_PICTURES)
         config, tensors = self.average.folded()
         target = WordsTarget(config, self.vq)
         target.load_state_dict(tensors)
         target.to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
         target.pack()
-        guidance = Guidance(self.options.cfg)
+        guidance = Guidance(self.hparams.cfg)
         engine = Engine(target, NoDraft(), Exact(), Sampling(), guidance, len(prompts))
         codes = torch.stack([h.codes for h in generate(engine, list(prompts), list(range(len(prompts))))])
         sheet(self.vq.decode(codes), len(prompts), path)
@@ -168,7 +170,7 @@ class TargetTask(Task):
         return {"kind": "words", **asdict(config)}, tensors
 
 
-def begin(model: WordsTarget) -> None:
+def init_weights(model: WordsTarget) -> None:
     """First values: similar codes begin with similar vectors, every block begins as the identity.
 
     The free tables start small beside the map of the codebook, so that what is learned of one code serves
@@ -185,12 +187,12 @@ def begin(model: WordsTarget) -> None:
             nn.init.zeros_(parameter)
 
 
-def look(model: WordsTarget, words: Tensor, null: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
+def code_logits(model: WordsTarget, words: Tensor, null: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
     """words [B, T], null [B], codes [B, length] -> logits [B, length, V] of each code given those before."""
     return model.head(model.forward_sequence(model.prefix(words, null).to(dtype), codes))
 
 
-def spoil(codes: Tensor, share: float, vocab: int, generator: torch.Generator) -> Tensor:
+def corrupt_codes(codes: Tensor, share: float, vocab: int, generator: torch.Generator) -> Tensor:
     """Codes [B, length], that share of them replaced by random ones."""
     if not share:
         return codes
@@ -198,7 +200,7 @@ def spoil(codes: Tensor, share: float, vocab: int, generator: torch.Generator) -
     return torch.where(torch.rand(codes.shape, generator=generator) < share, other, codes)
 
 
-def distinct(prompts: list[str], subjects: tuple[str, ...], most: int) -> list[str]:
+def one_per_subject(prompts: list[str], subjects: tuple[str, ...], most: int) -> list[str]:
     """The first prompt of each subject, `most` of them."""
     first: dict[str, str] = {}
     for prompt in prompts:
@@ -209,14 +211,14 @@ def distinct(prompts: list[str], subjects: tuple[str, ...], most: int) -> list[s
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a caption that say something."""
+    """The words of a caption, in lower case, without those that carry no meaning (`SILENT`)."""
     return [word for word in re.findall(r"[^\W_]+", text.lower()) if word not in SILENT]
 
 
 def word_ids(model: WordsTarget, split: Split) -> Tensor:
-    """The captions of a split as ids [M, T]; a caption that says nothing has none."""
-    known = {text: model.word_ids(text if split_words(text) else None) for text in set(split.texts)}
-    return torch.tensor([known[text] for text in split.texts])
+    """The captions of a split as ids [M, T]; a caption without meaningful words is the null caption."""
+    ids = {text: model.word_ids(text if split_words(text) else None) for text in set(split.texts)}
+    return torch.tensor([ids[text] for text in split.texts])
 
 
 def vocabulary(codes: Codes, slots: int) -> dict[str, Any]:
@@ -226,18 +228,18 @@ def vocabulary(codes: Codes, slots: int) -> dict[str, Any]:
     any word will do as a subject.
     """
     texts = [*codes.train.texts, *codes.val.texts]
-    spoken = [split_words(text) for text in texts]
-    counts = Counter(word for words in spoken for word in words)
+    caption_words = [split_words(text) for text in texts]
+    counts = Counter(word for words in caption_words for word in words)
     if not counts:
         raise InputError("no caption says anything: their words are all of " + ", ".join(sorted(SILENT)))
     words = sorted(counts, key=lambda word: (-counts[word], word))
     labels = {word for label in codes.train.labels for word in split_words(label)} & counts.keys()
-    everywhere = all(not said or labels.intersection(said) for said in spoken)
-    subjects = sorted(labels) if labels and everywhere else words
+    all_named = all(not words_of or labels.intersection(words_of) for words_of in caption_words)
+    subjects = sorted(labels) if labels and all_named else words
     return {
         "words": tuple(words),
         "subjects": tuple(subjects),
-        "slots": max(slots, max(len(said) for said in spoken)),
+        "slots": max(slots, max(len(words_of) for words_of in caption_words)),
     }
 
 
@@ -246,14 +248,14 @@ def train(
     model: Path,
     shape: dict[str, Any],
     settings: TargetSettings,
-    plan: Plan,
+    options: TrainingOptions,
     crops: int = 2,
     limit: int | None = None,
 ) -> bool:
     """Train `model/target` on the codes of `data`; False if interrupted. `shape`: dim, layers, heads ..."""
     check_shape(shape)
     vq = read_vq(tokenizer_of(model))
-    codes = read_codes(data, model, crops, plan.device, limit)
+    codes = read_codes(data, model, crops, options.device, limit)
     config = WordsConfig(
         **{"slots": 8, **shape, **vocabulary(codes, shape.get("slots", 8))},
         grid=vq.config.grid,
@@ -261,7 +263,7 @@ def train(
         code_dim=vq.config.dim,
         factored=True,
     )
-    return run(TargetTask(config, settings, codes, vq, plan.device), plan)
+    return run(TargetTask(config, settings, codes, vq, options.device), options)
 
 
 def check_shape(shape: dict[str, Any]) -> None:

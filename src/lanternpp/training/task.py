@@ -1,4 +1,4 @@
-"""What a training is made of: a plan, and the task that it carries out."""
+"""The two parts of a training: its options, and the task that says what is trained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lanternpp.nn.stores import Store
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingOptions:
     """How long, where and how to run: what may change between a run and its resumption."""
 
     folder: Path
@@ -46,7 +46,7 @@ class Plan:
         return min(max(parts), 1.0)
 
     def affords(self, checking: float, seconds: float) -> bool:
-        """Whether there is time for a check before the last: of a budget in minutes checks take a quarter at most."""
+        """Whether there is time for a check: with a budget in minutes, all but the last take a quarter of it at most."""
         return self.minutes is None or 4 * checking <= seconds
 
 
@@ -90,8 +90,8 @@ class Task(ABC):
         """Plain values a resumed run needs."""
         return {}
 
-    def restore(self, extra: dict[str, Any]) -> None:  # noqa: B027 (nothing to undo by default)
-        """Undo `extra`."""
+    def restore(self, extra: dict[str, Any]) -> None:  # noqa: B027 (nothing to restore by default)
+        """Take over what `extra` returned in the run that was stopped."""
 
     def speed_up(self) -> None:
         """Compile what is worth compiling."""
@@ -102,7 +102,7 @@ class Task(ABC):
         return {}
 
 
-def groups(task: Task) -> Iterator[dict[str, Any]]:
+def param_groups(task: Task) -> Iterator[dict[str, Any]]:
     """The parameter groups of all optimizers."""
     for optimizer in task.optimizers.values():
         yield from optimizer.param_groups

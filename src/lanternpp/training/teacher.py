@@ -1,4 +1,4 @@
-"""The frozen target that a drafter learns from, and where what is made for it goes."""
+"""The frozen target that a drafter learns from, and the folders for its codes, features and drafter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lanternpp.models import MODELS, model_folder, read_defaults, read_target
 from lanternpp.nn.checkpoints import CONFIG, checksum, digest
 from lanternpp.targets.base import Target
 
-SKETCH = 1 << 16  # numbers of a tensor that tell it from another
+SAMPLED = 1 << 16  # numbers of a tensor that are hashed to identify it
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Teacher:
         target = read_target(self.place, self.dtype, self.device)
         return target.eval().requires_grad_(False)
 
-    def again(self, target: Target) -> Target:
-        """A target that has drawn, ready to learn from: read anew where drawing has packed its weights."""
+    def unpacked(self, target: Target) -> Target:
+        """A target for training after it has drawn: read again if drawing has packed its weights."""
         return self.read() if self.packs else target
 
     @property
@@ -51,25 +51,27 @@ class Teacher:
         return self.device.type == "cpu" and self.dtype == torch.bfloat16
 
     @cached_property
-    def told(self) -> dict[str, Any]:
-        """What the model's folder says of how it draws best."""
+    def folder_defaults(self) -> dict[str, Any]:
+        """The default settings in the model's folder; empty if it has none."""
         return read_defaults(self.place) if self.place.is_dir() else {}
 
     def defaults(self, target: Target) -> Mapping[str, Any]:
-        """How it draws best: as its folder says, or its family."""
-        return self.told or dict(target.defaults)
+        """The default settings: the folder's, or else the family's."""
+        return self.folder_defaults or dict(target.defaults)
 
     def sampling(self, target: Target) -> Sampling:
-        """How its codes are drawn."""
-        known = self.defaults(target)
+        """Temperature, top-k and top-p of the default settings."""
+        defaults = self.defaults(target)
         return Sampling(
-            float(known.get("temperature", 1.0)), int(known.get("top_k", 0)), float(known.get("top_p", 1.0))
+            float(defaults.get("temperature", 1.0)),
+            int(defaults.get("top_k", 0)),
+            float(defaults.get("top_p", 1.0)),
         )
 
     @property
     def store(self) -> Path:
         """Where codes and features of it are kept: beside it where that is the user's, else beside the drafter."""
-        return (self.place if owned(self.model) else self.out) / "codes"
+        return (self.place if is_own_folder(self.model) else self.out) / "codes"
 
 
 def read_teacher(model: str | Path, out: Path, device: torch.device) -> Teacher:
@@ -82,14 +84,14 @@ def read_teacher(model: str | Path, out: Path, device: torch.device) -> Teacher:
     return Teacher(str(model), model_folder(str(model)), out, device)
 
 
-def owned(model: str | Path) -> bool:
+def is_own_folder(model: str | Path) -> bool:
     """Whether a model is a folder of the user's, to write into."""
     return str(model) not in MODELS and Path(model).is_dir() and os.access(model, os.W_OK)
 
 
 def drafter_folder(model: str | Path, out: Path | None, kind: str = "drafter") -> Path:
     """Where the drafter goes: `out`, or `kind` in the model's own folder. InputError where there is neither."""
-    if out is None and Path(model).exists() and not owned(model):
+    if out is None and Path(model).exists() and not is_own_folder(model):
         raise InputError(f"{model} is no folder to write to: name one for the drafter with --out DIR.")
     if out is None and not Path(model).exists():
         model_folder(str(model))  # the clearer error, where there is no such model
@@ -102,11 +104,11 @@ def key_of(target: Target) -> str:
     """A hash of a target's weights and of what it draws, from a part of every tensor."""
     parts = [f"{type(target).__name__} {target.vocab} {target.width} {target.length} {target.slots}"]
     for name, tensor in sorted(target.state_dict().items()):
-        parts += [name, str(tuple(tensor.shape)), checksum(sketch(tensor))]
+        parts += [name, str(tuple(tensor.shape)), checksum(sampled_numbers(tensor))]
     return digest(parts)
 
 
-def sketch(tensor: Tensor) -> Tensor:
+def sampled_numbers(tensor: Tensor) -> Tensor:
     """At most `SKETCH` numbers of a tensor, evenly over it."""
     flat = tensor.detach().flatten()
-    return flat[:: -(-flat.numel() // SKETCH) or 1]
+    return flat[:: -(-flat.numel() // SAMPLED) or 1]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 
-PATIENCE = timedelta(days=1)  # the others wait while the first one draws, validates and saves
+TIMEOUT = timedelta(days=1)  # the others wait while the first one draws, validates and saves
 
 
 class Team:
@@ -24,7 +24,7 @@ class Team:
 
     @property
     def leads(self) -> bool:
-        """Whether this process validates, speaks and writes."""
+        """Whether this process validates, prints and writes."""
         return self.rank == 0
 
     def share(self, batch: Tensor) -> Tensor:
@@ -44,12 +44,12 @@ class Team:
         return figures
 
     def agree(self, stop: bool, seconds: float) -> tuple[bool, float]:
-        """Whether any wants to stop, and the seconds of the one who leads."""
+        """Whether any process was told to stop, and the seconds of the first process."""
         return stop, seconds
 
     @contextmanager
     def leader_first(self) -> Iterator[None]:
-        """The one who leads does it first; the others then find what it left on disk."""
+        """The first process runs the block first; the others then find its results on disk."""
         yield
 
     def device(self, named: torch.device) -> torch.device:
@@ -72,43 +72,45 @@ class Accelerated(Team):
             raise InputError(
                 "training in several processes needs Accelerate: pip install 'lanternpp[train]'."
             ) from None
-        self.own: Any = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)])
-        self.size, self.rank = self.own.num_processes, self.own.process_index
-        if self.own.mixed_precision not in ("no", "bf16"):
-            raise InputError(f"mixed precision {self.own.mixed_precision} is not supported: use bf16 or no.")
+        self.accelerator: Any = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)])
+        self.size, self.rank = self.accelerator.num_processes, self.accelerator.process_index
+        if self.accelerator.mixed_precision not in ("no", "bf16"):
+            raise InputError(
+                f"mixed precision {self.accelerator.mixed_precision} is not supported: use bf16 or no."
+            )
 
     def average(self, model: nn.Module) -> None:
         """All gradients in one exchange."""
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        flat = self.own.reduce(torch.cat([x.flatten() for x in gradients]), "mean")
+        flat = self.accelerator.reduce(torch.cat([x.flatten() for x in gradients]), "mean")
         for x, part in zip(gradients, flat.split([x.numel() for x in gradients]), strict=True):
             x.copy_(part.view_as(x))
 
     def mean(self, figures: dict[str, float]) -> dict[str, float]:
         """One exchange for all."""
-        values = torch.tensor(list(figures.values()), dtype=torch.float32, device=self.own.device)
-        return dict(zip(figures, self.own.reduce(values, "mean").tolist(), strict=True))
+        values = torch.tensor(list(figures.values()), dtype=torch.float32, device=self.accelerator.device)
+        return dict(zip(figures, self.accelerator.reduce(values, "mean").tolist(), strict=True))
 
     def agree(self, stop: bool, seconds: float) -> tuple[bool, float]:
         """One exchange for both."""
-        said = torch.tensor([float(stop), seconds if self.leads else 0.0], device=self.own.device)
-        stopped, shared = self.own.reduce(said, "sum").tolist()
+        values = torch.tensor([float(stop), seconds if self.leads else 0.0], device=self.accelerator.device)
+        stopped, shared = self.accelerator.reduce(values, "sum").tolist()
         return stopped > 0, shared
 
     @contextmanager
     def leader_first(self) -> Iterator[None]:
-        """Accelerate's own."""
-        with self.own.main_process_first():
+        """By Accelerate's `main_process_first`."""
+        with self.accelerator.main_process_first():
             yield
 
     def device(self, named: torch.device) -> torch.device:
         """The process's own GPU, where the team computes on GPUs."""
-        found: torch.device = self.own.device
+        found: torch.device = self.accelerator.device
         return found if named.type == found.type else named
 
     def autocast(self) -> AbstractContextManager[object] | None:
         """bfloat16 where the launch asked for it."""
-        return self.own.autocast() if self.own.mixed_precision != "no" else None
+        return self.accelerator.autocast() if self.accelerator.mixed_precision != "no" else None
 
 
 @cache

@@ -10,26 +10,26 @@ import torch
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.judge import Judge, fingerprint, has_judge, read_judge
+from lanternpp.evaluation.classifier import Classifier, fingerprint, has_classifier, read_classifier
 from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import checksum
 from lanternpp.training import hardware, losses
-from lanternpp.training.adversarial import Discriminator, balance, hinge, matching
-from lanternpp.training.data import Order, Pictures, describe
+from lanternpp.training.adversarial import Discriminator, adaptive_weight, feature_matching, hinge_loss
+from lanternpp.training.data import BatchSampler, Pictures, describe
 from lanternpp.training.material.codes import tokenizer_of
 from lanternpp.training.perceptual import Perceptual
 from lanternpp.training.pictures import sheet
-from lanternpp.training.run import Plan, Task, averaged, run
+from lanternpp.training.run import Task, TrainingOptions, averaged, run
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ, VQConfig, channels_last, usage
 
-GLIMPSE = 512  # validation pictures that a check looks at
-SHARE = 2048  # training pictures whose codes are counted at the end
+CHECK_PICTURES = 512  # validation pictures measured at a check
+USAGE_PICTURES = 2048  # training pictures whose codes are counted at the end
 
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """What decides the result, budget and machine aside."""
+    """Hyperparameters: all that decides the result, except the budget and the machine."""
 
     batch_size: int = 128
     lr: float = 4e-4
@@ -69,11 +69,11 @@ class TokenizerTask(Task):
         data: dict[str, Any],
         device: torch.device,
         start: VQ | None = None,
-        classifier: Judge | None = None,
+        classifier: Classifier | None = None,
     ):
         """start: whose codes are kept; only its decoder is trained. classifier: of the perceptual loss."""
         torch.manual_seed(settings.seed)
-        self.config, self.options, self.device, self.data = config, settings, device, data
+        self.config, self.hparams, self.device, self.data = config, settings, device, data
         self.train, self.val = train.to(device), val.to(device)
         self.settings = {**asdict(config), **asdict(settings), "data": data["hash"]}
         self.model: VQ = channels_last(VQ(config).to(device)).train()
@@ -82,29 +82,33 @@ class TokenizerTask(Task):
         self.average: VQ = averaged(self.model)  # type: ignore[assignment]
         self.decay, self.warmup, self.cooldown = settings.decay, settings.warmup, settings.cooldown
         self.distance = Perceptual(channels_last(classifier.to(device))) if classifier else None
-        self.judge = channels_last(Discriminator().to(device))
+        self.discriminator = channels_last(Discriminator().to(device))
         fused = device.type == "cuda"
         self.optimizers = {
             "model": torch.optim.AdamW(
                 self.model.parameters(), settings.lr, (0.9, 0.99), weight_decay=1e-4, fused=fused
             ),
             "judge": torch.optim.AdamW(
-                self.judge.parameters(), settings.discriminator_lr, (0.5, 0.9), weight_decay=1e-4, fused=fused
+                self.discriminator.parameters(),
+                settings.discriminator_lr,
+                (0.5, 0.9),
+                weight_decay=1e-4,
+                fused=fused,
             ),
         }
-        self.order = Order(len(train), settings.batch_size, settings.seed)
+        self.sampler = BatchSampler(len(train), settings.batch_size, settings.seed)
         self.since: float | None = None  # progress at which the adversarial part began
 
     def modules(self) -> dict[str, torch.nn.Module]:
         """Model, average and discriminator."""
-        return {**super().modules(), "judge": self.judge}
+        return {**super().modules(), "judge": self.discriminator}
 
     def extra(self) -> dict[str, Any]:
-        """The phase."""
+        """The progress at which the adversarial part began."""
         return {"since": self.since}
 
     def restore(self, extra: dict[str, Any]) -> None:
-        """The phase."""
+        """The progress at which the adversarial part began."""
         self.since = extra["since"]
 
     def speed_up(self) -> None:
@@ -114,60 +118,66 @@ class TokenizerTask(Task):
 
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
         """One update, of everything or, in the adversarial part, of the decoder."""
-        index, generator = self.order(step)
+        index, generator = self.sampler(step)
         images = self.train.random(generator, index)
-        if not self.options.adversarial or progress < self.options.adversarial_start:
-            return self.reconstruct(images)
+        if not self.hparams.adversarial or progress < self.hparams.adversarial_start:
+            return self.reconstruction_step(images)
         if self.since is None:
             self.since = progress
             self.model.load_state_dict(self.average.state_dict())  # its codes are final
-        return self.sharpen(images, min((progress - self.since) / 0.05, 1.0))
+        return self.adversarial_step(images, min((progress - self.since) / 0.05, 1.0))
 
-    def reconstruct(self, images: Tensor) -> dict[str, Tensor]:
+    def reconstruction_step(self, images: Tensor) -> dict[str, Tensor]:
         """Encoder, codebook and decoder together; or the decoder alone, where the codes are kept."""
         with hardware.autocast(self.device):
-            if self.options.codes_of:
+            if self.hparams.codes_of:
                 output, commitment = self.model.render(self.quantised(images)), images.new_zeros(())
             else:
                 output, _, commitment = self.model(images)
-        loss, figures = self.difference(output, images)
+        loss, figures = self.reconstruction_loss(output, images)
         self.update("model", self.model, loss + commitment)
         return {**figures, "commitment": commitment}
 
-    def difference(self, output: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """How far output is from images, both [B, 3, H, W]: what training lessens, and its parts for the log."""
+    def reconstruction_loss(self, output: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """How far output is from images, both [B, 3, H, W]: the loss, and its parts for the log."""
         loss = losses.reconstruction(output, images)
         if self.distance is None:
             return loss, {"loss": loss}
         with hardware.autocast(self.device):
-            far = self.distance(output, images)
-        return loss + self.options.perceptual * far, {"loss": loss, "perceptual": far}
+            perceptual = self.distance(output, images)
+        return loss + self.hparams.perceptual * perceptual, {"loss": loss, "perceptual": perceptual}
 
-    def sharpen(self, images: Tensor, ramp: float) -> dict[str, Tensor]:
-        """The decoder against the discriminator; their gradients are weighed on the pixels, by length."""
+    def adversarial_step(self, images: Tensor, ramp: float) -> dict[str, Tensor]:
+        """One update of decoder and discriminator; the two gradients are balanced by their norms on the pixels (2012.09841)."""
         with hardware.autocast(self.device):
             output = self.model.render(self.quantised(images))
             pixels = output.detach().requires_grad_()
-            loss, figures = self.difference(pixels, images)
-            (pull,) = torch.autograd.grad(loss, pixels)
+            loss, figures = self.reconstruction_loss(pixels, images)
+            (reconstruction_gradient,) = torch.autograd.grad(loss, pixels)
             with torch.no_grad():
-                _, wanted = self.judge(images)
-            scores, features = self.judge(pixels)
-            fooling = -scores.mean() + self.options.matching * matching(features, wanted)
-            (push,) = torch.autograd.grad(fooling, pixels)
-        weight = ramp * self.options.adversarial_weight * balance(pull, push)
+                _, real_features = self.discriminator(images)
+            scores, features = self.discriminator(pixels)
+            fooling = -scores.mean() + self.hparams.matching * feature_matching(features, real_features)
+            (adversarial_gradient,) = torch.autograd.grad(fooling, pixels)
+        weight = (
+            ramp
+            * self.hparams.adversarial_weight
+            * adaptive_weight(reconstruction_gradient, adversarial_gradient)
+        )
         self.optimizers["model"].zero_grad()
-        output.backward(pull + weight * push)
+        output.backward(reconstruction_gradient + weight * adversarial_gradient)
         torch.nn.utils.clip_grad_norm_(self.model.decoder.parameters(), 1.0)
         self.optimizers["model"].step()
         with hardware.autocast(self.device):
-            verdict = hinge(self.judge(images)[0], self.judge(pixels.detach())[0])
-        self.update("judge", self.judge, verdict)
-        return {**figures, "judge": verdict, "fooling": fooling}
+            discriminator_loss = hinge_loss(
+                self.discriminator(images)[0], self.discriminator(pixels.detach())[0]
+            )
+        self.update("judge", self.discriminator, discriminator_loss)
+        return {**figures, "judge": discriminator_loss, "fooling": fooling}
 
     @torch.no_grad()
     def quantised(self, images: Tensor) -> Tensor:
-        """What the decoder draws from [B, length, C]."""
+        """The code vectors of images [B, 3, H, W], which are the decoder's input: [B, length, C]."""
         return self.model.codebook[self.model.encode(images)]
 
     def update(self, name: str, module: torch.nn.Module, loss: Tensor) -> None:
@@ -186,7 +196,7 @@ class TokenizerTask(Task):
         """
         ratios, codes, fine = [], [], torch.zeros(2)
         with hardware.autocast(self.device):
-            for images in self.val.centres(64, GLIMPSE):
+            for images in self.val.centres(64, CHECK_PICTURES):
                 codes.append(self.average.encode(images))
                 drawn = self.average.decode(codes[-1])
                 ratios.append(losses.psnr(drawn, images))
@@ -200,7 +210,9 @@ class TokenizerTask(Task):
     def final(self) -> dict[str, Any]:
         """Codebook use over some training pictures."""
         with hardware.autocast(self.device):
-            codes = torch.cat([self.average.encode(images) for images in self.train.centres(64, SHARE)])
+            codes = torch.cat(
+                [self.average.encode(images) for images in self.train.centres(64, USAGE_PICTURES)]
+            )
         share, perplexity = usage(codes, self.config.codes)
         return {"train_usage": share, "train_perplexity": perplexity}
 
@@ -225,7 +237,7 @@ def train(
     model: Path,
     config: VQConfig,
     settings: TokenizerSettings,
-    plan: Plan,
+    options: TrainingOptions,
     limit: int | None = None,
     codes_of: Path | None = None,
     classifier_of: Path | None = None,
@@ -238,9 +250,9 @@ def train(
     """
     classifier = None
     if settings.perceptual:
-        if classifier_of is None or not has_judge(classifier_of):
+        if classifier_of is None or not has_classifier(classifier_of):
             raise InputError("a perceptual loss compares a classifier's features; name a model that has one.")
-        classifier = read_judge(classifier_of)
+        classifier = read_classifier(classifier_of)
         settings = replace(settings, classifier=fingerprint(classifier))
     start = None
     if codes_of is not None:
@@ -249,12 +261,14 @@ def train(
     pictures, val = (Pictures.read(data, split, config.size, limit) for split in ("train", "val"))
     facts = describe(pictures, val, data)
     if codes_of is not None:
-        facts["codes_of"] = origin(codes_of / "tokenizer")
-    return run(TokenizerTask(config, settings, pictures, val, facts, plan.device, start, classifier), plan)
+        facts["codes_of"] = short_provenance(codes_of / "tokenizer")
+    return run(
+        TokenizerTask(config, settings, pictures, val, facts, options.device, start, classifier), options
+    )
 
 
-def origin(folder: Path) -> dict[str, Any]:
-    """How a trained network came about, in short; {} where that is not known."""
+def short_provenance(folder: Path) -> dict[str, Any]:
+    """Command, date, commit and steps of a trained network; {} where they are not known."""
     file = folder / "provenance.json"
-    told = read_object(file) if file.is_file() else {}
-    return {name: told[name] for name in ("command", "date", "git", "steps") if name in told}
+    provenance = read_object(file) if file.is_file() else {}
+    return {name: provenance[name] for name in ("command", "date", "git", "steps") if name in provenance}

@@ -1,4 +1,4 @@
-"""How often children are kept, by their depth and rank: counted in walks, and guessed where none came by."""
+"""How often children are kept, by depth and rank: counted while drawing, and fitted where few were counted."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WEIGHT = 20.0  # trials that the smooth guess counts for
-LEAST = 1e-4  # no child is certain, or hopeless
+WEIGHT = 20.0  # weight of the fitted curve, in trials
+LEAST = 1e-4  # an acceptance is at least this far from 0 and 1
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class Counts:
         """The sum of several countings, each two nested lists [d, k] of any size up to [depth, ranks]."""
         whole = cls(*torch.zeros(2, depth, ranks, dtype=torch.float64))
         for tried, kept in rows:
-            for mine, other in ((whole.tried, tried), (whole.kept, kept)):
+            for total, other in ((whole.tried, tried), (whole.kept, kept)):
                 for d, row in enumerate(other):
-                    mine[d, : len(row)] += torch.tensor(row, dtype=torch.float64)
+                    total[d, : len(row)] += torch.tensor(row, dtype=torch.float64)
         return whole
 
     def table(self) -> Tensor:
-        """The acceptances [D, K]: what was counted, drawn towards a smooth guess by `WEIGHT` trials of it."""
-        guess = smooth(self)
-        table = (self.kept + WEIGHT * guess) / (self.tried + WEIGHT)
+        """The acceptances [D, K]: the counts, with `WEIGHT` trials at the fitted acceptance added."""
+        fitted = fit_acceptance(self)
+        table = (self.kept + WEIGHT * fitted) / (self.tried + WEIGHT)
         return table.clamp(LEAST, 1 - LEAST)
 
 
-def smooth(counts: Counts) -> Tensor:
+def fit_acceptance(counts: Counts) -> Tensor:
     """A logistic curve in the rank and the depth, fitted to the counts; [D, K].
 
     log(1 + rank) and log(1 + depth), as both matter less and less, and terms of their own for the first rank
@@ -65,9 +65,9 @@ def smooth(counts: Counts) -> Tensor:
     weights[0] = share.logit()
     for _ in range(50):
         p = (x @ weights).sigmoid()
-        slope = x.T @ (kept - tried * p) - ridge @ weights + ridge[:, 0] * weights[0]
-        bend = x.T @ ((tried * p * (1 - p))[:, None] * x) + ridge
-        move = torch.linalg.solve(bend, slope).clamp(-2, 2)
+        gradient = x.T @ (kept - tried * p) - ridge @ weights + ridge[:, 0] * weights[0]
+        hessian = x.T @ ((tried * p * (1 - p))[:, None] * x) + ridge
+        move = torch.linalg.solve(hessian, gradient).clamp(-2, 2)
         weights = weights + move
         if move.abs().max() < 1e-9:
             break

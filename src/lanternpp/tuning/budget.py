@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.draw import orders
-from lanternpp.evaluation.speed import BASELINE
+from lanternpp.evaluation.draw import evaluation_requests
+from lanternpp.methods import BASELINE
 from lanternpp.picture import save_png
 from lanternpp.settings import dials_read
 from lanternpp.tuning.journal import PICTURES
@@ -26,22 +26,22 @@ LAMBDAS = (1.5, 2.0, 3.0, 5.0, 10.0)
 
 
 @dataclass(frozen=True)
-class Spending:
-    """What pictures cost, and its standard error where that is known."""
+class QualityCost:
+    """The loss of quality of some pictures, and its standard error where that is known."""
 
     value: float
     spread: float | None = None
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What was chosen within a budget, and everything that was looked at on the way."""
+class BudgetChoice:
+    """What was chosen within a budget, and everything that was tried."""
 
     found: Tuning
-    spent: Spending
+    cost: QualityCost
     limit: float
-    plain: Spending | None  # what plain decoding spends, where that decides the limit
-    looked: list[dict[str, Any]]  # dials, whether it was the tree found for them, spent, spread, speedup
+    plain: QualityCost | None  # the cost of plain decoding, where the limit depends on it
+    tried: list[dict[str, Any]]  # dials, whether it was the tree found for them, spent, spread, speedup
 
 
 class Budget:
@@ -49,119 +49,123 @@ class Budget:
 
     def __init__(self, tuner: Tuner, pictures: int):
         self.tuner, self.pictures = tuner, pictures
-        self.plain: Spending | None = None
+        self.plain: QualityCost | None = None
         settings = tuner.settings
         if not {"neighbours", "lam"} <= dials_read(settings.proposer, settings.accept):
             raise InputError(
                 f"a budget picks k and lambda, which the rule {settings.accept!r} does not read; use lantern++"
             )
-        given, vocab = tuner.plan.given, tuner.pipe.target.vocab
+        given, vocab = tuner.options.given, tuner.pipe.target.vocab
         known = tuple(k for k in NEIGHBOURS if k < vocab) or (vocab - 1,)
         self.ks = (given["neighbours"],) if given.get("neighbours") else known
         self.lams = (given["lam"],) if given.get("lam") else LAMBDAS
 
     def limit(self) -> float:
-        """The most that may be spent."""
+        """The greatest cost allowed."""
         raise NotImplementedError
 
-    def spend(self, dials: Mapping[str, Any]) -> Spending:
-        """What pictures with these dials, among them perhaps a tree, cost."""
+    def quality_cost(self, dials: Mapping[str, Any]) -> QualityCost:
+        """The cost of pictures drawn with these dials, which may contain a tree."""
         raise NotImplementedError
 
-    def choose(self) -> Choice:
-        """The fastest by prediction whose own tree stays within the limit. InputError where none does.
+    def choose(self) -> BudgetChoice:
+        """The dials that are fastest by prediction and, with the tree tuned for them, within the limit.
 
-        For every k the greatest lambda that the method's tree allows is found by halving; a tree is found for
-        each, the fastest first held to the limit with it, and where it exceeds it, the next lambda below.
+        For every k, bisection finds the greatest lambda that stays within the limit with the method's tree, and a tree
+        is tuned for it. Then the cost is measured with these trees, the fastest first; where it exceeds the limit, the
+        next lower lambda is tuned instead. InputError where none is within the limit.
         """
         limit = self.limit()
-        looked: list[dict[str, Any]] = []
+        tried: list[dict[str, Any]] = []
 
-        def ask(dials: dict[str, Any], found: Tuning | None = None) -> Spending:
-            spent = self.spend(dials | ({"tree": self.tuner.tree(found)} if found else {}))
+        def measure_cost(dials: dict[str, Any], found: Tuning | None = None) -> QualityCost:
+            cost = self.quality_cost(dials | ({"tree": self.tuner.tree(found)} if found else {}))
             row = {
                 "dials": dials,
                 "own_tree": found is not None,
-                "spent": spent.value,
-                "spread": spent.spread,
+                "spent": cost.value,
+                "spread": cost.spread,
             }
-            looked.append(row | ({"speedup": found.chosen.speedup} if found else {}))
-            return spent
+            tried.append(row | ({"speedup": found.chosen.speedup} if found else {}))
+            return cost
 
         field: list[tuple[float, int, int, Tuning]] = []
         for k in self.ks:
-            most = greatest(self.lams, lambda lam: ask({"neighbours": k, "lam": lam}).value <= limit)  # noqa: B023
-            if most is not None:
-                field.append(self._enter(k, most))
+            last = last_accepted(
+                self.lams,
+                lambda lam: measure_cost({"neighbours": k, "lam": lam}).value <= limit,  # noqa: B023
+            )
+            if last is not None:
+                field.append(self._enter(k, last))
         while field:
             best = max(field, key=lambda entry: entry[0])
             field.remove(best)
             _, k, place, found = best
-            spent = ask(found.dials, found)
-            if spent.value <= limit:
-                return Choice(found, spent, limit, self.plain, looked)
+            cost = measure_cost(found.dials, found)
+            if cost.value <= limit:
+                return BudgetChoice(found, cost, limit, self.plain, tried)
             if place:
                 field.append(self._enter(k, place - 1))
-        least = min(looked, key=lambda row: row["spent"])
+        least = min(tried, key=lambda row: row["spent"])
         raise InputError(
             f"nothing of the grid stays within {limit:.3g}: the least was {least['spent']:.3g}, with "
-            f"{spoken(least['dials'])}; raise the budget, or give a lower --lambda"
+            f"{dials_text(least['dials'])}; raise the budget, or give a lower --lambda"
         )
 
     def _enter(self, k: int, place: int) -> tuple[float, int, int, Tuning]:
-        found = self.tuner.tune({"neighbours": k, "lam": self.lams[place]}, rich=True)
+        found = self.tuner.tune({"neighbours": k, "lam": self.lams[place]}, few=True)
         return found.chosen.speedup, k, place, found
 
 
 class VariationBudget(Budget):
     """Mean total variation per picture, as `--measure` reports it."""
 
-    def __init__(self, tuner: Tuner, pictures: int, most: float):
+    def __init__(self, tuner: Tuner, pictures: int, max_variation: float):
         super().__init__(tuner, pictures)
-        self.most = most
+        self.max_variation = max_variation
 
     def limit(self) -> float:
-        """As given."""
-        return self.most
+        """The limit that was given."""
+        return self.max_variation
 
-    def spend(self, dials: Mapping[str, Any]) -> Spending:
+    def quality_cost(self, dials: Mapping[str, Any]) -> QualityCost:
         """A mean over pictures."""
         values = [
             value
-            for drawn in _draw(self.tuner, self.tuner.plan.method, dials, self.pictures, measure=True)
+            for drawn in _draw(self.tuner, self.tuner.options.method, dials, self.pictures, measure=True)
             for value in drawn["spent"]
         ]
         mean = fmean(values)
         off = fmean((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
-        return Spending(mean, off**0.5 if len(values) > 1 else None)
+        return QualityCost(mean, off**0.5 if len(values) > 1 else None)
 
 
 class FrechetBudget(Budget):
     """Fréchet distance at most so many percent above that of plain decoding, of as many pictures of the same prompts."""
 
-    def __init__(self, tuner: Tuner, pictures: int, percent: float, judge: Quality):
+    def __init__(self, tuner: Tuner, pictures: int, percent: float, quality: Quality):
         super().__init__(tuner, pictures)
-        self.percent, self.judge = percent, judge
+        self.percent, self.quality = percent, quality
 
     def limit(self) -> float:
         """Plain decoding's distance, and its share of it."""
         self.plain = self._distance(BASELINE, {})
         return self.plain.value * (1 + self.percent / 100)
 
-    def spend(self, dials: Mapping[str, Any]) -> Spending:
+    def quality_cost(self, dials: Mapping[str, Any]) -> QualityCost:
         """A distance of that many pictures, and its jackknife."""
-        return self._distance(self.tuner.plan.method, dials)
+        return self._distance(self.tuner.options.method, dials)
 
-    def _distance(self, method: str, dials: Mapping[str, Any]) -> Spending:
+    def _distance(self, method: str, dials: Mapping[str, Any]) -> QualityCost:
         drawn = _draw(self.tuner, method, dials, self.pictures, save=True)
         files = [name for each in drawn for name in each["files"]]
         images = [Image.open(self.tuner.folder / name).convert("RGB") for name in files]
-        asked = [prompt for each in drawn for prompt in each["prompts"]]
+        prompts = [prompt for each in drawn for prompt in each["prompts"]]
         figures = self.tuner.journal.once(
             {"judged": files},
-            lambda: {k: v for k, v in self.judge.measure(images, asked).items() if "frechet" in k},
+            lambda: {k: v for k, v in self.quality.measure(images, prompts).items() if "frechet" in k},
         )
-        return Spending(figures["frechet"], figures["frechet_spread"])
+        return QualityCost(figures["frechet"], figures["frechet_spread"])
 
 
 def _draw(
@@ -172,20 +176,20 @@ def _draw(
     measure: bool = False,
     save: bool = False,
 ) -> list[dict[str, Any]]:
-    """Pictures over the plan's prompts, a batch at a time, each written down."""
-    plan, batch = tuner.plan, tuner.settings.batch_size
-    given = {**tuner.shared, **({} if method == BASELINE else {**plan.given, **dials})}
-    wanted = orders(plan.prompts, pictures, plan.seed + 2000)
+    """Pictures over the prompts of the options, a batch at a time, each logged."""
+    options, batch = tuner.options, tuner.settings.batch_size
+    given = {**tuner.shared, **({} if method == BASELINE else {**options.given, **dials})}
+    requests = evaluation_requests(options.prompts, pictures, options.seed + 2000)
     made = []
     for start in range(0, pictures, batch):
-        part = wanted[start : start + batch]
+        part = requests[start : start + batch]
         key = {"draw": method, "dials": dict(dials), "start": start, "count": len(part), "measure": measure}
-        tuner.tell(start, pictures)
+        tuner.progress(start, pictures)
 
         def draw(
             part: Sequence[Any] = part, start: int = start, key: Mapping[str, Any] = key
         ) -> dict[str, Any]:
-            prompts, seeds = [order.prompt for order in part], [order.seed for order in part]
+            prompts, seeds = [request.prompt for request in part], [request.seed for request in part]
             result = tuner.pipe(prompts, seed=seeds, method=method, measure=measure, **given)
             files = []
             for i, image in enumerate(result.images if save else []):
@@ -199,19 +203,22 @@ def _draw(
     return made
 
 
-def greatest(values: Sequence[float], fine: Callable[[float], bool]) -> int | None:
-    """The place of the last of ascending values that is fine, if the fine ones come first; None: not even the first."""
+def last_accepted(values: Sequence[float], accepted: Callable[[float], bool]) -> int | None:
+    """The index of the last of `values` that is accepted, by bisection; None if the first is not.
+
+    The accepted values must come before all others.
+    """
     low, high = -1, len(values) - 1
     while low < high:
         middle = (low + high + 1) // 2
-        if fine(values[middle]):
+        if accepted(values[middle]):
             low = middle
         else:
             high = middle - 1
     return low if low >= 0 else None
 
 
-def spoken(dials: Mapping[str, Any]) -> str:
-    """Dials as a user knows them."""
+def dials_text(dials: Mapping[str, Any]) -> str:
+    """Dials by the names of the command line."""
     names = {"neighbours": "k", "lam": "lambda"}
     return ", ".join(f"{names.get(name, name)} {value:g}" for name, value in dials.items())

@@ -18,22 +18,22 @@ SECONDS = ("plain_begin", "plain_look", "plain_step", "begin", "draft", "look", 
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Seconds of a step."""
+class StepCost:
+    """Predicted seconds of the parts of a step: drafting, the target's pass, verification."""
 
     draft: float
-    look: float
-    judge: float
+    target_pass: float
+    verify: float
 
     @property
     def step(self) -> float:
         """All of it."""
-        return self.draft + self.look + self.judge
+        return self.draft + self.target_pass + self.verify
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A cost at several counts, linear between them and level beyond."""
+    """A cost measured at several counts; linear between them, constant beyond the last."""
 
     at: tuple[int, ...]  # ascending
     cost: tuple[float, ...]
@@ -50,11 +50,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, as if plain steps had taken their median time throughout.
+    """A model of seconds, at the speed of the machine at which plain steps take their median time.
 
-    A pass is a curve over its nodes, the root among them, that never falls. Drafting is linear in levels, in nodes looked beyond
-    and in nodes; judging in the children judged and in those that a level may have at most, which is what a
-    device that never looks back goes through. No slope is negative.
+    The target's pass is a curve over the number of nodes, the root included, that never falls. Drafting is linear in
+    the levels, the inner nodes and the nodes. Verification is linear in the children verified, and in the sum over the
+    levels of the most children that a node has, which is what a device goes through that does not wait for results.
+    No coefficient is negative. The fields are keys of the tuning's report.
     """
 
     length: int  # codes of a picture
@@ -65,21 +66,21 @@ class Costs:
     look: Curve
     draft: tuple[float, ...]  # of 1, levels, inner nodes, nodes
     judge: tuple[float, ...]  # of 1, children judged, codes decided, widths
-    noise: float  # median distance of a probe's step from what this says, as a share
+    noise: float  # median relative error of this model, over the probes
 
-    def parts(self, shape: Shape, table: Tensor) -> Parts:
+    def step_cost(self, shape: Shape, table: Tensor) -> StepCost:
         """A step of a tree, for acceptances of `table`."""
         found = reaches(table, shape)
-        seen = features(shape, expected_tried(table, shape, found), sum(found.values()))
-        return Parts(_dot(self.draft, seen[0]), self.look(len(shape) + 1), _dot(self.judge, seen[1]))
+        terms = linear_terms(shape, expected_tried(table, shape, found), sum(found.values()))
+        return StepCost(_dot(self.draft, terms[0]), self.look(len(shape) + 1), _dot(self.judge, terms[1]))
 
     def rate(self, shape: Shape, table: Tensor) -> float:
         """Codes per second of a sample, once it runs."""
-        return expected(table, shape) / self.parts(shape, table).step
+        return expected(table, shape) / self.step_cost(shape, table).step
 
     def speedup(self, shape: Shape, table: Tensor) -> float:
         """Seconds of a picture by plain decoding over those by a tree: prefill and pixels in both."""
-        step, codes = self.parts(shape, table).step, expected(table, shape)
+        step, codes = self.step_cost(shape, table).step, expected(table, shape)
         return self._picture(self.plain_begin, self.plain, 1) / self._picture(self.begin, step, codes)
 
     def per_pass(self, codes: float) -> float:
@@ -94,8 +95,8 @@ class Costs:
         return begin + self._passes(codes) * step + self.pixels
 
 
-def features(shape: Shape, judged: float, codes: float) -> tuple[list[float], list[float]]:
-    """What drafting and judging are linear in."""
+def linear_terms(shape: Shape, judged: float, codes: float) -> tuple[list[float], list[float]]:
+    """The terms of the linear models of drafting and of verification."""
     kids: dict[tuple[int, ...], int] = {}
     for path in shape:
         kids[path[:-1]] = kids.get(path[:-1], 0) + 1
@@ -104,35 +105,35 @@ def features(shape: Shape, judged: float, codes: float) -> tuple[list[float], li
     return [1.0, depth, len(kids), len(shape)], [1.0, judged, codes, sum(widths)]
 
 
-def fit(probes: Sequence[Probe], length: int, judging: Sequence[Probe] | None = None) -> Costs:
-    """Costs from probes. judging: those among them whose rule is the one in question; default: all.
+def fit(probes: Sequence[Probe], length: int, rule_probes: Sequence[Probe] | None = None) -> Costs:
+    """Costs from probes. rule_probes: those drawn with the rule in question; default: all.
 
     Every probe's seconds are scaled by what the plain steps beside it took, so that a machine that slows down
     for a while does not bend the curve.
     """
-    usual = median(one.plain_step for one in probes)
-    drawn, mine = _by_shape(probes, usual), _by_shape(judging or probes, usual)
-    sizes: dict[int, list[float]] = {1: [one.plain_look * usual / one.plain_step for one in probes]}
+    plain_seconds = median(one.plain_step for one in probes)
+    drawn, mine = _by_shape(probes, plain_seconds), _by_shape(rule_probes or probes, plain_seconds)
+    sizes: dict[int, list[float]] = {1: [one.plain_look * plain_seconds / one.plain_step for one in probes]}
     for shape, group in drawn.items():
         sizes.setdefault(len(shape) + 1, []).extend(one.look for one in group)
     at = tuple(sorted(sizes))
     curve = Curve(at, rising([median(sizes[n]) for n in at], [len(sizes[n]) for n in at]))
-    seen = {shape: _features(shape, group) for shape, group in {**drawn, **mine}.items()}
+    terms = {shape: _linear_terms(shape, group) for shape, group in {**drawn, **mine}.items()}
     draft = nonnegative(
-        [seen[shape][0] for shape in drawn], [median(one.draft for one in group) for group in drawn.values()]
+        [terms[shape][0] for shape in drawn], [median(one.draft for one in group) for group in drawn.values()]
     )
     judge = nonnegative(
-        [seen[shape][1] for shape in mine], [median(one.judge for one in group) for group in mine.values()]
+        [terms[shape][1] for shape in mine], [median(one.judge for one in group) for group in mine.values()]
     )
     off = []
     for shape, group in mine.items():
         took = median(one.draft + one.look + one.judge for one in group)
-        said = _dot(draft, seen[shape][0]) + curve(len(shape) + 1) + _dot(judge, seen[shape][1])
-        off.append(abs(said - took) / took)
+        predicted = _dot(draft, terms[shape][0]) + curve(len(shape) + 1) + _dot(judge, terms[shape][1])
+        off.append(abs(predicted - took) / took)
     every = [one for group in drawn.values() for one in group]
     return Costs(
         length,
-        usual,
+        plain_seconds,
         median(one.plain_begin for one in every),
         median(one.begin for one in every),
         median(one.pixels for one in every),
@@ -170,20 +171,20 @@ def nonnegative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> tup
     return tuple(best.tolist())
 
 
-def _by_shape(probes: Sequence[Probe], usual: float) -> dict[Shape, list[Probe]]:
+def _by_shape(probes: Sequence[Probe], plain_seconds: float) -> dict[Shape, list[Probe]]:
     """Probes of each shape, their seconds those of a machine whose plain step takes `usual`."""
     found: dict[Shape, list[Probe]] = {}
     for one in probes:
-        pace = usual / one.plain_step
+        pace = plain_seconds / one.plain_step
         scaled = {name: getattr(one, name) * pace for name in SECONDS}
         found.setdefault(tuple(map(tuple, one.shape)), []).append(replace(one, **scaled))
     return found
 
 
-def _features(shape: Shape, group: Sequence[Probe]) -> tuple[list[float], list[float]]:
+def _linear_terms(shape: Shape, group: Sequence[Probe]) -> tuple[list[float], list[float]]:
     passes = max(sum(one.passes for one in group), 1)
     tried = sum(one.judged * one.passes for one in group) / passes
-    return features(shape, tried, sum(one.codes for one in group) / passes)
+    return linear_terms(shape, tried, sum(one.codes for one in group) / passes)
 
 
 def _dot(weights: Sequence[float], values: Sequence[float]) -> float:

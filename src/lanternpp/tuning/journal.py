@@ -1,4 +1,4 @@
-"""What was measured, a line for each, so that a tuning stopped at any moment goes on where it stopped."""
+"""A log of measurements, one per line, from which a stopped tuning resumes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from lanternpp import runlog
 from lanternpp.errors import InputError
-from lanternpp.evaluation.speed import RUN, begin
+from lanternpp.evaluation.speed import RUN, check_run
 from lanternpp.jsonfile import read_object
 
 LINES = "measurements.jsonl"
@@ -29,7 +29,7 @@ class Journal:
         self.folder, self.optional = folder, optional
         if restart:
             forget(folder)
-        begin(folder, json.loads(json.dumps(run)), resume=True)
+        check_run(folder, json.loads(json.dumps(run)), resume=True)
         rows = runlog.read_rows(folder / LINES, _row, "begin anew with --restart")
         self._known: dict[str, Any] = dict(rows)
 

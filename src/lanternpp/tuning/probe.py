@@ -1,4 +1,4 @@
-"""One batch of pictures drawn with a probing tree: what its steps took, and what became of its children.
+"""Probes: one batch drawn with a given tree, with the seconds of its steps and the acceptance of its children.
 
 A plain step follows every step of the tree, so that both meet the same machine: what else runs there, and how warm it
 is, then matters little to what one takes in terms of the other.
@@ -18,12 +18,12 @@ from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.evaluation.stopwatch import PHASES, Stopwatch
 from lanternpp.trees.shapes import Shape
 
-TRIM = 0.2  # of the steps at either end, left out of a mean: what else the machine did
+TRIM = 0.2  # share of the steps left out of a mean at either end, as other work disturbs them
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What was measured. Seconds are of a step, but for `begin`, `plain_begin` and `pixels`, which are of a picture."""
+    """What was measured; the fields are keys of `measurements.jsonl`. Seconds are of a step, but for `begin`, `plain_begin` and `pixels`, which are of a picture."""
 
     shape: list[list[int]]
     plain_begin: float
@@ -45,8 +45,8 @@ class Probe:
         return asdict(self)
 
 
-class _Timed:
-    """An engine whose steps are timed. It must be new: its parts are watched from then on."""
+class _TimedEngine:
+    """An engine whose steps are timed. It must be new."""
 
     def __init__(self, engine: Engine):
         self.engine, self.watch = engine, Stopwatch(engine)
@@ -68,16 +68,16 @@ class _Timed:
         span = self.watch.take(now(self.engine) - began)
         self.spans.append(span | {"rest": span["rest"] - self.watch.observed})
 
-    def took(self, *parts: str) -> float:
+    def seconds_of(self, *parts: str) -> float:
         """Seconds that parts of a step took."""
         return trimmed([sum(span[part] for part in parts) for span in self.spans])
 
-    def stand_at(self, count: torch.Tensor) -> None:
-        """Go on from this code of each sample. What lies in the slots passed over does not matter to a clock."""
-        ahead = (count - self.engine.count).clamp(min=0)
-        self.engine.count += ahead
-        self.engine.proposer.count += ahead
-        self.engine.cache.used += self.engine.guidance.rows(ahead)
+    def skip_to(self, count: torch.Tensor) -> None:
+        """Move every sample on to this code. The cache slots skipped hold no keys, which does not change the timing."""
+        skipped = (count - self.engine.count).clamp(min=0)
+        self.engine.count += skipped
+        self.engine.proposer.count += skipped
+        self.engine.cache.used += self.engine.guidance.rows(skipped)
 
 
 def probe(
@@ -92,14 +92,14 @@ def probe(
 
     shape: of the engine's static tree. One condition and seed for each sample of the batch.
     """
-    tree, other = _Timed(engine), _Timed(plain)
+    tree, plain_engine = _TimedEngine(engine), _TimedEngine(plain)
     counts = AcceptanceByRank(engine.target.length)
     engine.observers.append(counts)
-    begin, plain_begin = tree.admit(conditions, seeds), other.admit(conditions, seeds)
+    begin, plain_begin = tree.admit(conditions, seeds), plain_engine.admit(conditions, seeds)
     while len(engine.done()) < engine.batch:
-        other.stand_at(engine.count.clamp(max=engine.target.length - 1))
+        plain_engine.skip_to(engine.count.clamp(max=engine.target.length - 1))
         tree.step()
-        other.step()
+        plain_engine.step()
     began = now(engine)
     pixels(torch.stack([engine.collect(slot).codes for slot in range(engine.batch)]))
     finished = (now(engine) - began) / engine.batch
@@ -107,12 +107,12 @@ def probe(
     return Probe(
         [list(path) for path in sorted(shape, key=lambda p: (len(p), p))],
         plain_begin,
-        other.took("pass"),
-        other.took(*PHASES),
+        plain_engine.seconds_of("pass"),
+        plain_engine.seconds_of(*PHASES),
         begin,
-        tree.took("draft"),
-        tree.took("pass"),
-        tree.took("verify", "rest"),
+        tree.seconds_of("draft"),
+        tree.seconds_of("pass"),
+        tree.seconds_of("verify", "rest"),
         finished,
         passes,
         int(counts.codes),

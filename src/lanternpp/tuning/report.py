@@ -8,26 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from lanternpp.evaluation import plots
-from lanternpp.evaluation.speed import BASELINE
+from lanternpp.methods import BASELINE
 from lanternpp.pipeline import versions
 from lanternpp.settings import dials_read
 from lanternpp.trees.search import reaches
 from lanternpp.tuned import CHOSEN
-from lanternpp.tuning.budget import Choice
+from lanternpp.tuning.budget import BudgetChoice
 from lanternpp.tuning.run import Tuner, Tuning
 
 MEASURED = ("speedup", "codes_per_pass", "seconds_per_image", "efficiency", "tv_spent", "images")
 
 
-def whole(
-    tuner: Tuner, found: Tuning, race: Sequence[Mapping[str, Any]], choice: Choice | None
+def tuning_report(
+    tuner: Tuner, found: Tuning, race: Sequence[Mapping[str, Any]], choice: BudgetChoice | None
 ) -> dict[str, Any]:
     """Everything that a tuning found. race: rows of figures, or none."""
     measured = {row["method"]: {name: row.get(name) for name in MEASURED} for row in race}
     trees = {"tuned": found.chosen, **tuner.hand_made(found)}
     rows = [{"name": name, **tree.row(), "measured": measured.get(name)} for name, tree in trees.items()]
-    told: dict[str, Any] = {
-        "method": tuner.plan.method,
+    report: dict[str, Any] = {
+        "method": tuner.options.method,
         "model": tuner.pipe.name,
         "settings": settings(tuner, found),
         "predicted": found.chosen.speedup,
@@ -46,34 +46,34 @@ def whole(
         "versions": versions(),
     }
     if choice:
-        spent = {"spent": choice.spent.value, "spread": choice.spent.spread, "limit": choice.limit}
-        told["budget"] = spent | {"looked": choice.looked}
-        told["budget"]["plain"] = asdict(choice.plain) if choice.plain else None
-    return told
+        cost = {"spent": choice.cost.value, "spread": choice.cost.spread, "limit": choice.limit}
+        report["budget"] = cost | {"looked": choice.tried}
+        report["budget"]["plain"] = asdict(choice.plain) if choice.plain else None
+    return report
 
 
 def settings(tuner: Tuner, found: Tuning) -> dict[str, Any]:
     """What becomes the method's default: the tree, and the dials that were asked for or chosen."""
-    own = {**tuner.plan.given, **found.dials, "tree": tuner.tree(found)}
+    values = {**tuner.options.given, **found.dials, "tree": tuner.tree(found)}
     read = dials_read(tuner.settings.proposer, tuner.settings.accept)
-    return {name: own[name] for name in CHOSEN if name in read and own.get(name) is not None}
+    return {name: values[name] for name in CHOSEN if name in read and values.get(name) is not None}
 
 
-def plot(told: Mapping[str, Any], path: Path) -> Path:
+def plot(report: Mapping[str, Any], path: Path) -> Path:
     """Predicted codes per second against nodes: the best tree of every size, and the hand-made ones."""
     made, axes = plots.figure()
-    sizes = told["sizes"]
+    sizes = report["sizes"]
     axes.plot(
         [size["nodes"] for size in sizes],
         [size["codes_per_second"] for size in sizes],
         label="best tree of its size",
     )
-    for i, tree in enumerate(told["trees"]):
+    for i, tree in enumerate(report["trees"]):
         axes.plot(
             tree["nodes"], tree["codes_per_second"], plots.MARKS[i % len(plots.MARKS)], color=f"C{i + 1}",
             label=tree["name"],
         )  # fmt: skip
-    plain = told["costs"]["plain"]
+    plain = report["costs"]["plain"]
     axes.axhline(1 / plain, color="grey", linewidth=0.8, label="plain AR")
     axes.set_xlabel("nodes of the draft, the root apart")
     axes.set_ylabel("predicted codes per second")
@@ -82,7 +82,7 @@ def plot(told: Mapping[str, Any], path: Path) -> Path:
     return plots.save(made, path)
 
 
-def drawn(found: Tuning) -> dict[tuple[int, ...], float]:
+def kept_nodes(found: Tuning) -> dict[tuple[int, ...], float]:
     """The nodes of the tree found, the root first, with how often a pass keeps each."""
     every = reaches(found.table, found.chosen.shape)
     return {path: every[path] for path in sorted(every)}

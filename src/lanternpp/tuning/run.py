@@ -1,4 +1,4 @@
-"""A tuning: probe, search, look again at what was found, and race it."""
+"""A tuning: probe some trees, search for the fastest, probe that one too, and race it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lanternpp.dials import ENGINE, SAMPLING, names
 from lanternpp.errors import InputError
 from lanternpp.evaluation import report
-from lanternpp.evaluation.draw import orders
-from lanternpp.evaluation.speed import BASELINE, Entry, Race, device_name
+from lanternpp.evaluation.draw import evaluation_requests
+from lanternpp.evaluation.speed import Entry, Race, device_name
+from lanternpp.methods import BASELINE
 from lanternpp.nn.checkpoints import digest
 from lanternpp.pipeline import Pipeline, versions
 from lanternpp.settings import Settings, dials_read
@@ -26,17 +28,25 @@ from lanternpp.tuning.acceptance import Counts
 from lanternpp.tuning.cost import Costs, fit
 from lanternpp.tuning.journal import RACE, Journal
 from lanternpp.tuning.probe import Probe, probe
-from lanternpp.tuning.search import RANKS, Found, best_by_size, choose, named, probes, weigh
+from lanternpp.tuning.search import (
+    RANKS,
+    PredictedTree,
+    best_by_size,
+    choose,
+    hand_made_shapes,
+    predict,
+    probe_shapes,
+)
 
-SHARED = ("cfg", "temperature", "top_k", "top_p", "batch_size", "compile")
-NAMED = ("deep-8", "eagle-25", "lantern-57")  # made by hand; shown, and raced, beside what is found
-AGAIN = 3  # times that what is found is itself probed
-DEEPEST = max(len(path) for name in NAMED for path in named(32, 512)[name])
-Tell = Callable[[int, int], None]
+SHARED = names(ENGINE, SAMPLING)  # dials that every engine of a tuning shares, the plain one too
+HAND_MADE = ("deep-8", "eagle-25", "lantern-57")  # shapes made by hand; shown and raced beside the tree found
+MAX_REPROBES = 3  # times that the tree found is probed and the search repeated
+DEEPEST = max(len(path) for name in HAND_MADE for path in hand_made_shapes(32, 512)[name])
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class TuningOptions:
     """What is tuned, and how thoroughly."""
 
     method: str
@@ -53,91 +63,104 @@ class Plan:
 class Tuning:
     """What was found for one choice of dials."""
 
-    dials: dict[str, Any]  # that it overrides beyond the plan's
+    dials: dict[str, Any]  # overrides beyond those of the options
     counts: Counts
     table: Tensor
     costs: Costs
-    sizes: list[Found]
-    chosen: Found
+    sizes: list[PredictedTree]
+    chosen: PredictedTree
 
 
 class Tuner:
-    """Tunes a method of a pipeline that was made with `tuned=False`, writing down what it measures.
+    """Tunes a method of a pipeline that was made with `tuned=False`, logging what it measures.
 
     Raises InputError where the method does not draft on a static tree, or a number is out of range.
     """
 
     def __init__(
-        self, pipe: Pipeline, plan: Plan, folder: Path, restart: bool = False, tell: Tell | None = None
+        self,
+        pipe: Pipeline,
+        options: TuningOptions,
+        folder: Path,
+        restart: bool = False,
+        progress: Progress | None = None,
     ):
-        self.pipe, self.plan, self.tell = pipe, plan, tell or (lambda done, total: None)
-        self.settings = pipe.settings(plan.method, **({"batch_size": 1} | dict(plan.given)))
+        self.pipe, self.options, self.progress = pipe, options, progress or (lambda done, total: None)
+        self.settings = pipe.settings(options.method, **({"batch_size": 1} | dict(options.given)))
         self.shared = {name: getattr(self.settings, name) for name in SHARED}
         check(self.settings)
-        for prompt in plan.prompts:
-            pipe.target.prompt([prompt], 1)
+        for prompt in options.prompts:
+            pipe.target.check(prompt)
         pipe.new_engine(self.settings)  # so that a wrong part is found before anything is drawn
         self.ranks = min(RANKS, pipe.target.vocab)
-        self.levels = max(plan.depth, DEEPEST)
+        self.levels = max(options.depth, DEEPEST)
         self.journal = Journal(folder, self.describe(), restart)
         self.folder = folder
         self._done = 0
 
     def describe(self) -> dict[str, Any]:
-        """What must be the same for a tuning to be gone on with."""
-        plan = self.plan
-        told: dict[str, Any] = {
-            "tuned": plan.method,
+        """What must be unchanged for a tuning to be resumed."""
+        options = self.options
+        facts: dict[str, Any] = {
+            "tuned": options.method,
             "model": self.pipe.name,
             "settings": asdict(self.settings),
         }
-        told |= {"prompts": list(plan.prompts), "nodes": plan.nodes, "depth": plan.depth, "seed": plan.seed}
+        facts |= {
+            "prompts": list(options.prompts),
+            "nodes": options.nodes,
+            "depth": options.depth,
+            "seed": options.seed,
+        }
         assert self.pipe.tuned is None
-        return told | {"rounds": plan.rounds, "machine": self.machine(), "versions": versions()}
+        return facts | {"rounds": options.rounds, "machine": self.machine(), "versions": versions()}
 
     def machine(self) -> dict[str, Any]:
         """Where the seconds were measured."""
         like = next(self.pipe.target.parameters())
-        where = {
+        facts = {
             "name": device_name(like.device),
             "processor": processor(),
             "threads": torch.get_num_threads(),
         }
-        return where | self.pipe.conditions(self.settings)
+        return facts | self.pipe.conditions(self.settings)
 
-    def tune(self, dials: dict[str, Any] | None = None, rich: bool = False) -> Tuning:
+    def tune(self, dials: dict[str, Any] | None = None, few: bool = False) -> Tuning:
         """Probe, search, and probe what was found until it is found again, at most `AGAIN` times.
 
-        dials: overrides beyond the plan's. rich: few probes, for a cost of drafting and passes known from before.
+        dials: overrides beyond those of the options. few: probe fewer trees with them, as the cost of drafting and of
+        passes is known from probes without them.
         """
-        chosen, plan = dict(dials or {}), self.plan
-        before = self._probes({}, probes(plan.nodes, plan.depth), "probe") if rich else []
-        drawn = self._probes(chosen, probes(plan.nodes, plan.depth, rich), "probe")
+        chosen, options = dict(dials or {}), self.options
+        before = self._probes({}, probe_shapes(options.nodes, options.depth), "probe") if few else []
+        drawn = self._probes(chosen, probe_shapes(options.nodes, options.depth, few), "probe")
         found = self._search(chosen, before, drawn)
-        for again in range(AGAIN):
+        for repeat in range(MAX_REPROBES):
             if any(found.chosen.shape == tuple(map(tuple, one.shape)) for one in drawn):
                 break
-            drawn += self._probes(chosen, [found.chosen.shape], f"again {again}")
+            drawn += self._probes(chosen, [found.chosen.shape], f"again {repeat}")
             found = self._search(chosen, before, drawn)
         return found
 
     def _search(self, dials: dict[str, Any], before: list[Probe], drawn: list[Probe]) -> Tuning:
-        plan = self.plan
+        options = self.options
         counts = Counts.of([(one.tried, one.kept) for one in drawn], self.levels, self.ranks)
         table = counts.table()
         costs = fit([*before, *drawn], self.pipe.target.length, drawn)
-        sizes = best_by_size(table, costs, plan.nodes, plan.depth)
-        return Tuning(dials, counts, table, costs, sizes, choose(sizes, table, costs, plan.nodes, plan.depth))
+        sizes = best_by_size(table, costs, options.nodes, options.depth)
+        return Tuning(
+            dials, counts, table, costs, sizes, choose(sizes, table, costs, options.nodes, options.depth)
+        )
 
     def _probes(self, dials: dict[str, Any], shapes: Sequence[Shape], stage: str) -> list[Probe]:
-        """Every shape in turn, as often as the plan says; another one first each time."""
+        """Every shape in turn, as often as the options say; another one first each time."""
         made: list[Probe] = []
-        rounds, count = self.plan.rounds, len(shapes)
+        rounds, count = self.options.rounds, len(shapes)
         for turn, i in product(range(rounds), range(count)):
             place = (turn + i) % count
-            prompt = self.plan.prompts[(turn * count + place) % len(self.plan.prompts)]
+            prompt = self.options.prompts[(turn * count + place) % len(self.options.prompts)]
             key = {"stage": stage, "dials": dials, "tree": shape_name(shapes[place]), "round": turn}
-            self.tell(self._done, self._done + rounds * count - len(made))
+            self.progress(self._done, self._done + rounds * count - len(made))
             draw = partial(self._probe, shapes[place], dials, prompt, turn)
             made.append(Probe(**self.journal.once(key, draw)))
             self._done += 1
@@ -145,27 +168,31 @@ class Tuner:
 
     def _probe(self, shape: Shape, dials: dict[str, Any], prompt: str, turn: int) -> dict[str, Any]:
         """One batch by one tree, in an engine of its own."""
-        given = {**self.shared, **self.plan.given, **dials, "tree": shape_name(shape)}
-        engine = self.pipe.new_engine(self.pipe.settings(self.plan.method, **given))
+        given = {**self.shared, **self.options.given, **dials, "tree": shape_name(shape)}
+        engine = self.pipe.new_engine(self.pipe.settings(self.options.method, **given))
         plain = self.pipe.new_engine(self.pipe.settings(BASELINE, **self.shared))
-        seeds = [self.plan.seed + turn * engine.batch + i for i in range(engine.batch)]
+        seeds = [self.options.seed + turn * engine.batch + i for i in range(engine.batch)]
         return probe(engine, plain, shape, [prompt] * engine.batch, seeds, self.pipe.images).to_json()
 
     def race(self, found: Tuning, measure: bool = False) -> list[dict[str, Any]]:
         """The tree found, plain decoding and the hand-made shapes, taking turns: a row of figures for each."""
         batch = self.settings.batch_size
-        count = max(1, self.plan.pictures // batch)  # batches
-        asked = list(dict.fromkeys(order.prompt for order in orders(self.plan.prompts, count, 0)))
-        own = {name: value for name, value in self.plan.given.items() if name not in SHARED}
-        own |= found.dials
-        trees = {"tuned": self.tree(found), **{name: name for name in NAMED}}
+        count = max(1, self.options.pictures // batch)  # batches
+        prompts = list(
+            dict.fromkeys(request.prompt for request in evaluation_requests(self.options.prompts, count, 0))
+        )
+        overrides = {name: value for name, value in self.options.given.items() if name not in SHARED}
+        overrides |= found.dials
+        trees = {"tuned": self.tree(found), **{name: name for name in HAND_MADE}}
         field = [Entry(BASELINE, BASELINE, {})]
-        field += [Entry(label, self.plan.method, {**own, "tree": tree}) for label, tree in trees.items()]
-        n = max(1, count // len(asked)) * batch
-        race = Race(self.pipe, field, asked, n, self.plan.seed + 1000, self.shared, measure)
-        name = self.slug(f"{trees['tuned']} {sorted(found.dials.items())} {n} {asked}")
+        field += [
+            Entry(label, self.options.method, {**overrides, "tree": tree}) for label, tree in trees.items()
+        ]
+        n = max(1, count // len(prompts)) * batch
+        race = Race(self.pipe, field, prompts, n, self.options.seed + 1000, self.shared, measure)
+        name = self.slug(f"{trees['tuned']} {sorted(found.dials.items())} {n} {prompts}")
         return report.rows(
-            race.run(self.folder / RACE / name, resume=True, progress=self.tell), race.describe(), {}
+            race.run(self.folder / RACE / name, resume=True, progress=self.progress), race.describe(), {}
         )
 
     @staticmethod
@@ -178,10 +205,10 @@ class Tuner:
         """A short name for a folder or file."""
         return digest([text])
 
-    def hand_made(self, found: Tuning) -> dict[str, Found]:
+    def hand_made(self, found: Tuning) -> dict[str, PredictedTree]:
         """What is expected of the hand-made shapes, by the same table and costs."""
-        shapes = named(self.levels, self.ranks)
-        return {name: weigh(shapes[name], found.table, found.costs) for name in NAMED if name in shapes}
+        shapes = hand_made_shapes(self.levels, self.ranks)
+        return {name: predict(shapes[name], found.table, found.costs) for name in HAND_MADE if name in shapes}
 
 
 def check(settings: Settings) -> None:

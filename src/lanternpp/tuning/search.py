@@ -12,14 +12,14 @@ from lanternpp.trees.search import Search, expected, polish
 from lanternpp.trees.shapes import SHAPES, Shape, by_levels, chain
 from lanternpp.tuning.cost import Costs
 
-RANKS = 16  # children of a node that are thought of
-RICH = ((3, 4, 4, 3, 3, 3, 2, 2), (8, 10, 8, 4, 2))  # nodes by level: trees whose walks teach most
-LEVELS = ((2, 2, 2, 1, 1), (4, 3), (4, 8, 4), *RICH, (6, 8, 8, 7, 6, 5, 4, 4), (16, 20, 14, 8, 3, 1, 1, 1))
+RANKS = 16  # children of a node that the search considers
+FEW = ((3, 4, 4, 3, 3, 3, 2, 2), (8, 10, 8, 4, 2))  # nodes by level, of the trees that give the most counts
+LEVELS = ((2, 2, 2, 1, 1), (4, 3), (4, 8, 4), *FEW, (6, 8, 8, 7, 6, 5, 4, 4), (16, 20, 14, 8, 3, 1, 1, 1))
 CHAINS = (1, 3, 6)
 
 
 @dataclass(frozen=True)
-class Found:
+class PredictedTree:
     """A tree and what is expected of it."""
 
     shape: Shape
@@ -41,13 +41,15 @@ class Found:
         }
 
 
-def weigh(shape: Shape, table: Tensor, costs: Costs) -> Found:
+def predict(shape: Shape, table: Tensor, costs: Costs) -> PredictedTree:
     """What is expected of a shape."""
     codes = expected(table, shape)
-    return Found(shape, codes, costs.per_pass(codes), costs.rate(shape, table), costs.speedup(shape, table))
+    return PredictedTree(
+        shape, codes, costs.per_pass(codes), costs.rate(shape, table), costs.speedup(shape, table)
+    )
 
 
-def best_by_size(table: Tensor, costs: Costs, nodes: int, depth: int) -> list[Found]:
+def best_by_size(table: Tensor, costs: Costs, nodes: int, depth: int) -> list[PredictedTree]:
     """For every number of nodes the tree with the most codes per second: of each depth, the one that keeps most."""
     best: dict[int, tuple[float, Shape]] = {}
     for deepest in range(1, depth + 1):
@@ -56,31 +58,33 @@ def best_by_size(table: Tensor, costs: Costs, nodes: int, depth: int) -> list[Fo
             if search.codes(count):
                 shape = search.shape(count)
                 best[count] = max(best.get(count, (0.0, ())), (costs.rate(shape, table), shape))
-    return [weigh(shape, table, costs) for _, (_, shape) in sorted(best.items())]
+    return [predict(shape, table, costs) for _, (_, shape) in sorted(best.items())]
 
 
-def choose(sizes: Sequence[Found], table: Tensor, costs: Costs, nodes: int, depth: int) -> Found:
+def choose(
+    sizes: Sequence[PredictedTree], table: Tensor, costs: Costs, nodes: int, depth: int
+) -> PredictedTree:
     """The fastest of all sizes, polished by leaves."""
     first = max(sizes, key=lambda found: found.rate)
     shape = polish(
         first.shape, lambda shape: costs.rate(shape, table), min(RANKS, table.shape[1]), depth, nodes
     )
-    return weigh(shape, table, costs)
+    return predict(shape, table, costs)
 
 
-def probes(nodes: int, depth: int, rich: bool = False) -> list[Shape]:
-    """Trees of several sizes and depths to measure with; rich: only those whose walks teach most."""
-    wide = [by_levels(counts) for counts in (RICH if rich else LEVELS)]
-    if nodes > max(map(len, wide)) and not rich:
+def probe_shapes(nodes: int, depth: int, few: bool = False) -> list[Shape]:
+    """Trees of several sizes and depths to measure with; few: only those that give the most counts."""
+    wide = [by_levels(counts) for counts in (FEW if few else LEVELS)]
+    if nodes > max(map(len, wide)) and not few:
         scale = nodes / max(map(len, wide))
         wide.append(by_levels([max(1, int(count * scale)) for count in LEVELS[-1]]))
-    found = [] if rich else [chain(min(n, depth, nodes)) for n in CHAINS]
+    found = [] if few else [chain(min(n, depth, nodes)) for n in CHAINS]
     for shape in wide:
         found.append(tuple(path for path in shape if len(path) <= depth)[:nodes])
     return list(dict.fromkeys(found))
 
 
-def named(depth: int, ranks: int) -> dict[str, Shape]:
+def hand_made_shapes(depth: int, ranks: int) -> dict[str, Shape]:
     """The hand-made shapes that a table [depth, ranks] covers."""
     return {
         name: shape

@@ -15,9 +15,9 @@ from typing import Any
 
 from lanternpp.pipeline import Pipeline, versions
 from lanternpp.settings import Settings
-from lanternpp.tuning.batches import Choice, Tell, plainly
+from lanternpp.tuning.batch_runner import BatchRunner, Conditions, machine
+from lanternpp.tuning.batches import BatchChoice, Progress, plain_settings
 from lanternpp.tuning.journal import Journal
-from lanternpp.tuning.lane import BatchRunner, Conditions, machine
 
 PLAIN, FIXED, CHOSEN = "plain", "fixed", "chosen"
 WARM = 3  # steps before the first turn of a batch
@@ -37,7 +37,7 @@ class Rate:
 
 
 class Throughput:
-    """Rounds of a method at several batch sizes, written to a folder, which is gone on with unless `restart`.
+    """Rounds of a method at several batch sizes, logged in a folder, from which a stopped run is resumed unless `restart`.
 
     Raises InputError where a part of the method is missing, or the folder holds something else.
     """
@@ -46,7 +46,7 @@ class Throughput:
         self,
         pipe: Pipeline,
         settings: Settings,
-        choice: Choice,
+        choice: BatchChoice,
         rows: Sequence[int],
         conditions: Conditions,
         folder: Path,
@@ -55,21 +55,21 @@ class Throughput:
     ):
         self.pipe, self.settings, self.choice, self.rows = pipe, settings, choice, rows
         self.conditions, self.seed = conditions, seed
-        told: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "tuned": f"{settings.method}, throughput",
             "model": pipe.name,
             "weights": pipe.weights,
         }
-        told |= {"settings": asdict(settings), "prompts": list(conditions), "seed": seed}
-        self.told = told | {"machine": machine(pipe), "versions": versions()}
-        self.journal = Journal(folder, self.told, restart)
+        facts |= {"settings": asdict(settings), "prompts": list(conditions), "seed": seed}
+        self.facts = facts | {"machine": machine(pipe), "versions": versions()}
+        self.journal = Journal(folder, self.facts, restart)
 
     def ways(self, rows: int) -> dict[str, Settings]:
         """The three ways to draw at a size."""
         fixed = replace(self.settings, batch_size=rows)
-        return {PLAIN: plainly(fixed), FIXED: fixed, CHOSEN: self.choice(self.settings, rows)}
+        return {PLAIN: plain_settings(fixed), FIXED: fixed, CHOSEN: self.choice(self.settings, rows)}
 
-    def run(self, rounds: int, tell: Tell | None = None) -> list[Rate]:
+    def run(self, rounds: int, progress: Progress | None = None) -> list[Rate]:
         """Every way at every size; what is chosen is not drawn again where it is one of the others."""
         made: list[Rate] = []
         every = {rows: list(dict.fromkeys(self.ways(rows).values())) for rows in self.rows}
@@ -79,8 +79,8 @@ class Throughput:
             turns: dict[Settings, list[dict[str, float]]] = {way: [] for way in ways}
             for turn in range(rounds):
                 for way in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
-                    if tell:
-                        tell(done, total)
+                    if progress:
+                        progress(done, total)
                     key = {"rows": rows, "method": way.method, "tree": way.tree, "round": turn}
                     turns[way].append(self.journal.once(key, partial(self._turn, batches, way)))
                     done += rows
@@ -96,12 +96,14 @@ class Throughput:
         return batches[way].turn()
 
     def _rate(self, kind: str, way: Settings, turns: dict[Settings, list[dict[str, float]]]) -> Rate:
-        plain = [turn["codes"] / turn["seconds"] for turn in turns[plainly(way)]]
-        mine = [turn["codes"] / turn["seconds"] for turn in turns[way]]
+        plain = [turn["codes"] / turn["seconds"] for turn in turns[plain_settings(way)]]
+        codes_per_second = [turn["codes"] / turn["seconds"] for turn in turns[way]]
         length = self.pipe.target.length
         per_pass = sum(turn["codes"] for turn in turns[way]) / sum(turn["passes"] for turn in turns[way])
-        gain = median(one / other for one, other in zip(mine, plain, strict=True))
-        return Rate(way.batch_size, kind, way.method, way.tree, median(mine) / length, per_pass, gain)
+        gain = median(one / other for one, other in zip(codes_per_second, plain, strict=True))
+        return Rate(
+            way.batch_size, kind, way.method, way.tree, median(codes_per_second) / length, per_pass, gain
+        )
 
 
 def markdown(rates: Sequence[Rate], method: str) -> str:
@@ -143,10 +145,10 @@ def plot(rates: Sequence[Rate], method: str, path: Path) -> Path:
         panels, ("pictures", "speedup"), ("pictures per second", "speed-up over plain AR"), strict=True
     ):
         for i, (kind, label) in enumerate(labels.items()):
-            mine = [rate for rate in rates if rate.kind == kind]
-            sizes, values = [rate.rows for rate in mine], [getattr(rate, field) for rate in mine]
+            of_kind = [rate for rate in rates if rate.kind == kind]
+            sizes, values = [rate.rows for rate in of_kind], [getattr(rate, field) for rate in of_kind]
             axes.plot(sizes, values, marks[kind], color=f"C{i}", label=label, markersize=5, alpha=0.85)
-            for rate in mine if field == "speedup" and kind == CHOSEN else []:
+            for rate in of_kind if field == "speedup" and kind == CHOSEN else []:
                 axes.annotate(
                     named(rate).strip("`"),
                     (rate.rows, rate.speedup),

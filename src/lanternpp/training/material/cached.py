@@ -1,4 +1,4 @@
-"""A target's features of all training pictures, made once and kept in shards on disk."""
+"""A cache on disk of a target's features of all training pictures, computed once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from lanternpp.nn.checkpoints import digest
 from lanternpp.targets.base import Target
 from lanternpp.training import hardware
-from lanternpp.training.features import Captions, lessons
+from lanternpp.training.features import CaptionPrompts, drafter_inputs
 from lanternpp.training.material.codes import Split
 from lanternpp.training.material.shards import Shards, parts_of
 
@@ -20,7 +20,7 @@ SHARD = 1 << 28  # bytes of a shard, about
 BATCH = 8
 
 
-class Features:
+class FeatureCache:
     """Features of M pictures in their variants, of the conditional and of the unconditional prompt."""
 
     def __init__(self, shards: Shards, pictures: int):
@@ -44,9 +44,9 @@ class Features:
         return found
 
 
-def features_of(
-    target: Target, captions: Captions, origin: str, codes: Split, name: str, store: Path
-) -> Features:
+def cached_features(
+    target: Target, captions: CaptionPrompts, origin: str, codes: Split, name: str, store: Path
+) -> FeatureCache:
     """The features of a split, whose codes are called `name`, in `store`; what is missing is made now.
 
     InputError where the disk has no room for them.
@@ -62,20 +62,22 @@ def features_of(
         for part in shards.pending(line):
             features = []
             for index in shards.batches(BATCH):
-                made = [features_at(target, captions, codes, index, v) for v in range(variants)]
+                made = [compute_features(target, captions, codes, index, v) for v in range(variants)]
                 features.append(torch.stack(made, 1))
             shards.write({"features": torch.cat(features).to(like.dtype)}, {"pictures": len(part)})
 
     folder, parts = store / f"features-{key}", parts_of(pictures, each)
     shards = Shards(folder, parts, "features", "the features of all pictures", size)
-    return Features(shards.build(compute), each)
+    return FeatureCache(shards.build(compute), each)
 
 
 @torch.no_grad()
-def features_at(target: Target, captions: Captions, codes: Split, index: Tensor, variant: int) -> Tensor:
+def compute_features(
+    target: Target, captions: CaptionPrompts, codes: Split, index: Tensor, variant: int
+) -> Tensor:
     """Features of pictures index [B] in a variant: [B, 2, S, D] on the CPU."""
     drawn = codes.pick(index, torch.full_like(index, variant)).to(target.decoder.rotary_table.device)
     prompts, start = captions(index, 2)
     with hardware.autocast(drawn.device):
-        _, features = lessons(target, prompts, drawn.repeat(2, 1), start)
+        _, features = drafter_inputs(target, prompts, drawn.repeat(2, 1), start)
     return torch.stack(features.chunk(2), 1).cpu()

@@ -13,7 +13,7 @@ from torch import Tensor
 from lanternpp.devices import half_width
 from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import CONFIG, digest
-from lanternpp.training.data import Order, Pictures, Rows, describe, generator, read_rows
+from lanternpp.training.data import BatchSampler, Pictures, Rows, describe, generator, read_rows
 from lanternpp.training.material.shards import Facts, Shards, Tensors, file_of, join, parts_of
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.reading import Reader
@@ -39,26 +39,26 @@ class Split:
 
 @dataclass(frozen=True)
 class Codes:
-    """Training pictures in 2 x crops variants (crop by crop, as it is then mirrored), validation ones in one."""
+    """Training pictures in 2 x crops variants (each crop as it is, then mirrored), validation ones in one."""
 
     train: Split
     val: Split
     data: dict[str, Any]  # for the provenance
 
 
-class Variants:
+class VariantSampler:
     """Which variant of each picture an epoch shows: all of them once before any comes again."""
 
-    def __init__(self, order: Order, variants: int):
-        generator_ = generator(order.seed, order.count, variants)
-        self.order = order
-        self.turns = torch.rand(order.count, variants, generator=generator_).argsort(1)
+    def __init__(self, sampler: BatchSampler, variants: int):
+        generator_ = generator(sampler.seed, sampler.count, variants)
+        self.sampler = sampler
+        self.variant_order = torch.rand(sampler.count, variants, generator=generator_).argsort(1)
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor, torch.Generator]:
         """(pictures [B], their variants [B], generator) of a step."""
-        index, generator_ = self.order(step)
-        epoch = step // self.order.per_epoch
-        return index, self.turns[index, epoch % self.turns.shape[1]], generator_
+        index, generator_ = self.sampler(step)
+        epoch = step // self.sampler.per_epoch
+        return index, self.variant_order[index, epoch % self.variant_order.shape[1]], generator_
 
 
 def tokenizer_of(model: Path) -> Path:
@@ -104,7 +104,7 @@ def splits_of(data: Path) -> dict[str, Rows]:
 
 
 def codes_key(rows: Mapping[str, Rows], reader: Reader, crops: int, limit: int | None) -> str:
-    """The name of what a reader sees in pictures. InputError where there is nothing to see."""
+    """The name of what a reader sees in pictures. InputError where crops or limit is below 1."""
     for name, value in (("--crops", crops), ("--limit", limit)):
         if value is not None and value < 1:
             raise InputError(f"{name} {value} must be at least 1.")

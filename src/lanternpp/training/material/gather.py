@@ -14,15 +14,20 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.targets.base import Target
 from lanternpp.training.material.codes import Codes, codes_key, codes_of, splits_of
-from lanternpp.training.material.samples import Own, asked, own_codes, own_key
-from lanternpp.training.state import foresee
-from lanternpp.training.task import Plan
+from lanternpp.training.material.samples import (
+    SelfSampling,
+    choose_prompts,
+    self_sampled_codes,
+    self_samples_key,
+)
+from lanternpp.training.state import check_resumable
+from lanternpp.training.task import TrainingOptions
 from lanternpp.training.teacher import Teacher, key_of, read_teacher
 
 
 @dataclass(frozen=True)
-class Taught:
-    """A target on its device, where it came from, and how it draws."""
+class LoadedTarget:
+    """A target on its device, where it came from, and its default sampling and guidance."""
 
     teacher: Teacher
     target: Target
@@ -32,55 +37,61 @@ class Taught:
 
 
 @dataclass(frozen=True)
-class Material(Taught):
+class Material(LoadedTarget):
     """A target and the codes that its drafter learns from."""
 
     codes: Codes
 
 
-def taught(model: str | Path, out: Path, device: torch.device, cfg: float | None) -> Taught:
-    """A model's target; cfg None: the guidance that the model draws best with."""
+def load_target(model: str | Path, out: Path, device: torch.device, cfg: float | None) -> LoadedTarget:
+    """A model's target; cfg None: the guidance scale of the model's defaults."""
     teacher = read_teacher(model, out, device)
     target = teacher.read()
     if cfg is None:
         cfg = float(teacher.defaults(target).get("cfg", 3.0))
-    return Taught(teacher, target, key_of(target), teacher.sampling(target), cfg)
+    return LoadedTarget(teacher, target, key_of(target), teacher.sampling(target), cfg)
 
 
 def gather(
     model: str | Path,
-    plan: Plan,
+    options: TrainingOptions,
     data: Path | None,
-    own: Own | None,
+    self_sampling: SelfSampling | None,
     settings: Mapping[str, Any],
     follow: bool,
     crops: int,
     limit: int | None,
 ) -> Material:
-    """The codes of the pictures in `data` or, where `own` says so, of pictures that the target draws with `cfg`.
+    """The codes of the pictures in `data` or, with `self_sampling`, of pictures that the target draws with `cfg`.
 
-    settings: of the training, `cfg` among them; follow: the guidance is the one that the model draws best with.
-    InputError where there is nothing to learn from, or what the plan's folder holds was trained otherwise: that is
+    settings: of the training, `cfg` among them; follow: take `cfg` from the model's defaults instead.
+    InputError where there is nothing to learn from, or the folder of `options` was trained with other settings: that is
     found before anything is drawn or encoded.
     """
     if data is not None:
         splits_of(data)
     early = {name: value for name, value in settings.items() if name != "cfg"}
-    foresee(plan, early)
-    found = taught(model, plan.folder, plan.device, None if follow else settings["cfg"])
+    check_resumable(options, early)
+    found = load_target(model, options.folder, options.device, None if follow else settings["cfg"])
     teacher, target = found.teacher, found.target
     known = {"cfg": found.cfg, "target": found.origin}
-    if own is not None:
-        words = asked(own, data, teacher.place, target)
+    if self_sampling is not None:
+        prompts = choose_prompts(self_sampling, data, teacher.place, target)
         guidance = Guidance(found.cfg)
-        foresee(plan, known | {"data": own_key(found.origin, words, own, guidance, found.sampling)})
-        codes = own_codes(target, found.origin, words, own, guidance, found.sampling, teacher.store)
+        check_resumable(
+            options,
+            known
+            | {"data": self_samples_key(found.origin, prompts, self_sampling, guidance, found.sampling)},
+        )
+        codes = self_sampled_codes(
+            target, found.origin, prompts, self_sampling, guidance, found.sampling, teacher.store
+        )
         if teacher.packs:
             del target  # before it is read again: one of them at a time
             target = teacher.read()
     elif data is not None:
         reader = target.reader()
-        foresee(plan, known | {"data": codes_key(splits_of(data), reader, crops, limit)})
+        check_resumable(options, known | {"data": codes_key(splits_of(data), reader, crops, limit)})
         codes = codes_of(data, teacher.store, reader, crops, limit)
     else:
         raise InputError("a drafter learns from pictures, --data DIR, or from the target's own, --self.")

@@ -1,4 +1,4 @@
-"""Pictures as a model's tokenizer draws them again, so that a judge learns from them beside photos."""
+"""Pictures as a model's tokenizer draws them again, so that a classifier learns from them beside photos."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lanternpp.devices import half_width
 from lanternpp.nn.checkpoints import checksum, digest
-from lanternpp.training.data import Pictures, generator, spread
+from lanternpp.training.data import Pictures, evenly_spaced, generator
 from lanternpp.training.material.codes import PART, tokenizer_of
 from lanternpp.training.material.shards import Shards, file_of, join, parts_of
 from lanternpp.training.pictures import to_bytes
@@ -26,24 +26,24 @@ def redrawn(
     Raises InputError where `model` has no tokenizer.
     """
     vq = read_vq(tokenizer_of(model), torch.bfloat16 if half_width(device) else torch.float32)
-    index = spread(len(train), count) if count else torch.empty(0, dtype=torch.int64)
+    index = evenly_spaced(len(train), count) if count else torch.empty(0, dtype=torch.int64)
     parts = [checksum(tensor.float()) for tensor in vq.weights().values()]
     key = digest([*parts, train.key, val.key, str(len(train)), str(len(index))])
     path = model / "codes" / f"redrawn-{key}.safetensors"
     return file_of(
         path,
-        lambda: write(path, channels_last(vq).to(device), train, val, index),
-        lambda tensors, _: (index, whole(tensors["train"], key), whole(tensors["val"], key)),
+        lambda: draw_again(path, channels_last(vq).to(device), train, val, index),
+        lambda tensors, _: (index, as_pictures(tensors["train"], key), as_pictures(tensors["val"], key)),
     )
 
 
-def whole(pixels: Tensor, key: str) -> Pictures:
+def as_pictures(pixels: Tensor, key: str) -> Pictures:
     """Squares [M, 3, H, H] uint8 as pictures."""
     sizes = torch.tensor(pixels.shape[2:]).expand(len(pixels), 2)
     return Pictures(pixels, sizes, (), (), key, pixels.shape[2])
 
 
-def write(path: Path, vq: VQ, train: Pictures, val: Pictures, index: Tensor, batch: int = 32) -> None:
+def draw_again(path: Path, vq: VQ, train: Pictures, val: Pictures, index: Tensor, batch: int = 32) -> None:
     """Random crops of the training pictures index [M] and the centres of the others, drawn again."""
     chosen, size = {"train": index, "val": torch.arange(len(val))}, vq.config.size
     shapes = {split: (len(which), 3, size, size) for split, which in chosen.items()}

@@ -1,6 +1,6 @@
-"""Runs of a target with a parallel drafter, recorded: what the target showed in every pass, kept or refused.
+"""Recorded runs of a target with a parallel drafter: the target's features of every drafted code, kept or refused.
 
-A drafter that hears what the target thought of refused codes can only learn it from runs of that kind.
+A drafter whose hints are the target's features at refused codes can only learn to use them from recorded runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lanternpp.nn.checkpoints import digest
 from lanternpp.nn.packed import pack
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.targets.base import Target
-from lanternpp.training.material.gather import Taught
+from lanternpp.training.material.gather import LoadedTarget
 from lanternpp.training.material.shards import Shards, parts_of
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
@@ -46,7 +46,7 @@ class Rollout:
 
 
 class Recorder(Observer):
-    """Keeps what each pass showed, by slot of the batch."""
+    """Records the features of every pass, by slot of the batch."""
 
     def __init__(self, guidance: Guidance):
         self.guidance = guidance
@@ -101,21 +101,23 @@ def replay(rollout: Rollout, levels: int) -> tuple[Tensor, Tensor, Tensor]:
     features = torch.cat((rollout.prompt, decided))
     anchors = len(rollout.prompt) - 1 + torch.cat((kept.new_zeros(1), kept.cumsum(0)[:-1]))
     place = kept[:-1, None] + torch.arange(levels)  # nodes behind those a pass decided
-    there = place <= depth
+    exists = place <= depth
     found = rollout.features[:-1].gather(
         1, place.clamp(max=depth)[..., None].expand(-1, -1, features.shape[-1])
     )
-    hints = torch.cat((torch.zeros_like(found[:1]), found * there[..., None]))
+    hints = torch.cat((torch.zeros_like(found[:1]), found * exists[..., None]))
     return features, anchors, hints
 
 
-def runs_key(found: Taught, origin: str, texts: Sequence[str], depth: int, batch: int, seed: int) -> str:
+def runs_key(
+    found: LoadedTarget, origin: str, texts: Sequence[str], depth: int, batch: int, seed: int
+) -> str:
     """The name of runs of the texts with a drafter of weights `origin`."""
     return digest([found.origin, origin, *texts, f"{found.cfg} {depth} {batch} {seed}"])
 
 
 def recorded(
-    found: Taught,
+    found: LoadedTarget,
     drafter: ParallelDrafter,
     name: str,
     texts: Sequence[str],
@@ -129,14 +131,14 @@ def recorded(
     """
     target = found.target
 
-    def draw() -> None:
+    def compute() -> None:
         target.pack()
         pack(drafter)
         for part in shards.pending(
             f"recording {shards.count} runs of the target with the drafter: up to {shards.room}"
         ):
-            said, first, runs = texts[part.start : part.stop], (seed << 32) + part.start, list[Rollout]()
-            for run in record(target, drafter, said, found.cfg, depth, batch, first, found.sampling):
+            run_texts, first, runs = texts[part.start : part.stop], (seed << 32) + part.start, list[Rollout]()
+            for run in record(target, drafter, run_texts, found.cfg, depth, batch, first, found.sampling):
                 runs.append(run)
                 shards.progress(len(runs))
             tensors = {f"{i} {name}": getattr(run, name) for i, run in enumerate(runs) for name in PARTS}
@@ -145,11 +147,11 @@ def recorded(
             )
 
     size = target.length * target.decoder.config.dim * next(target.parameters()).element_size()
-    room = size * (depth + 1) // 2  # a pass keeps two codes at least, or little is gained
+    room = size * (depth + 1) // 2  # assumes that a pass decides two codes on average
     folder, parts = found.teacher.store / f"runs-{name}", parts_of(len(texts), PART)
     shards = Shards(folder, parts, "runs", "the recorded runs", room, "runs")
     return [
         Rollout(text, **{name: tensors[f"{i} {name}"] for name in PARTS}, start=start)
-        for tensors, facts in shards.build(draw).read()
+        for tensors, facts in shards.build(compute).read()
         for i, (text, start) in enumerate(zip(facts["texts"], facts["starts"], strict=True))
     ]

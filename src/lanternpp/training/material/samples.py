@@ -23,13 +23,13 @@ from lanternpp.training.data import read_rows
 from lanternpp.training.material.codes import Codes, Split
 from lanternpp.training.material.shards import Shards, parts_of
 
-HELD = 10  # of so many prompts one is held out to validate with
-LEAST, MOST = 4, 96  # pictures to validate with
-FEWEST = 100  # pictures to train with, where nobody says how many
+HELD_OUT = 10  # one prompt of this many is held out for validation
+MIN_HELD_OUT, MAX_HELD_OUT = 4, 96  # validation pictures
+MIN_PICTURES = 100  # training pictures, where the user does not say how many
 
 
 @dataclass(frozen=True)
-class Own:
+class SelfSampling:
     """Which pictures of its own a target is to draw; count None: one of every prompt, and no fewer than 100."""
 
     prompts: Path | None = None
@@ -45,113 +45,131 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptSplit:
     """Prompts to train with and others to validate with."""
 
     train: tuple[str, ...]
     val: tuple[str, ...]
 
 
-def asked(own: Own, data: Path | None, place: Path, target: Target) -> Asked:
-    """The prompts: of the file, else the captions of `data`, else the model's own, else all it knows.
+def choose_prompts(
+    self_sampling: SelfSampling, data: Path | None, place: Path, target: Target
+) -> PromptSplit:
+    """The prompts: of the file, else the captions of `data`, else the model's own, else all conditions that the target knows.
 
     Raises InputError where there are none, or the file has one that the target cannot follow.
     """
-    if own.prompts is None and data is not None:
-        train, val = (followed(target, read_rows(data, split).texts) for split in ("train", "val"))
+    if self_sampling.prompts is None and data is not None:
+        train, val = (supported_prompts(target, read_rows(data, split).texts) for split in ("train", "val"))
         if not (train and val):
             raise InputError(
                 f"the target can follow none of the captions of {data}: give it other --prompts."
             )
-        return Asked(train, val)
-    if own.prompts is not None or (place / PROMPTS).is_file():
-        listed = tuple(dict.fromkeys(read_prompts(own.prompts, place)))
+        return PromptSplit(train, val)
+    if self_sampling.prompts is not None or (place / PROMPTS).is_file():
+        listed = tuple(dict.fromkeys(read_prompts(self_sampling.prompts, place)))
         for text in listed:
-            target.prompt([text], 1)
-        return parted(listed)
+            target.check(text)
+        return split_prompts(listed)
     if target.conditions:
-        return parted(tuple(target.conditions))
+        return split_prompts(tuple(target.conditions))
     raise InputError(
         "--self needs prompts: give --prompts FILE with one a line, or --data DIR with captions."
     )
 
 
-def followed(target: Target, texts: Sequence[str]) -> tuple[str, ...]:
+def supported_prompts(target: Target, texts: Sequence[str]) -> tuple[str, ...]:
     """Those of some texts, each once, that a target can follow."""
     kept = []
     for text in dict.fromkeys(texts):
         try:
-            target.prompt([text], 1)
+            target.check(text)
         except InputError:
             continue
         kept.append(text)
     return tuple(kept)
 
 
-def parted(texts: tuple[str, ...]) -> Asked:
+def split_prompts(texts: tuple[str, ...]) -> PromptSplit:
     """One of every ten prompts held out, and the last one at least; a single prompt serves for both."""
     if len(texts) == 1:
-        return Asked(texts, texts)
-    held = texts[HELD - 1 :: HELD] or texts[-1:]
-    return Asked(tuple(text for text in texts if text not in held), held)
+        return PromptSplit(texts, texts)
+    held_out = texts[HELD_OUT - 1 :: HELD_OUT] or texts[-1:]
+    return PromptSplit(tuple(text for text in texts if text not in held_out), held_out)
 
 
-def own_codes(
-    target: Target, key: str, words: Asked, own: Own, guidance: Guidance, sampling: Sampling, store: Path
+def self_sampled_codes(
+    target: Target,
+    key: str,
+    prompts: PromptSplit,
+    self_sampling: SelfSampling,
+    guidance: Guidance,
+    sampling: Sampling,
+    store: Path,
 ) -> Codes:
     """The codes of a target's own pictures, kept in `store`; what is missing is drawn now. `key`: the target's.
 
-    Plain autoregressive decoding draws them; picture i has the seed own.seed * 2**32 + i.
+    Plain autoregressive decoding draws them; picture i has the seed self_sampling.seed * 2**32 + i.
     """
-    texts, held = wanted(words, own)
-    count, batch = len(texts) - held, min(own.batch, len(texts))
-    name = own_key(key, words, own, guidance, sampling)
+    texts, held_out = picture_prompts(prompts, self_sampling)
+    count, batch = len(texts) - held_out, min(self_sampling.batch, len(texts))
+    name = self_samples_key(key, prompts, self_sampling, guidance, sampling)
 
-    def draw() -> None:
+    def compute() -> None:
         if target.vocab > 2**16:
             raise InputError(f"a target of {target.vocab} codes is too large: training takes up to {2**16}.")
         target.pack()
         target.cache_prompts(len(set(texts)))
         engine = Engine(target, NoDraft(), Exact(), sampling, guidance, batch)
-        seconds = pace(engine, texts) * target.length * -(-shards.count // batch)
+        seconds = seconds_per_step(engine, texts) * target.length * -(-shards.count // batch)
         line = f"drawing {shards.count} pictures of {target.length} codes, guidance {guidance.scale:g}: {shards.room}"
         for part in shards.pending(f"{line}, about {seconds / 60:.1f} min"):
             chosen = texts[part.start : part.stop]
-            seeds = range((own.seed << 32) + part.start, (own.seed << 32) + part.stop)
+            seeds = range((self_sampling.seed << 32) + part.start, (self_sampling.seed << 32) + part.stop)
 
-            def tell(now: int, of: int, size: int = len(part)) -> None:
+            def report_progress(now: int, of: int, size: int = len(part)) -> None:
                 shards.progress(now / of * size)
 
-            codes = torch.stack([harvest.codes for harvest in generate(engine, chosen, seeds, tell)])
+            codes = torch.stack(
+                [harvest.codes for harvest in generate(engine, chosen, seeds, report_progress)]
+            )
             shards.write({"codes": codes.to(torch.uint16)}, {"texts": chosen})
         target.release_encoder()
 
-    folder, parts = store / f"self-{name}", parts_of(len(texts), own.batch * 4)
+    folder, parts = store / f"self-{name}", parts_of(len(texts), self_sampling.batch * 4)
     shards = Shards(folder, parts, "codes", "the codes of its own pictures", target.length * 2)
-    codes = torch.cat([tensors["codes"] for tensors, _ in shards.build(draw).read()])[:, None]
+    codes = torch.cat([tensors["codes"] for tensors, _ in shards.build(compute).read()])[:, None]
     splits = [
         Split(codes[part], tuple(texts[part]), ("",) * len(texts[part]))
         for part in (slice(0, count), slice(count, None))
     ]
-    facts = {"self": True, "train": count, "val": held, "prompts": len(words.train), "codes": name}
+    facts = {"self": True, "train": count, "val": held_out, "prompts": len(prompts.train), "codes": name}
     facts |= {"cfg": guidance.scale, "sampling": asdict(sampling)}
     return Codes(splits[0], splits[1], facts)
 
 
-def wanted(words: Asked, own: Own) -> tuple[list[str], int]:
+def picture_prompts(prompts: PromptSplit, self_sampling: SelfSampling) -> tuple[list[str], int]:
     """A prompt for every picture, those to validate with last, and how many these are."""
-    count = own.count or max(len(words.train), FEWEST)
-    held = min(max(count // HELD, LEAST), MOST)
-    texts = [words.train[i % len(words.train)] for i in range(count)]
-    return texts + [words.val[i % len(words.val)] for i in range(held)], held
+    count = self_sampling.count or max(len(prompts.train), MIN_PICTURES)
+    held_out = min(max(count // HELD_OUT, MIN_HELD_OUT), MAX_HELD_OUT)
+    texts = [prompts.train[i % len(prompts.train)] for i in range(count)]
+    return texts + [prompts.val[i % len(prompts.val)] for i in range(held_out)], held_out
 
 
-def own_key(key: str, words: Asked, own: Own, guidance: Guidance, sampling: Sampling) -> str:
+def self_samples_key(
+    key: str, prompts: PromptSplit, self_sampling: SelfSampling, guidance: Guidance, sampling: Sampling
+) -> str:
     """The name of a target's own pictures."""
-    return digest([key, *wanted(words, own)[0], f"{guidance} {sampling} {own.seed} {own.batch}"])
+    return digest(
+        [
+            key,
+            *picture_prompts(prompts, self_sampling)[0],
+            f"{guidance} {sampling} {self_sampling.seed} {self_sampling.batch}",
+        ]
+    )
 
 
-def pace(engine: Engine, texts: Sequence[str], steps: int = 3) -> float:
+def seconds_per_step(engine: Engine, texts: Sequence[str], steps: int = 3) -> float:
     """Seconds of a step of a full batch, from a few of them."""
     for slot in range(engine.batch):
         engine.admit(slot, texts[slot % len(texts)], slot)
@@ -162,6 +180,6 @@ def pace(engine: Engine, texts: Sequence[str], steps: int = 3) -> float:
     for _ in range(steps):
         engine.step()
     engine.done()  # waits for the device
-    spent = (time.monotonic() - began) / steps
-    engine.count.fill_(engine.target.length)  # nobody wants these pictures
-    return spent
+    seconds = (time.monotonic() - began) / steps
+    engine.count.fill_(engine.target.length)  # these pictures are not needed: mark them as finished
+    return seconds

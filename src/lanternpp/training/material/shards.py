@@ -99,7 +99,7 @@ class Shards:
         size = self.count * self.item_bytes
         self.room = f"{in_bytes(size)} in {self.folder}"
         if self.missing:
-            check_room(self.folder, size, self.contents)
+            check_disk_space(self.folder, size, self.contents)
             compute()
 
     def pending(self, line: str) -> Iterator[Part]:
@@ -131,7 +131,7 @@ class Shards:
 
 
 def file_of(path: Path, write: Callable[[], None], parse: Callable[[Tensors, Facts], T]) -> T:
-    """What `parse` makes of a file, which one process of several writes now where it is missing."""
+    """What `parse` returns for a file; if the file is missing, one process of the team calls `write` first."""
     with team().leader_first():
         if not path.is_file():
             write()
@@ -164,11 +164,11 @@ def read_file(path: Path, parse: Callable[[Tensors, Facts], T]) -> T:
         with safe_open(path, framework="pt") as file:
             facts = json.loads((file.metadata() or {}).get("facts", "{}"))
             return parse({name: file.get_tensor(name) for name in file.keys()}, facts)  # noqa: SIM118
-    except Exception as error:  # whatever is wrong with a cache, the cure is the same
+    except Exception as error:  # whatever is wrong with a cached file, the remedy is the same
         raise InputError(f"{path} cannot be read ({error}): delete it to make it again.") from None
 
 
-def check_room(folder: Path, size: int, what: str) -> None:
+def check_disk_space(folder: Path, size: int, what: str) -> None:
     """InputError where the disk of `folder`, which may not exist yet, lacks room for `size` bytes of `what`."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
@@ -180,7 +180,7 @@ def check_room(folder: Path, size: int, what: str) -> None:
 
 
 def in_bytes(size: float) -> str:
-    """A size as a reader takes it in."""
+    """A number of bytes as text, in B, KiB, MiB or GiB."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,7 +1,7 @@
-"""A model's own judge: a small classifier of its data's labels, whose features stand in for Inception's.
+"""A model's own classifier: a small classifier of its data's labels, whose features stand in for Inception's.
 
 A residual network with pre-activation blocks (arXiv 1603.05027). Beside the label it names the words of the
-caption, so that its features know colours, skies and backgrounds, which a label alone would let it forget.
+caption, so that its features also describe colours, skies and backgrounds, which do not matter for the label alone.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lanternpp.nn.shards import check_finite
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.schema import Between, checked
 
-JUDGE = "judge"  # the part of a model folder
+CLASSIFIER = "judge"  # the part of a model folder
 REFERENCE = "reference.safetensors"
 
 
 @dataclass(frozen=True)
-class JudgeConfig:
-    """Shape of a judge. Every stage halves the sides of the one before; the stem does so too."""
+class ClassifierConfig:
+    """Shape of a classifier. Every stage halves the sides of the one before; the stem does so too."""
 
     labels: Words
     words: Words = ()  # of the captions
@@ -43,9 +43,11 @@ class JudgeConfig:
 
     def __post_init__(self) -> None:
         if len(self.channels) != len(self.blocks):
-            raise InputError("a judge's channels and blocks need one entry per stage each.")
+            raise InputError("a classifier's channels and blocks need one entry per stage each.")
         if len(self.labels) < 2:
-            raise InputError(f"a judge tells labels apart and there are {len(self.labels)}; give 2 or more.")
+            raise InputError(
+                f"a classifier tells labels apart and there are {len(self.labels)}; give 2 or more."
+            )
 
 
 def norm(channels: int) -> nn.Module:
@@ -71,10 +73,10 @@ class Block(nn.Module):
         return over + self.conv2(F.silu(self.norm2(self.conv1(h))))
 
 
-class Judge(nn.Module):
+class Classifier(nn.Module):
     """Pictures -> features, and from them the scores of labels and words."""
 
-    def __init__(self, config: JudgeConfig):
+    def __init__(self, config: ClassifierConfig):
         super().__init__()
         self.config = config
         self.stem = nn.Conv2d(3, config.stem, 5, 2, 2, bias=False)
@@ -101,25 +103,27 @@ class Judge(nn.Module):
         return self.labels(features), words
 
 
-def has_judge(folder: Path) -> bool:
-    """Whether a model folder holds a judge."""
-    return (folder / JUDGE / checkpoints.CONFIG).is_file()
+def has_classifier(folder: Path) -> bool:
+    """Whether a model folder holds a classifier."""
+    return (folder / CLASSIFIER / checkpoints.CONFIG).is_file()
 
 
-def read_judge(folder: Path, device: torch.device | str = "cpu") -> Judge:
-    """The judge of a model folder, in float32. Raises InputError naming what is wrong with a file."""
-    source = folder / JUDGE
-    config = config_as(JudgeConfig, checkpoints.load_config(source), source)
+def read_classifier(folder: Path, device: torch.device | str = "cpu") -> Classifier:
+    """The classifier of a model folder, in float32. Raises InputError naming what is wrong with a file."""
+    source = folder / CLASSIFIER
+    config = config_as(ClassifierConfig, checkpoints.load_config(source), source)
     with blank(source):
-        judge = Judge(config)
-    Source.open(source / checkpoints.WEIGHTS).fill(judge, [SAME], torch.float32)
-    judge.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return judge.eval().requires_grad_(False).to(device)
+        classifier = Classifier(config)
+    Source.open(source / checkpoints.WEIGHTS).fill(classifier, [SAME], torch.float32)
+    classifier.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return classifier.eval().requires_grad_(False).to(device)
 
 
-def fingerprint(judge: nn.Module) -> str:
-    """A hash of a judge's weights: features of one judge mean nothing beside those of another."""
-    parts = [f"{name} {checkpoints.checksum(tensor)}" for name, tensor in sorted(judge.state_dict().items())]
+def fingerprint(classifier: nn.Module) -> str:
+    """A hash of a classifier's weights: features of different classifiers cannot be compared."""
+    parts = [
+        f"{name} {checkpoints.checksum(tensor)}" for name, tensor in sorted(classifier.state_dict().items())
+    ]
     return checkpoints.digest(parts)
 
 
@@ -131,16 +135,16 @@ class Reference:
     texts: tuple[str, ...] = ()
 
 
-def write_reference(folder: Path, judge: nn.Module, features: Tensor, texts: Sequence[str]) -> None:
-    """`folder`/judge/reference.safetensors: features in 16 bits, captions, and which judge they are of."""
-    note = {"judge": fingerprint(judge), "texts": json.dumps(list(texts))}
-    with checkpoints.replacing(folder / JUDGE / REFERENCE) as temporary:
+def write_reference(folder: Path, classifier: nn.Module, features: Tensor, texts: Sequence[str]) -> None:
+    """`folder`/judge/reference.safetensors: features in 16 bits, captions, and which classifier they are of."""
+    note = {"judge": fingerprint(classifier), "texts": json.dumps(list(texts))}
+    with checkpoints.replacing(folder / CLASSIFIER / REFERENCE) as temporary:
         temporary.write_bytes(serialise({"features": features.half().cpu().contiguous()}, metadata=note))
 
 
-def read_reference(folder: Path, judge: nn.Module) -> Reference:
-    """The reference that lies beside a judge. Raises InputError where it is missing or another judge's."""
-    path = folder / JUDGE / REFERENCE
+def read_reference(folder: Path, classifier: nn.Module) -> Reference:
+    """The reference that lies beside a classifier. Raises InputError where it is missing or another classifier's."""
+    path = folder / CLASSIFIER / REFERENCE
     if not path.is_file():
         raise InputError(f"{path} is missing; give --reference DIR, a folder of pictures to compare with")
     try:
@@ -150,6 +154,6 @@ def read_reference(folder: Path, judge: nn.Module) -> Reference:
         texts = checked("texts", parse_json(note.get("texts", "[]"), "texts"), tuple[str, ...])
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({error}); give --reference DIR") from None
-    if note.get("judge") != fingerprint(judge):
+    if note.get("judge") != fingerprint(classifier):
         raise InputError(f"{path} was made by other weights than {path.parent}'s; give --reference DIR")
     return Reference(features, texts)

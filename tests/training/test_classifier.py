@@ -1,4 +1,4 @@
-"""The judge's training: what it learns, that it resumes, and the reference it leaves."""
+"""The classifier's training: what it learns, that it resumes, and the reference it leaves."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ import pytest
 import torch
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.features import JudgeFeatures, extract
-from lanternpp.evaluation.judge import read_judge, read_reference
+from lanternpp.evaluation.classifier import read_classifier, read_reference
+from lanternpp.evaluation.features import ClassifierFeatures, extract
 from lanternpp.evaluation.pictures import Gallery
 from lanternpp.evaluation.quality import Quality
-from lanternpp.training.judge import JudgeSettings, train
-from lanternpp.training.labelled import vary, vocabulary
-from lanternpp.training.run import Plan
+from lanternpp.training.classifier import ClassifierSettings, train
+from lanternpp.training.labelled import augment, vocabulary
+from lanternpp.training.run import TrainingOptions
 
 CPU = torch.device("cpu")
 SHAPE = {"stem": 16, "channels": (32, 48), "blocks": (1, 1)}
 
 
 def go(data: Path, model: Path, steps: int = 8, stop: int | None = None, **settings: Any) -> bool:
-    plan = Plan(model / "judge", steps, stop_after=stop, log_steps=1, checks=2, store="int8")
-    return train(data, model, SHAPE, JudgeSettings(**{"batch_size": 6, "redrawn": 5, **settings}), plan)
+    options = TrainingOptions(model / "judge", steps, stop_after=stop, log_steps=1, checks=2, store="int8")
+    return train(
+        data, model, SHAPE, ClassifierSettings(**{"batch_size": 6, "redrawn": 5, **settings}), options
+    )
 
 
 def weights(model: Path) -> dict[str, torch.Tensor]:
-    return read_judge(model).state_dict()
+    return read_classifier(model).state_dict()
 
 
 def test_it_tells_red_squares_from_blue_ones_and_says_how_it_came_about(data: Path, model: Path) -> None:
@@ -39,9 +41,12 @@ def test_it_tells_red_squares_from_blue_ones_and_says_how_it_came_about(data: Pa
     assert facts["validation"]["accuracy_of_each_label"] == {"blue": 1, "red": 1}
     assert facts["data"]["train"] == 12 and facts["store"] == "int8"
     assert list((model / "judge" / "samples").glob("*.png"))
-    judge = JudgeFeatures.open(model, CPU)
+    classifier = ClassifierFeatures.open(model, CPU)
     photos = Gallery.read(data / "val")
-    taken = [judge.judge.config.labels[i] for i in judge.labels(extract(judge, photos)).tolist()]
+    taken = [
+        classifier.classifier.config.labels[i]
+        for i in classifier.labels(extract(classifier, photos)).tolist()
+    ]
     assert taken == [str(prompt).split()[4] for prompt in photos.prompts]  # a photo of a RED square
 
 
@@ -49,10 +54,10 @@ def test_the_reference_is_what_the_stored_weights_see_in_the_validation_pictures
     data: Path, model: Path
 ) -> None:
     assert go(data, model)
-    own = read_reference(model, read_judge(model))
+    own = read_reference(model, read_classifier(model))
     photos = Gallery.read(data / "val")
     assert list(own.texts) == photos.prompts
-    seen = extract(JudgeFeatures.open(model, CPU), photos)
+    seen = extract(ClassifierFeatures.open(model, CPU), photos)
     torch.testing.assert_close(own.features, seen, rtol=2e-3, atol=1e-4)
     figures = Quality.for_model(model, device="cpu").measure(photos, photos.prompts)
     assert figures["frechet"] < 1e-3 and figures["precision"] == figures["recall"] == 1
@@ -91,7 +96,7 @@ def test_what_it_cannot_learn_from_is_refused(data: Path, model: Path, tmp_path:
     with pytest.raises(InputError, match=r"4 pictures have none, e.g. blue/001.png"):
         go(data, model)
     with pytest.raises(InputError, match="lr 2"):
-        JudgeSettings(lr=2)
+        ClassifierSettings(lr=2)
 
 
 def test_words_are_those_that_many_captions_say_and_no_label_does() -> None:
@@ -102,7 +107,7 @@ def test_words_are_those_that_many_captions_say_and_no_label_does() -> None:
 
 def test_variations_stay_recognisable_and_follow_their_seed() -> None:
     images = torch.linspace(-1, 1, 32).expand(6, 3, 32, 32)
-    one, again, other = (vary(images, torch.Generator().manual_seed(seed), 24) for seed in (0, 0, 1))
+    one, again, other = (augment(images, torch.Generator().manual_seed(seed), 24) for seed in (0, 0, 1))
     assert one.shape == (6, 3, 24, 24) and torch.equal(one, again) and not torch.equal(one, other)
     assert one.abs().max() <= 1
     rising = (one[..., -1] - one[..., 0]).mean((1, 2)) > 0

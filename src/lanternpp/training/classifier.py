@@ -1,4 +1,4 @@
-"""Training of a judge: labels and caption words, of photos and of what the tokenizer makes of them."""
+"""Training of a classifier: labels and caption words, of photos and of what the tokenizer makes of them."""
 
 from __future__ import annotations
 
@@ -11,35 +11,41 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.judge import JUDGE, Judge, JudgeConfig, read_judge, write_reference
+from lanternpp.evaluation.classifier import (
+    CLASSIFIER,
+    Classifier,
+    ClassifierConfig,
+    read_classifier,
+    write_reference,
+)
 from lanternpp.evaluation.pictures import Gallery, Item, squares
 from lanternpp.nn import checkpoints
 from lanternpp.nn.stores import Store, pack, unpack
 from lanternpp.picture import Panel, comparison
 from lanternpp.training import hardware
-from lanternpp.training.data import Order, Pictures, describe, read_rows
-from lanternpp.training.labelled import Lesson, lesson, vary, vocabulary
+from lanternpp.training.data import BatchSampler, Pictures, describe, read_rows
+from lanternpp.training.labelled import LabelledPictures, augment, label_pictures, vocabulary
 from lanternpp.training.material.codes import named, tokenizer_of
 from lanternpp.training.material.redrawn import redrawn
 from lanternpp.training.pictures import to_bytes
-from lanternpp.training.run import Plan, Task, averaged, run
+from lanternpp.training.run import Task, TrainingOptions, averaged, run
 from lanternpp.vq.model import channels_last
 
-SMALL = 0.75  # of the side: half the work, so more pictures are seen in the same time
-SHOWN = 8  # pictures of a sample sheet
+SMALL_SIDE = 0.75  # of the side: half the work, so more pictures are seen in the same time
+SAMPLE_PICTURES = 8  # pictures of a sample sheet
 
 
 @dataclass(frozen=True)
-class JudgeSettings:
-    """What decides the result, budget and machine aside."""
+class ClassifierSettings:
+    """Hyperparameters: all that decides the result, except the budget and the machine."""
 
     batch_size: int = 64
     lr: float = 3e-3
     seed: int = 0
-    redrawn: int = 4096  # training pictures that the tokenizer draws again
-    share: float = 0.33  # of a step's pictures that are such
+    redrawn: int = 4096  # training pictures that are encoded and decoded by the tokenizer
+    share: float = 0.33  # share of a step's pictures that are redrawn
     words: float = 1.0  # weight of the caption words beside the label
-    small: float = 0.6  # share of the budget before pictures are as large as they will be judged
+    small: float = 0.6  # share of the budget that trains on smaller pictures
     weight_decay: float = 0.05
     decay: float = 0.998
     warmup: int = 100
@@ -55,24 +61,24 @@ class JudgeSettings:
             raise InputError(f"redrawn {self.redrawn} is a number of pictures: 0 or more.")
 
 
-class JudgeTask(Task):
-    """A judge on photos and redrawn photos."""
+class ClassifierTask(Task):
+    """A classifier on photos and redrawn photos."""
 
     name = "judge"
     keep = "loss"
 
     def __init__(
         self,
-        config: JudgeConfig,
-        settings: JudgeSettings,
-        lessons: dict[str, Lesson],  # train, val, and both again as the tokenizer draws them
+        config: ClassifierConfig,
+        settings: ClassifierSettings,
+        splits: dict[str, LabelledPictures],  # train, val, and both again as the tokenizer draws them
         data: dict[str, Any],
         device: torch.device,
         store: Store,
     ):
         torch.manual_seed(settings.seed)
-        self.config, self.options, self.device = config, settings, device
-        self.lessons = {name: lesson.to(device) for name, lesson in lessons.items()}
+        self.config, self.hparams, self.device = config, settings, device
+        self.splits = {name: split.to(device) for name, split in splits.items()}
         self.data, self.store, self.decay, self.warmup = data, store, settings.decay, settings.warmup
         self.settings = {
             **asdict(config),
@@ -80,8 +86,8 @@ class JudgeTask(Task):
             "data": data["hash"],
             "redrawn_data": data["redrawn"],
         }
-        self.model: Judge = channels_last(Judge(config).to(device)).train()
-        self.average: Judge = averaged(self.model)  # type: ignore[assignment]
+        self.model: Classifier = channels_last(Classifier(config).to(device)).train()
+        self.average: Classifier = averaged(self.model)  # type: ignore[assignment]
         shrinking = [p for p in self.model.parameters() if p.ndim > 1]
         free = [p for p in self.model.parameters() if p.ndim <= 1]
         groups = [
@@ -89,50 +95,52 @@ class JudgeTask(Task):
             {"params": free, "weight_decay": 0.0},
         ]
         self.optimizers = {"adamw": torch.optim.AdamW(groups, settings.lr, (0.9, 0.99))}
-        again = min(round(settings.share * settings.batch_size), len(lessons["redrawn"]))
-        self.orders = {"train": Order(len(lessons["train"]), settings.batch_size - again, settings.seed)}
+        again = min(round(settings.share * settings.batch_size), len(splits["redrawn"]))
+        self.samplers = {
+            "train": BatchSampler(len(splits["train"]), settings.batch_size - again, settings.seed)
+        }
         if again:
-            self.orders["redrawn"] = Order(len(lessons["redrawn"]), again, settings.seed + 1)
+            self.samplers["redrawn"] = BatchSampler(len(splits["redrawn"]), again, settings.seed + 1)
 
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
         """One update."""
-        side = self.config.size if progress >= self.options.small else round(self.config.size * SMALL)
+        side = self.config.size if progress >= self.hparams.small else round(self.config.size * SMALL_SIDE)
         parts, labels, words = [], [], []
-        for name, order in self.orders.items():
-            index, generator = order(step)
-            lesson = self.lessons[name]
-            parts.append(vary(lesson.pictures.random(generator, index), generator, side))
-            labels.append(lesson.labels[index])
-            words.append(lesson.words[index])
+        for name, sampler in self.samplers.items():
+            index, generator = sampler(step)
+            split = self.splits[name]
+            parts.append(augment(split.pictures.random(generator, index), generator, side))
+            labels.append(split.labels[index])
+            words.append(split.words[index])
         with hardware.autocast(self.device):
-            scores, said = self.model(torch.cat(parts))
+            scores, word_logits = self.model(torch.cat(parts))
         loss = F.cross_entropy(scores.float(), torch.cat(labels))
-        naming = binary(said.float(), torch.cat(words))
+        naming = binary(word_logits.float(), torch.cat(words))
         self.optimizers["adamw"].zero_grad()
-        (loss + self.options.words * naming).backward()
+        (loss + self.hparams.words * naming).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizers["adamw"].step()
         return {"loss": loss, "words": naming}
 
     @torch.no_grad()
-    def look(self, judge: Judge, lesson: Lesson) -> tuple[Tensor, Tensor]:
+    def predict(self, classifier: Classifier, split: LabelledPictures) -> tuple[Tensor, Tensor]:
         """Logits of labels [M, L] and words [M, W] at the centres of all pictures."""
         with hardware.autocast(self.device):
-            seen = [judge(images) for images in lesson.pictures.centres(64)]
+            seen = [classifier(images) for images in split.pictures.centres(64)]
         scores, words = (torch.cat(parts).float() for parts in zip(*seen, strict=True))
         return scores, words
 
-    def figures(self, judge: Judge) -> dict[str, float]:
-        """How well a judge does on the validation pictures, as photos and drawn again."""
+    def figures(self, classifier: Classifier) -> dict[str, float]:
+        """Loss and accuracy of a classifier on the validation pictures, as photos and as redrawn by the tokenizer."""
         found: dict[str, float] = {}
         losses = []
         for name, prefix in (("val", ""), ("redrawn val", "redrawn_")):
-            lesson = self.lessons[name]
-            scores, words = self.look(judge, lesson)
-            losses.append(F.cross_entropy(scores, lesson.labels).item())
-            found[f"{prefix}accuracy"] = (scores.argmax(-1) == lesson.labels).double().mean().item()
+            split = self.splits[name]
+            scores, words = self.predict(classifier, split)
+            losses.append(F.cross_entropy(scores, split.labels).item())
+            found[f"{prefix}accuracy"] = (scores.argmax(-1) == split.labels).double().mean().item()
             if self.config.words:
-                found[f"{prefix}words"] = ((words > 0) == (lesson.words > 0)).double().mean().item()
+                found[f"{prefix}words"] = ((words > 0) == (split.words > 0)).double().mean().item()
         return {"loss": sum(losses) / len(losses), **found}
 
     def validate(self) -> dict[str, float]:
@@ -144,37 +152,39 @@ class JudgeTask(Task):
         stored = averaged(self.average)
         tensors = unpack(pack(stored.state_dict(), self.store))
         stored.load_state_dict(tensors)
-        scores, _ = self.look(stored, self.lessons["val"])  # type: ignore[arg-type]
-        right = scores.argmax(-1) == self.lessons["val"].labels
+        scores, _ = self.predict(stored, self.splits["val"])  # type: ignore[arg-type]
+        right = scores.argmax(-1) == self.splits["val"].labels
         each = {
-            label: right[self.lessons["val"].labels == i].double().mean().item()
+            label: right[self.splits["val"].labels == i].double().mean().item()
             for i, label in enumerate(self.config.labels)
         }
         return {
             **self.figures(stored),  # type: ignore[arg-type]
             "accuracy_of_each_label": {name: round(value, 4) for name, value in each.items()},
-            "validation_pictures": len(self.lessons["val"]),
+            "validation_pictures": len(self.splits["val"]),
         }
 
     def sample(self, path: Path) -> None:
-        """The validation pictures it gets most wrong, beside what it takes them for."""
-        lesson = self.lessons["val"]
-        scores, _ = self.look(self.average, lesson)
+        """The validation pictures of the greatest loss, with the predicted and the true labels."""
+        split = self.splits["val"]
+        scores, _ = self.predict(self.average, split)
         worst = (
-            F.cross_entropy(scores, lesson.labels, reduction="none").argsort(descending=True)[:SHOWN].cpu()
+            F.cross_entropy(scores, split.labels, reduction="none")
+            .argsort(descending=True)[:SAMPLE_PICTURES]
+            .cpu()
         )
-        images = to_bytes(lesson.pictures.centre(worst))
+        images = to_bytes(split.pictures.centre(worst))
         sure = scores.softmax(-1).amax(-1)
         panels = []
         for i, pixels in zip(worst.tolist(), images, strict=True):
-            taken, truth = (self.config.labels[int(x)] for x in (scores[i].argmax(), lesson.labels[i]))
+            taken, truth = (self.config.labels[int(x)] for x in (scores[i].argmax(), split.labels[i]))
             panels.append(Panel([as_image(pixels)], taken, [f"is {truth}", f"{100 * sure[i]:.0f} % sure"]))
         with checkpoints.replacing(path) as temporary:
             comparison("Taken for, and what it is", panels, 192).save(temporary, format="PNG")
 
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The averaged judge."""
-        return {"kind": JUDGE, **asdict(self.config)}, self.average.state_dict()
+        """The averaged classifier."""
+        return {"kind": CLASSIFIER, **asdict(self.config)}, self.average.state_dict()
 
 
 def as_image(pixels: Tensor) -> Any:
@@ -193,8 +203,8 @@ def train(
     data: Path,
     model: Path,
     shape: dict[str, Any],
-    settings: JudgeSettings,
-    plan: Plan,
+    settings: ClassifierSettings,
+    options: TrainingOptions,
     limit: int | None = None,
 ) -> bool:
     """Train `model/judge` on the labelled pictures of `data`; False if interrupted. `shape`: channels, blocks.
@@ -204,33 +214,37 @@ def train(
     """
     tokenizer = checkpoints.load_config(tokenizer_of(model))
     rows = {split: read_rows(data, split) for split in ("train", "val")}
-    bare = [part.files[i] for part in rows.values() for i, label in enumerate(part.labels) if not label]
-    if bare:
+    unlabelled = [part.files[i] for part in rows.values() for i, label in enumerate(part.labels) if not label]
+    if unlabelled:
         raise InputError(
-            f"a judge learns labels and {len(bare)} pictures have none, e.g. {bare[0]}: "
+            f"a classifier learns labels and {len(unlabelled)} pictures have none, e.g. {unlabelled[0]}: "
             "add a label to each line of metadata.jsonl."
         )
     labels = sorted(set(rows["train"].labels))
     words = vocabulary(list(rows["train"].texts), labels)
-    config = JudgeConfig(tuple(labels), words, tokenizer["size"], **shape)
+    config = ClassifierConfig(tuple(labels), words, tokenizer["size"], **shape)
     pictures = {split: Pictures.read(data, split, config.size, limit) for split in rows}
-    known = {split: named(rows[split], pictures[split], limit) for split in rows}
-    lessons = {split: lesson(pictures[split], known[split], config) for split in rows}
-    index, *again = redrawn(model, pictures["train"], pictures["val"], settings.redrawn, plan.device)
-    lessons["redrawn"] = Lesson(again[0], lessons["train"].labels[index], lessons["train"].words[index])
-    lessons["redrawn val"] = replace(lessons["val"], pictures=again[1])
+    captions = {split: named(rows[split], pictures[split], limit) for split in rows}
+    splits = {split: label_pictures(pictures[split], captions[split], config) for split in rows}
+    index, *again = redrawn(model, pictures["train"], pictures["val"], settings.redrawn, options.device)
+    splits["redrawn"] = LabelledPictures(
+        again[0], splits["train"].labels[index], splits["train"].words[index]
+    )
+    splits["redrawn val"] = replace(splits["val"], pictures=again[1])
     facts = describe(pictures["train"], pictures["val"], data) | {"redrawn": again[0].key}
-    finished = run(JudgeTask(config, settings, lessons, facts, plan.device, plan.store), plan)
+    finished = run(ClassifierTask(config, settings, splits, facts, options.device, options.store), options)
     if finished:
         skipped = set(pictures["val"].skipped)
         files = [rows["val"].root / name for name in rows["val"].files[:limit] if name not in skipped]
-        refer(model, files, known["val"]["texts"])
+        write_features(model, files, captions["val"]["texts"])
     return finished
 
 
-def refer(model: Path, files: list[Path], texts: list[str]) -> None:
-    """Write the reference of a trained judge: its features of some pictures, and their captions."""
-    judge = read_judge(model)
+def write_features(model: Path, files: list[Path], texts: list[str]) -> None:
+    """Write the reference of a trained classifier: its features of some pictures, and their captions."""
+    classifier = read_classifier(model)
     photos = Gallery(model, [Item(path, text) for path, text in zip(files, texts, strict=True)])
-    parts = [judge.features(part.float() / 127.5 - 1) for part in squares(photos, judge.config.size, 64)]
-    write_reference(model, judge, torch.cat(parts), texts)
+    parts = [
+        classifier.features(part.float() / 127.5 - 1) for part in squares(photos, classifier.config.size, 64)
+    ]
+    write_reference(model, classifier, torch.cat(parts), texts)

@@ -1,4 +1,4 @@
-"""A batch that is kept full: where a picture ends, the next one enters."""
+"""A batch that is kept full and timed: when a picture is finished, the next one takes its slot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Conditions = Sequence[str | None]
 
 
 class BatchRunner(ContinuousBatch):
-    """A batch that draws the same conditions again and again, and what is done with the codes of a finished picture."""
+    """A batch that draws the same conditions over and over. finish: called with the codes [1, length] of each picture."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class BatchRunner(ContinuousBatch):
         self.begun: list[float] = []  # seconds of every prefill
 
     def entering(self) -> Iterator[None]:
-        """Let finished pictures out and new ones in, one at a time."""
+        """Replace finished pictures by new ones, one at a time."""
         began = now(self.engine)
         for finished in self.refill():
             if finished is None:
@@ -45,7 +45,7 @@ class BatchRunner(ContinuousBatch):
             began = now(self.engine)
 
     def timed_step(self) -> float:
-        """Seconds of one step; what comes in before it is off the clock."""
+        """Seconds of one step; prefills before it are not timed."""
         for _ in self.entering():
             pass
         began = now(self.engine)
@@ -77,7 +77,7 @@ def usual_conditions(pipe: Pipeline) -> Conditions:
 
 
 def machine(pipe: Pipeline) -> dict[str, object]:
-    """Where seconds are measured."""
+    """The device, processor, dtype and threads that seconds are measured with."""
     name = device_name(next(pipe.target.parameters()).device)
     where = {"device": name, "processor": processor(), "dtype": pipe.dtype}
     return where | {"threads": torch.get_num_threads()}
