@@ -29,7 +29,7 @@ def made(shape: Shape, slow: float = 1.0) -> Probe:
         [list(path) for path in shape],
         passes=100,
         codes=round(100 * expected(TABLE, shape)),
-        judged=judged(TABLE, shape),
+        judged=expected_tried(TABLE, shape),
         tried=[[0.0]],
         kept=[[0.0]],
         **{name: value * slow for name, value in times.items()},
