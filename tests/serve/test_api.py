@@ -20,7 +20,7 @@ from lanternpp import Pipeline
 from lanternpp.serve import streaming
 from lanternpp.serve.app import create_app
 from lanternpp.serve.pictures import half_drawn
-from lanternpp.serve.terms import Terms
+from lanternpp.serve.server_config import ServerConfig
 
 KEY = "correct-horse-battery"
 IMAGES = "/v1/images/generations"
@@ -30,7 +30,9 @@ IMAGES = "/v1/images/generations"
 def server(pipe: Pipeline):
     """A server of the tiny model; its address."""
     with batcher_of(pipe, slots=4) as batcher:
-        app = create_app(batcher, Terms(hosts=["127.0.0.1"], prompt=50, body=4000), page=False)
+        app = create_app(
+            batcher, ServerConfig(hosts=["127.0.0.1"], max_prompt_chars=50, max_body_bytes=4000), page=False
+        )
         with listening(app) as address:
             yield address
 
@@ -51,7 +53,7 @@ def opened(b64: str) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(b64)))
 
 
-def refusal(answer: httpx.Response) -> tuple[int, str]:
+def error_response(answer: httpx.Response) -> tuple[int, str]:
     """Status and sentence of a refusal, whose shape is OpenAI's."""
     assert set(answer.json()) == {"error"}
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -81,10 +83,10 @@ def test_the_openai_client_streams(pipe, monkeypatch):
     paced = PacedPipe(pipe)
     asked = {"stream": True, "partial_images": 3, "extra_body": {"seed": 5, "method": "ar"}}
     seen, length = threading.Semaphore(0), pipe.target.length
-    with batcher_of(paced) as batcher, listening(create_app(batcher, Terms(), page=False)) as address:
+    with batcher_of(paced) as batcher, listening(create_app(batcher, ServerConfig(), page=False)) as address:
 
         def pace() -> None:
-            until(lambda: any(ticket.wanted is not None for ticket in batcher._fleet.tickets))
+            until(lambda: any(ticket.interval is not None for ticket in batcher._scheduler.tickets))
             for count in range(2, length + 1):  # the prefill decides the first code
                 paced.allow(1)
                 if count in (length // 4, length // 2, length * 3 // 4):
@@ -162,30 +164,33 @@ def test_one_sentence_for_every_bad_request(http, name):
     body, status, said = WRONG[name]
     content = body if isinstance(body, str) else json.dumps(body)
     answer = http.post(IMAGES, content=content, headers={"content-type": "application/json"})
-    got, sentence = refusal(answer)
+    got, sentence = error_response(answer)
     assert got == status and said in sentence and "\n" not in sentence and "Traceback" not in sentence
 
 
 def test_a_body_whose_length_is_not_announced_is_limited_too(http):
     chunks = (b"x" * 1000 for _ in range(10))
-    assert refusal(http.post(IMAGES, content=chunks, headers={"content-type": "application/json"}))[0] == 413
+    assert (
+        error_response(http.post(IMAGES, content=chunks, headers={"content-type": "application/json"}))[0]
+        == 413
+    )
 
 
 def test_other_paths_and_ways(http):
-    assert refusal(http.get("/v1/models/other"))[0] == 404
-    assert refusal(http.get("/etc/passwd"))[0] == 404
-    assert refusal(http.get(IMAGES))[0] == 405
+    assert error_response(http.get("/v1/models/other"))[0] == 404
+    assert error_response(http.get("/etc/passwd"))[0] == 404
+    assert error_response(http.get(IMAGES))[0] == 405
     form = http.post(
         IMAGES, content='{"prompt": "tulip"}', headers={"content-type": "text/plain"}
     )  # no preflight
-    assert refusal(form)[0] == 400
+    assert error_response(form)[0] == 400
 
 
 def test_a_name_that_is_not_ours_is_not_answered(http):
     for host in ("evil.example", "127.0.0.1.evil.example", "[::1", "", "x" * 300):
         answer = http.get("/v1/models", headers={"host": host})
         assert answer.status_code == 400, host
-    assert "--allow-host NAME" in refusal(http.get("/v1/models", headers={"host": "evil.example"}))[1]
+    assert "--allow-host NAME" in error_response(http.get("/v1/models", headers={"host": "evil.example"}))[1]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +208,7 @@ def test_names_of_a_server(host, status):
     names = ("127.0.0.1", "::1", "draw.example", "*.flowers.example")
     with (
         batcher_of(SlowPipe()) as batcher,
-        TestClient(create_app(batcher, Terms(hosts=names), page=False)) as http,
+        TestClient(create_app(batcher, ServerConfig(hosts=names), page=False)) as http,
     ):
         assert http.get("/healthz", headers={"host": host}).status_code == status
 
@@ -225,7 +230,7 @@ def test_a_page_of_another_site_can_neither_draw_nor_read(server, http, headers)
     for method, path in (("POST", IMAGES), ("GET", "/v1/models"), ("GET", "/healthz"), ("OPTIONS", IMAGES)):
         body = {"json": {"prompt": "tulip"}} if method == "POST" else {}
         answer = http.request(method, path, headers=headers, **body)
-        assert refusal(answer)[0] == 403, path
+        assert error_response(answer)[0] == 403, path
         assert not [name for name in answer.headers if name.startswith("access-control-")]
 
 
@@ -246,8 +251,8 @@ def test_the_server_s_own_page_and_links_to_it_are_answered(server, http):
     ],
 )
 def test_a_name_that_is_allowed_opens_the_server_to_its_own_page_alone(origin, status):
-    terms = Terms(hosts=("127.0.0.1", "draw.example"))
-    with batcher_of(SlowPipe()) as batcher, TestClient(create_app(batcher, terms, page=False)) as http:
+    config = ServerConfig(hosts=("127.0.0.1", "draw.example"))
+    with batcher_of(SlowPipe()) as batcher, TestClient(create_app(batcher, config, page=False)) as http:
         for host in ("draw.example", "draw.example:443"):
             assert http.get("/healthz", headers={"host": host, "origin": origin}).status_code == status
 
@@ -278,13 +283,13 @@ def test_health_and_figures(http, client):
 
 def test_keys(pipe):
     with batcher_of(pipe) as batcher:
-        app = create_app(batcher, Terms(keys=["another-key-of-ours", KEY]), page=False)
+        app = create_app(batcher, ServerConfig(keys=["another-key-of-ours", KEY]), page=False)
         with listening(app) as address, httpx.Client(base_url=address, timeout=300) as http:
             assert http.get("/healthz").status_code == 200
             for path in ("/v1/models", "/metrics", "/openapi.json", "/"):
                 for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic ???"}):
                     answer = http.get(path, headers=headers)
-                    assert refusal(answer)[0] == 401 and "www-authenticate" in answer.headers
+                    assert error_response(answer)[0] == 401 and "www-authenticate" in answer.headers
             assert http.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
             assert (
                 http.get("/metrics", auth=("anyone", KEY)).status_code == 401
@@ -300,7 +305,7 @@ def slow():
     pipe = SlowPipe()
     with (
         batcher_of(pipe, slots=1, queue=2) as batcher,
-        listening(create_app(batcher, Terms("ar"), page=False)) as address,
+        listening(create_app(batcher, ServerConfig("ar"), page=False)) as address,
     ):
         yield pipe, batcher, address
         pipe.allow()
@@ -323,7 +328,7 @@ def test_a_client_that_vanishes_frees_its_slot_within_a_step(slow, stream, caplo
         until(lambda: pipe.admitted == [1])
         other = ask(address, seed=2)
         until(lambda: batcher.stats.queued == 1)
-    ticket = batcher._fleet.tickets[0]
+    ticket = batcher._scheduler.tickets[0]
     until(lambda: ticket.done)
     pipe.allow(1)  # the step that was under way
     until(lambda: pipe.admitted == [1, 2])
@@ -342,7 +347,7 @@ def test_a_full_queue_is_429_with_a_time_to_wait(slow):
     lines += [ask(address, seed=i) for i in (2, 3)]
     until(lambda: batcher.stats.queued == 2)
     answer = httpx.post(address + IMAGES, json={"prompt": "tulip"}, timeout=120)
-    assert refusal(answer)[0] == 429 and int(answer.headers["retry-after"]) >= 1
+    assert error_response(answer)[0] == 429 and int(answer.headers["retry-after"]) >= 1
     pipe.allow()
     for line in lines:
         assert line.recv(100).startswith(b"HTTP/1.1 200")
@@ -352,7 +357,7 @@ def test_a_full_queue_is_429_with_a_time_to_wait(slow):
 def test_what_breaks_says_nothing_of_how(slow, caplog):
     pipe, _, address = slow
     answer = httpx.post(address + IMAGES, json={"prompt": "tulip", "seed": 666}, timeout=120)
-    assert refusal(answer) == (500, "the server failed at this request; its log says how")
+    assert error_response(answer) == (500, "the server failed at this request; its log has the error")
     assert "out of memory" in caplog.text
     pipe.allow()
     assert httpx.post(address + IMAGES, json={"prompt": "tulip"}, timeout=120).status_code == 200
@@ -363,5 +368,5 @@ def test_a_batcher_that_closed_is_503(slow):
     pipe.allow()
     batcher.close()
     answer = httpx.post(address + IMAGES, json={"prompt": "tulip"}, timeout=120)
-    assert refusal(answer)[0] == 503 and answer.headers["connection"] == "close"
+    assert error_response(answer)[0] == 503 and answer.headers["connection"] == "close"
     assert httpx.get(f"{address}/healthz").status_code == 503

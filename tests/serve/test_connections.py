@@ -18,7 +18,7 @@ from served import SlowPipe, batcher_of, listening, until
 
 from lanternpp.serve.app import create_app
 from lanternpp.serve.connections import Limits
-from lanternpp.serve.terms import Terms
+from lanternpp.serve.server_config import ServerConfig
 
 IMAGES = "/v1/images/generations"
 SHORT = {"request": 0.5, "idle": 1.0, "stalled": 0.5}
@@ -27,12 +27,12 @@ KEY = "correct-horse-battery"
 
 @contextmanager
 def serving(
-    limits: Limits, proxies: tuple[str, ...] = (), **terms: object
+    limits: Limits, proxies: tuple[str, ...] = (), **config: object
 ) -> Iterator[tuple[SlowPipe, object, str]]:
     """A pipeline of slow engines, its batcher and the address."""
     pipe = SlowPipe()
     with batcher_of(pipe, slots=1, queue=8) as batcher:
-        app = create_app(batcher, Terms("ar", **terms), page=False)
+        app = create_app(batcher, ServerConfig("ar", **config), page=False)
         with listening(app, limits, proxies) as address:
             yield pipe, batcher, address
             pipe.allow()
@@ -123,7 +123,7 @@ def test_who_takes_nothing_of_an_answer_is_not_waited_for(caplog: pytest.LogCapt
     with serving(Limits(**SHORT)) as (_, _, address), dial(address) as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         line.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 700)  # more than a system keeps
-        until(lambda: "took nothing of its answer" in caplog.text)
+        until(lambda: "read nothing of its answer" in caplog.text)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -138,7 +138,7 @@ def test_requests_sent_ahead_end_with_their_client(together: bool) -> None:
                 line.sendall(requests[1])
                 time.sleep(0.1)
                 line.sendall(requests[2])
-        ticket = batcher._fleet.tickets[0]
+        ticket = batcher._scheduler.tickets[0]
         until(lambda: ticket.done)
         pipe.allow(1)
         until(lambda: batcher.stats.running == 0)
@@ -195,8 +195,8 @@ def test_only_a_named_proxy_says_who_its_clients_are(proxies: tuple[str, ...], c
             line = ends.enter_context(dial(address))
             line.sendall(request(seed=seed).replace(b"Host:", b"X-Forwarded-For: 9.9.9.%d\r\nHost:" % seed))
             until(lambda seed=seed: batcher.stats.running + batcher.stats.queued == seed + 1)
-        tickets = [*batcher._fleet.tickets, *batcher._line]
-        assert len({ticket.order.client for ticket in tickets}) == clients
+        tickets = [*batcher._scheduler.tickets, *batcher._waiting]
+        assert len({ticket.spec.client for ticket in tickets}) == clients
         pipe.allow()
 
 

@@ -25,7 +25,7 @@ from served import batcher_of, listening, until
 from lanternpp.pipeline import Pipeline
 from lanternpp.serve.app import create_app
 from lanternpp.serve.batcher import Batcher
-from lanternpp.serve.terms import Terms
+from lanternpp.serve.server_config import ServerConfig
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
@@ -280,10 +280,10 @@ def test_stop_and_a_closed_page_free_their_slots(page: Page, batcher: Batcher) -
 
 @needs_browser
 def test_with_keys_the_page_asks_for_one_and_races(browser: Browser, pipe: Pipeline) -> None:
-    terms = Terms(hosts=["127.0.0.1"], keys=[KEY])
+    config = ServerConfig(hosts=["127.0.0.1"], keys=[KEY])
     with (
         batcher_of(pipe) as batcher,
-        listening(create_app(batcher, terms)) as address,
+        listening(create_app(batcher, config)) as address,
         opened(browser, address) as page,
     ):
         page.get_by_label("API key").fill("not-the-key-that-it-is")
@@ -367,8 +367,8 @@ def another_site(target: str) -> Iterator[int]:
 def test_a_page_of_another_site_can_neither_draw_nor_read(
     browser: Browser, pipe: Pipeline, victim: str, attacker: str
 ) -> None:
-    terms = Terms(hosts=["127.0.0.1", "localhost", "draw.test"])  # as with --allow-host draw.test
-    with batcher_of(pipe) as batcher, listening(create_app(batcher, terms)) as address:
+    config = ServerConfig(hosts=["127.0.0.1", "localhost", "draw.test"])  # as with --allow-host draw.test
+    with batcher_of(pipe) as batcher, listening(create_app(batcher, config)) as address:
         port = urlsplit(address).port
         with (
             another_site(f"http://{victim}:{port}") as other,

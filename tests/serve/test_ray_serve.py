@@ -97,4 +97,4 @@ def test_two_replicas_answer_as_one_server(model: Path, pipe: Pipeline, folder: 
 def test_replicas_are_of_ray(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["serve", "--replicas", "2"])
-    assert end.value.code == 2 and "--replicas 2 are of Ray; add --ray" in capsys.readouterr().err
+    assert end.value.code == 2 and "--replicas 2 needs Ray; add --ray" in capsys.readouterr().err

@@ -17,11 +17,11 @@ from served import PacedPipe, batcher_of, listening, until
 from lanternpp.pipeline import Pipeline
 from lanternpp.serve import streaming
 from lanternpp.serve.app import create_app
-from lanternpp.serve.desk import Desk
-from lanternpp.serve.orders import Cancelled
+from lanternpp.serve.request_mapping import RequestMapper
 from lanternpp.serve.schemas import ImagesRequest
+from lanternpp.serve.server_config import ServerConfig
 from lanternpp.serve.streaming import PictureStream
-from lanternpp.serve.terms import Terms
+from lanternpp.serve.tickets import Cancelled
 
 IMAGES = "/v1/images/generations"
 PROMPT = "a red tulip"
@@ -39,7 +39,10 @@ def events(address: str, **asked: object) -> Iterator[dict[str, Any]]:
 def test_progress_tells_figures_and_shows_the_picture_grow(pipe: Pipeline, monkeypatch) -> None:
     monkeypatch.setattr(streaming, "EVERY", 0.02)
     paced = PacedPipe(pipe)
-    with batcher_of(paced) as batcher, listening(create_app(batcher, Terms("ar"), page=False)) as address:
+    with (
+        batcher_of(paced) as batcher,
+        listening(create_app(batcher, ServerConfig("ar"), page=False)) as address,
+    ):
         heard = []
         paced.allow(pipe.target.length // 2)  # then not before something is seen of it
         for event in events(address, progress=True, n=2, seed=5):
@@ -63,7 +66,10 @@ def test_progress_tells_figures_and_shows_the_picture_grow(pipe: Pipeline, monke
 
 
 def test_a_request_hears_what_is_said_of_its_own_prompt(pipe: Pipeline) -> None:
-    with batcher_of(pipe) as batcher, listening(create_app(batcher, Terms("ar"), page=False)) as address:
+    with (
+        batcher_of(pipe) as batcher,
+        listening(create_app(batcher, ServerConfig("ar"), page=False)) as address,
+    ):
         first = next(events(address, progress=True, prompt="a shiny red tulip"))
         assert "shiny" in " ".join(first["warnings"])
         assert next(events(address, progress=True))["warnings"] == []
@@ -91,9 +97,9 @@ def test_a_client_that_stops_reading_is_given_up_and_nothing_piles_up(pipe: Pipe
 
     async def stalled() -> None:
         asked = ImagesRequest(prompt=PROMPT, n=2, stream=True, progress=True, seed=1)
-        desk = Desk(batcher, Terms("ar"))
-        tickets = batcher.submit_all(desk.orders(asked, ""))
-        stream, read = PictureStream(desk, asked, tickets), 0
+        mapper = RequestMapper(batcher, ServerConfig("ar"))
+        tickets = batcher.submit_all(mapper.specs(asked, ""))
+        stream, read = PictureStream(mapper, asked, tickets), 0
 
         async def send(message: object) -> None:
             nonlocal read
