@@ -42,7 +42,7 @@ def check_writable(path: Path, folder: Path) -> None:
 
 def free_path(path: Path, told: Mapping[str, str]) -> Path:
     """PATH, or PATH-2, PATH-3 and so on: the first that is free, or holds only pictures that `told` tells of too."""
-    from lanternpp.many.orders import differences
+    from lanternpp.many.planned_images import differences
     from lanternpp.picture import png_notes
 
     for number in itertools.count(1):

@@ -1,4 +1,4 @@
-"""Which pictures a job is, which of them its folder has already, and what a folder must not mix."""
+"""The pictures of a job: which there are, which its folder lacks, and which were drawn with other settings."""
 
 from __future__ import annotations
 
@@ -12,74 +12,76 @@ from lanternpp.jsonfile import parse_json
 from lanternpp.names import picture_name
 from lanternpp.picture import notes, png_notes
 
-NOT_DECIDING = ("int8", "tuned")  # told beside the settings, but no part of them
+NOT_DECIDING = ("int8", "tuned")  # are noted beside the settings, but do not decide a picture
 
 
 @dataclass(frozen=True)
-class Order:
-    """A picture to draw."""
+class PlannedImage:
+    """A picture that a job has to draw."""
 
     prompt: str
     seed: int
-    bits: int = 64  # of the prompt's hash in the file's name; 32 in those that earlier versions wrote
+    bits: int = 64  # of the prompt's hash in the file name; earlier versions used 32
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """The name of its file."""
         return picture_name(self.prompt, self.seed, self.bits)
 
 
 @dataclass(frozen=True)
-class Facts:
+class JobInfo:
     """What all pictures of a job have in common."""
 
     method: str
     model: str
-    settings: Mapping[str, Any]  # as Pipeline.told
+    settings: Mapping[str, Any]  # as Pipeline.told gives them
     versions: Mapping[str, str]
     length: int  # codes of a picture
     auto: str | None = None  # as `Stats.auto`
 
-    def notes(self, order: Order) -> dict[str, str]:
-        """What the PNG of an order says."""
-        return notes(order.prompt, order.seed, self.model, self.settings, self.versions)
+    def notes(self, image: PlannedImage) -> dict[str, str]:
+        """The text chunks of the PNG of a picture."""
+        return notes(image.prompt, image.seed, self.model, self.settings, self.versions)
 
 
-def orders(prompts: Sequence[str], n: int, seed: int) -> list[Order]:
-    """n pictures of each prompt, those of one prompt with seed, seed + 1, ...; a prompt that comes again adds none."""
-    return [Order(prompt, seed + i) for prompt in dict.fromkeys(prompts) for i in range(n)]
+def plan_images(prompts: Sequence[str], n: int, seed: int) -> list[PlannedImage]:
+    """n pictures of each different prompt, with seed, seed + 1, ... ."""
+    return [PlannedImage(prompt, seed + i) for prompt in dict.fromkeys(prompts) for i in range(n)]
 
 
-def missing(folder: Path, wanted: Sequence[Order], facts: Facts, overwrite: bool = False) -> list[Order]:
-    """The orders whose file is not there, or is damaged; with `overwrite`, also what was drawn otherwise.
+def missing(
+    folder: Path, planned: Sequence[PlannedImage], info: JobInfo, overwrite: bool = False
+) -> list[PlannedImage]:
+    """The pictures whose file is missing or damaged; with `overwrite`, also those drawn with other settings.
 
-    Raises InputError naming a file that was drawn with other settings.
+    Without `overwrite`, such a file raises InputError.
     """
     found = []
-    for order in wanted:
-        if not (folder / order.name).exists():
-            older = replace(order, bits=32)
-            if (png_notes(folder / older.name) or {}).get("prompt") != order.prompt:
-                found.append(order)
+    for image in planned:
+        if not (folder / image.name).exists():
+            old_name = replace(image, bits=32)
+            if (png_notes(folder / old_name.name) or {}).get("prompt") != image.prompt:
+                found.append(image)
                 continue
-            order = older
-        path = folder / order.name
-        there = png_notes(path)
-        differing = None if there is None else differences(there, facts.notes(order))
-        if there is None or (differing and overwrite):
-            found.append(order)
+            image = old_name
+        path = folder / image.name
+        existing = png_notes(path)
+        differing = None if existing is None else differences(existing, info.notes(image))
+        if existing is None or (differing and overwrite):
+            found.append(image)
         elif differing:
             raise InputError(
-                f"{path} was drawn with other settings ({differing}); choose another --out, or replace what "
-                "differs with --overwrite"
+                f"{path} was drawn with other settings ({differing}); choose another --out, or replace such "
+                "pictures with --overwrite"
             )
     return found
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    """What decides a picture and differs between two PNGs' notes, as "cfg 2.0, now 3.0"; "" where nothing does.
+    """The settings that differ between the notes of two PNGs, such as "cfg 2.0, now 3.0"; "" where none does.
 
-    Versions are told but not compared: a job may go on after an update.
+    Versions are noted but not compared, so that a job can go on after an update.
     """
     was, now = _deciding(old), _deciding(new)
     return ", ".join(
@@ -89,11 +91,11 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     )
 
 
-def _deciding(told: Mapping[str, str]) -> dict[str, Any]:
-    """The notes that decide a picture, by name."""
-    found: dict[str, Any] = {key: told.get(key) for key in ("prompt", "seed", "images", "model")}
+def _deciding(notes: Mapping[str, str]) -> dict[str, Any]:
+    """The part of the notes that decides a picture, as a dictionary; each setting is an entry."""
+    found: dict[str, Any] = {key: notes.get(key) for key in ("prompt", "seed", "images", "model")}
     try:
-        settings = parse_json(told.get("settings", "{}"), "the settings")
+        settings = parse_json(notes.get("settings", "{}"), "the settings")
     except InputError:
         settings = None
     for key, value in settings.items() if isinstance(settings, dict) else ():

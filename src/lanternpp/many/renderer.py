@@ -1,4 +1,4 @@
-"""What draws the pictures of a job: a pipeline, its engine and a PNG's bytes, as each picture finishes."""
+"""Drawing the pictures of a job: one engine, and the bytes of a PNG as soon as a picture is finished."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ import torch
 from lanternpp.arguments import DrawOptions
 from lanternpp.engine.batching import drawing
 from lanternpp.errors import InputError
-from lanternpp.many.orders import Facts, Order
+from lanternpp.many.planned_images import JobInfo, PlannedImage
 from lanternpp.picture import png_bytes
 from lanternpp.pipeline import Pipeline, versions
 from lanternpp.settings import Settings
 
-BATCH = 8  # pictures at once, however many there are: a job that grows keeps its bytes
-KEPT = 512  # prompts whose features are worth keeping between their check and their picture
+BATCH = (
+    8  # the default batch size, whatever the number of pictures: a job that grows keeps its pictures' bytes
+)
+KEPT = 512  # most prompts whose encoding the target keeps between the check and the drawing
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A finished picture."""
+class FinishedPng:
+    """A finished picture as the bytes of a PNG."""
 
     png: bytes
     accepted: list[int]  # codes decided by each pass, the prefill first
@@ -30,17 +32,17 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """A prompt that the target cannot follow."""
+class RefusedPrompt:
+    """A prompt that the target refuses, and the reason."""
 
     prompt: str
     why: str
 
 
-class Painter:
-    """A model with one engine. Raises InputError where `options` are wrong.
+class Renderer:
+    """Draws pictures with one model and one engine. Raises InputError where `options` are wrong.
 
-    settings: those to draw with, where they are known; else they follow from the options.
+    settings: the settings to draw with; None: they follow from the options.
     """
 
     def __init__(self, options: DrawOptions, settings: Settings | None = None):
@@ -48,42 +50,44 @@ class Painter:
         given = {"batch_size": BATCH, **options.overrides}
         self.settings = settings or self.pipe.settings(options.method, **given)
         self.engine = self.pipe.new_engine(self.settings)
-        told = self.pipe.told(self.settings)
+        noted = self.pipe.told(self.settings)
         why, length = self.pipe.chosen(options.method).why, self.pipe.target.length
-        self.facts = Facts(self.settings.method, self.pipe.name, told, versions(), length, auto=why)
+        self.info = JobInfo(self.settings.method, self.pipe.name, noted, versions(), length, auto=why)
 
     @property
     def effect(self) -> str | None:
-        """What weights in 8 bits did, where they have 8 bits."""
+        """A sentence on the effect of weights in 8 bits; None: they are not in 8 bits."""
         return None if self.pipe.effect is None else str(self.pipe.effect)
 
     @torch.inference_mode()
-    def check(self, prompts: Sequence[str]) -> tuple[list[Refusal], list[str]]:
-        """The prompts that the target cannot follow, and its warnings of the others, each once."""
+    def check(self, prompts: Sequence[str]) -> tuple[list[RefusedPrompt], list[str]]:
+        """The prompts that the target refuses, and its warnings about the others, each once."""
         refused = []
         self.pipe.target.expect(min(len(prompts), KEPT))
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for prompt in prompts:
                 try:
                     self.pipe.target.check(prompt)
                 except InputError as error:
-                    refused.append(Refusal(prompt, str(error)))
-        return refused, list(dict.fromkeys(str(one.message) for one in told))
+                    refused.append(RefusedPrompt(prompt, str(error)))
+        return refused, list(dict.fromkeys(str(warning.message) for warning in caught))
 
-    def paint(
-        self, orders: Sequence[Order], progress: Callable[[int, int], None] | None = None
-    ) -> Iterator[tuple[int, Drawn]]:
-        """(place in the list, picture), as they finish. progress is told of codes. What `check` warned of is not repeated."""
-        prompts, seeds = [order.prompt for order in orders], [order.seed for order in orders]
+    def render(
+        self, images: Sequence[PlannedImage], progress: Callable[[int, int], None] | None = None
+    ) -> Iterator[tuple[int, FinishedPng]]:
+        """Draw pictures; yields (index in `images`, picture) as they finish. Warnings, which `check` gives, are ignored.
+
+        progress: called with (decided codes, all codes).
+        """
+        prompts, seeds = [image.prompt for image in images], [image.seed for image in images]
         found = drawing(self.engine, prompts, seeds, progress)
         while True:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                place, harvest = next(found, (0, None))
+                index, harvest = next(found, (0, None))
             if harvest is None:
                 return
             (image,) = self.pipe.images(harvest.codes[None])
-            order = orders[place]
-            png = png_bytes(image, self.facts.notes(order))
-            yield place, Drawn(png, harvest.accepted, harvest.tv_spent)
+            png = png_bytes(image, self.info.notes(images[index]))
+            yield index, FinishedPng(png, harvest.accepted, harvest.tv_spent)

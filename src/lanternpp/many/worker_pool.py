@@ -1,6 +1,6 @@
-"""Painters on the workers of a Ray cluster: each pulls a few pictures at a time; what a dead one owed, another draws.
+"""Renderers on the workers of a Ray cluster. Each worker gets a few pictures at a time; if it dies, others draw the rest.
 
-Workers send PNGs back as they finish, so they share no file system with the caller.
+Workers send PNGs back as they finish, so they need no file system in common with the caller.
 """
 
 from __future__ import annotations
@@ -17,167 +17,176 @@ import torch
 from lanternpp.arguments import DrawOptions
 from lanternpp.cluster import LOCAL, Share, brief, cluster, share
 from lanternpp.errors import InputError
-from lanternpp.many.orders import Facts, Order, differences
-from lanternpp.many.painter import Drawn, Painter, Refusal
+from lanternpp.many.planned_images import JobInfo, PlannedImage, differences
+from lanternpp.many.renderer import FinishedPng, RefusedPrompt, Renderer
 from lanternpp.settings import Settings
 
-CHUNK = 4  # full batches that a worker takes at most
-DEATHS = 3  # of each worker, in a row, without a picture
+CHUNK = 4  # most batches that a worker gets at once
+MAX_DEATHS = 3  # times the number of workers: deaths in a row without a picture, after which the job fails
 
 
-class Artist:
-    """A painter in a process of its own."""
+class RenderWorker:
+    """A renderer in a process of its own, an actor of Ray."""
 
     def open(
-        self, options: DrawOptions, threads: int, facts: Facts | None, settings: Settings | None
-    ) -> Opened:
-        """Read the model. facts, settings: those of the first worker, which all others draw with."""
+        self, options: DrawOptions, threads: int, info: JobInfo | None, settings: Settings | None
+    ) -> WorkerInfo:
+        """Read the model. info, settings: those of the first worker, which all others use; None: this is the first."""
         torch.set_num_threads(threads)
-        self.painter = Painter(options, settings)
-        own = self.painter.facts
-        self.painter.facts = facts or own
-        return Opened(own, self.painter.settings, self.painter.effect)
+        self.renderer = Renderer(options, settings)
+        found = self.renderer.info
+        self.renderer.info = info or found
+        return WorkerInfo(found, self.renderer.settings, self.renderer.effect)
 
-    def check(self, prompts: Sequence[str]) -> tuple[list[Refusal], list[str]]:
-        """As `Painter.check`."""
-        return self.painter.check(prompts)
+    def check(self, prompts: Sequence[str]) -> tuple[list[RefusedPrompt], list[str]]:
+        """As `Renderer.check`."""
+        return self.renderer.check(prompts)
 
-    def paint(self, orders: Sequence[Order]) -> Iterator[tuple[int, Drawn]]:
-        """As `Painter.paint`."""
-        yield from self.painter.paint(orders)
+    def render(self, images: Sequence[PlannedImage]) -> Iterator[tuple[int, FinishedPng]]:
+        """As `Renderer.render`."""
+        yield from self.renderer.render(images)
 
 
 @dataclass(frozen=True)
-class Opened:
-    """What a worker says when its model is read."""
+class WorkerInfo:
+    """What a worker reports when it has read its model."""
 
-    facts: Facts
+    info: JobInfo
     settings: Settings
     effect: str | None
 
 
 @dataclass
 class Task:
-    """What a worker is at: reading its model, or some places of the list."""
+    """What a worker is doing: drawing the pictures at some indices of the list, or, without indices, reading its model."""
 
     actor: Any
-    places: list[int] = field(default_factory=list)
-    owed: set[int] = field(default_factory=set)  # places not yet seen
+    indices: list[int] = field(default_factory=list)
+    pending: set[int] = field(default_factory=set)  # indices whose pictures have not come yet
 
 
-class Pool:
-    """Several workers as one painter."""
+class WorkerPool:
+    """Several workers with the interface of one `Renderer`."""
 
     def __init__(self, ray: Any, options: DrawOptions, actors: int, part: Share, threads: int):
         self.ray, self.options, self.threads = ray, options, threads
-        self._make = ray.remote(Artist).options(max_restarts=0, **part.options).remote
+        self._make = ray.remote(RenderWorker).options(max_restarts=0, **part.options).remote
         self._size = actors
-        self._first: Opened | None = None
+        self._first: WorkerInfo | None = None
         self._deaths = 0
         self._working: dict[Any, Task] = {}
         self._idle: list[Any] = []
-        self._hire()
+        self._start_worker()
         while not self._idle:
             self._next()
         for _ in range(actors - 1):
-            self._hire()
+            self._start_worker()
 
     @property
-    def facts(self) -> Facts:
-        """What all pictures have in common: what the first worker found."""
-        return self.opened.facts
+    def info(self) -> JobInfo:
+        """What all pictures have in common, as the first worker reported it."""
+        return self.first.info
 
     @property
     def effect(self) -> str | None:
-        """What weights in 8 bits did, where they have 8 bits."""
-        return self.opened.effect
+        """A sentence on the effect of weights in 8 bits; None: they are not in 8 bits."""
+        return self.first.effect
 
     @property
-    def opened(self) -> Opened:
-        """What the first worker said."""
+    def first(self) -> WorkerInfo:
+        """What the first worker reported."""
         assert self._first
         return self._first
 
-    def check(self, prompts: Sequence[str]) -> tuple[list[Refusal], list[str]]:
-        """As `Painter.check`, by one worker."""
+    def check(self, prompts: Sequence[str]) -> tuple[list[RefusedPrompt], list[str]]:
+        """As `Renderer.check`, by one worker."""
         while True:
             while not self._idle:
                 self._next()
             actor = self._idle.pop()
             try:
-                found: tuple[list[Refusal], list[str]] = self._get(actor.check.remote(list(prompts)))
+                found: tuple[list[RefusedPrompt], list[str]] = self._get(actor.check.remote(list(prompts)))
             except self.ray.exceptions.RayError as error:
-                self._bury(actor, error)
+                self._replace(actor, error)
                 continue
             self._idle.append(actor)
             return found
 
-    def paint(
-        self, orders: Sequence[Order], progress: Callable[[int, int], None] | None = None
-    ) -> Iterator[tuple[int, Drawn]]:
-        """(place in the list, picture), each once, as they finish; at most so many at a worker that none waits long."""
-        waiting, seen, length = deque(range(len(orders))), 0, self.facts.length
-        batch = self.opened.settings.batch_size
-        while seen < len(orders):
+    def render(
+        self, images: Sequence[PlannedImage], progress: Callable[[int, int], None] | None = None
+    ) -> Iterator[tuple[int, FinishedPng]]:
+        """Draw pictures; yields (index in `images`, picture), each once, as they finish.
+
+        Towards the end workers get fewer pictures at a time, so that they finish at about the same time. progress: called
+        with (decided codes, all codes).
+        """
+        waiting, finished, length = deque(range(len(images))), 0, self.info.length
+        batch = self.first.settings.batch_size
+        while finished < len(images):
             while self._idle and waiting:
-                fair = -(-len(waiting) // (self._size * batch))  # batches, were they dealt evenly
-                take = min(batch * min(fair, CHUNK), len(waiting))
-                places = [waiting.popleft() for _ in range(take)]
+                even = -(
+                    -len(waiting) // (self._size * batch)
+                )  # batches for each worker, if all got the same number
+                take = min(batch * min(even, CHUNK), len(waiting))
+                indices = [waiting.popleft() for _ in range(take)]
                 actor = self._idle.pop()
-                stream = actor.paint.remote([orders[place] for place in places])
-                self._working[stream] = Task(actor, places, set(places))
-            found, owed = self._next()
-            waiting.extendleft(sorted(owed, reverse=True))
+                stream = actor.render.remote([images[index] for index in indices])
+                self._working[stream] = Task(actor, indices, set(indices))
+            found, pending = self._next()
+            waiting.extendleft(sorted(pending, reverse=True))
             if found is not None:
-                seen += 1
+                finished += 1
                 yield found
             if progress:
-                progress(seen * length, len(orders) * length)
+                progress(finished * length, len(images) * length)
 
-    def _hire(self) -> None:
-        """A new worker begins to read its model."""
+    def _start_worker(self) -> None:
+        """Start a worker, which begins to read its model."""
         actor = self._make()
         first = self._first
-        told = (first.facts, first.settings) if first else (None, None)
-        self._working[actor.open.remote(self.options, self.threads, *told)] = Task(actor)
+        shared = (first.info, first.settings) if first else (None, None)
+        self._working[actor.open.remote(self.options, self.threads, *shared)] = Task(actor)
 
-    def _next(self) -> tuple[tuple[int, Drawn] | None, set[int]]:
-        """The next thing that happens: a picture, or a death and the places that are owed again, or neither."""
+    def _next(self) -> tuple[tuple[int, FinishedPng] | None, set[int]]:
+        """Wait for the next event of any worker.
+
+        Returns a picture with its index, or None; and the indices that a worker which died has left undrawn.
+        """
         (key,), _ = self.ray.wait(list(self._working), num_returns=1)
         task = self._working[key]
         try:
-            if not task.places:
-                self._welcome(self._get(key))
+            if not task.indices:
+                self._register(self._get(key))
             else:
                 try:
-                    place, drawn = self._get(next(key))
+                    index, image = self._get(next(key))
                 except StopIteration:
                     pass
                 else:
                     self._deaths = 0
-                    task.owed.discard(task.places[place])
-                    return (task.places[place], drawn), set()
+                    task.pending.discard(task.indices[index])
+                    return (task.indices[index], image), set()
         except self.ray.exceptions.RayError as error:
             del self._working[key]
-            self._bury(task.actor, error)
-            return None, task.owed
+            self._replace(task.actor, error)
+            return None, task.pending
         del self._working[key]
         self._idle.append(task.actor)
         return None, set()
 
     def _get(self, ref: Any) -> Any:
-        """A result; an error of the worker's own code as it was raised there."""
+        """A result of a worker. An InputError of its code is raised again, any other error as RuntimeError."""
         try:
             return self.ray.get(ref)
         except self.ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, InputError) else RuntimeError(str(error)) from None
 
-    def _welcome(self, opened: Opened) -> None:
-        """The first worker decides; InputError where another would draw other pictures."""
+    def _register(self, reported: WorkerInfo) -> None:
+        """Keep what the first worker reports; InputError where a later one would draw other pictures."""
         if self._first is None:
-            self._first = opened
+            self._first = reported
             return
-        old, new = (one.facts.notes(Order("", 0)) for one in (self._first, opened))
+        old, new = (worker.info.notes(PlannedImage("", 0)) for worker in (self._first, reported))
         differing = differences(old, new)
         if not differing and old["versions"] != new["versions"]:
             differing = f"versions {old['versions']}, now {new['versions']}"
@@ -187,23 +196,23 @@ class Pool:
                 "--dtype, and give them the same versions"
             )
 
-    def _bury(self, actor: Any, error: BaseException) -> None:
-        """A worker died: hire another. InputError where they keep dying."""
+    def _replace(self, actor: Any, error: BaseException) -> None:
+        """Start a new worker for one that died. InputError where workers keep dying without a picture."""
         self.ray.kill(actor)
-        warnings.warn("a worker died; another draws what it owed", stacklevel=2)
+        warnings.warn("a worker died; another draws its unfinished pictures", stacklevel=2)
         self._deaths += 1
-        if self._deaths > DEATHS * self._size:
+        if self._deaths > MAX_DEATHS * self._size:
             raise InputError(
                 f"the workers died {self._deaths} times in a row without a picture ({brief(error)}); fewer "
                 "--actors leave each more memory"
             )
-        self._hire()
+        self._start_worker()
 
 
 @contextmanager
-def pool(address: str, actors: int | None, options: DrawOptions) -> Iterator[Pool]:
-    """A pool on the cluster at an address. Its workers end with the block. Raises InputError."""
+def worker_pool(address: str, actors: int | None, options: DrawOptions) -> Iterator[WorkerPool]:
+    """A pool on the Ray cluster at an address. Its workers end with the block. Raises InputError."""
     with cluster(address, actors) as ray:
         count, part = share(ray, actors, options.device)
         threads = max(1, torch.get_num_threads() // count) if address == LOCAL else part.cpus
-        yield Pool(ray, options, count, part, threads)
+        yield WorkerPool(ray, options, count, part, threads)
