@@ -254,7 +254,7 @@ def test_the_figures_of_a_job(job) -> None:
         (["--prompts", "none.txt", "--out", "o"], "none.txt cannot be read"),
         (["--prompts", "empty.txt", "--out", "o"], "empty.txt holds none"),
         (["--prompts", "p.txt", "--out", "o", "--actors", 2], "add --ray"),
-        (["--prompts", "p.txt", "--out", "o", "--ray", "somewhere"], "'somewhere' is no address"),
+        (["--prompts", "p.txt", "--out", "o", "--ray", "somewhere"], "'somewhere' is not an address"),
         (["--prompts", "p.txt", "--out", "o", "--cfg", 0.5], "--cfg 0.5 is out of range"),
         (["a tulip", "--out", "o"], "--out goes with --prompts"),
         (["a tulip", "--ray"], "--ray goes with --prompts"),
