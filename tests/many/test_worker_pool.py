@@ -108,10 +108,10 @@ def pool(ray: FakeRay, actors: int = 2) -> WorkerPool:
 @pytest.mark.parametrize("lives", [{}, {0: 3}, {1: 0}, {0: 5, 1: 1, 2: 0, 3: 2, 4: -1}, {0: -1, 1: -1}])
 def test_every_picture_comes_once_whoever_dies(lives) -> None:
     ray = FakeRay(dict(lives))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         drawn = list(pool(ray).render(IMAGES))
-    assert bool(told) == bool(lives)
+    assert bool(caught) == bool(lives)
     assert sorted(place for place, _ in drawn) == list(range(30))
     assert all(one.png == b"%d" % place for place, one in drawn)
     assert ray.started >= 2 + bool(lives)

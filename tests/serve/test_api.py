@@ -67,13 +67,13 @@ def test_the_openai_client_draws(client, pipe):
     assert len(answer.data) == 3 and answer.output_format == "png" and answer.size == "16x16"
     for i, one in enumerate(answer.data):
         facts = one.lanternpp
-        wanted = pipe("a red tulip", seed=5 + i, **facts["settings"])
+        expected = pipe("a red tulip", seed=5 + i, **facts["settings"])
         drawn = opened(one.b64_json)
-        assert drawn.tobytes() == wanted.images[0].tobytes()
+        assert drawn.tobytes() == expected.images[0].tobytes()
         where = {"device": "cpu", "dtype": "float32", "tuned": False}  # as in the command line's files
         assert json.loads(drawn.info["settings"]) == facts["settings"] | where
         assert drawn.info["seed"] == str(5 + i)
-        assert facts["accepted_per_pass"] == wanted.stats.accepted_per_pass
+        assert facts["accepted_per_pass"] == expected.stats.accepted_per_pass
     assert answer.usage.output_tokens == 3 * pipe.target.length
 
 
@@ -81,7 +81,7 @@ def test_the_openai_client_streams(pipe, monkeypatch):
     """The server goes on from a share of the picture when the client has seen it."""
     monkeypatch.setattr(streaming, "SNAPSHOT", 0.0)  # look at every step
     paced = PacedPipe(pipe)
-    asked = {"stream": True, "partial_images": 3, "extra_body": {"seed": 5, "method": "ar"}}
+    fields = {"stream": True, "partial_images": 3, "extra_body": {"seed": 5, "method": "ar"}}
     seen, length = threading.Semaphore(0), pipe.target.length
     with batcher_of(paced) as batcher, listening(create_app(batcher, ServerConfig(), page=False)) as address:
 
@@ -96,7 +96,7 @@ def test_the_openai_client_streams(pipe, monkeypatch):
         pacing.start()
         events = []
         for event in openai.OpenAI(base_url=f"{address}/v1", api_key="none").images.generate(
-            prompt="a red tulip", **asked
+            prompt="a red tulip", **fields
         ):
             events.append(event)
             seen.release()
@@ -104,10 +104,10 @@ def test_the_openai_client_streams(pipe, monkeypatch):
     kinds = [event.type.removeprefix("image_generation.") for event in events]
     assert kinds == ["partial_image"] * 3 + ["completed"]
     assert [event.partial_image_index for event in events[:-1]] == [0, 1, 2]
-    wanted = pipe("a red tulip", seed=5, **events[-1].lanternpp["settings"])
-    assert opened(events[-1].b64_json).tobytes() == wanted.images[0].tobytes()
+    expected = pipe("a red tulip", seed=5, **events[-1].lanternpp["settings"])
+    assert opened(events[-1].b64_json).tobytes() == expected.images[0].tobytes()
     for i, event in enumerate(events[:-1]):
-        half = half_drawn(pipe, wanted.codes[0, : length * (i + 1) // 4])
+        half = half_drawn(pipe, expected.codes[0, : length * (i + 1) // 4])
         assert opened(event.b64_json).tobytes() == half.tobytes()
     first = opened(events[0].b64_json)
     assert first.getpixel((15, 15)) == (128, 128, 128) != opened(events[-1].b64_json).getpixel((15, 15))

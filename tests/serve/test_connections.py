@@ -43,13 +43,13 @@ def dial(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=120)
 
 
-def request(**asked: object) -> bytes:
-    body = json.dumps({"prompt": "tulip", **asked}).encode()
+def request(**fields: object) -> bytes:
+    body = json.dumps({"prompt": "tulip", **fields}).encode()
     head = f"POST {IMAGES} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
-def heard(line: socket.socket) -> bytes:
+def received(line: socket.socket) -> bytes:
     """All that comes until the server closes the connection."""
     said = bytearray()
     try:
@@ -73,7 +73,7 @@ def heard(line: socket.socket) -> bytes:
 def test_who_sends_no_whole_request_is_not_waited_for(sent: bytes, answer: bytes) -> None:
     with serving(Limits(**SHORT)) as (_, _, address), dial(address) as line:
         line.sendall(sent)
-        said = heard(line)
+        said = received(line)
         assert said.startswith(answer) and (said == b"") == (answer == b"")
         assert httpx.get(f"{address}/healthz").status_code == 200
 
@@ -128,7 +128,7 @@ def test_who_takes_nothing_of_an_answer_is_not_waited_for(caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("together", [True, False])
 def test_requests_sent_ahead_end_with_their_client(together: bool) -> None:
-    """Neither the one that is drawn nor those behind it are drawn for who has gone."""
+    """When the client disconnects, neither the running request nor those behind it are drawn."""
     with serving(Limits()) as (pipe, batcher, address):
         with dial(address) as line:
             requests = [request(seed=seed) for seed in (1, 2, 3)]
@@ -155,7 +155,7 @@ def test_requests_sent_ahead_are_answered_in_their_order(together: bool) -> None
         if not together:
             line.sendall(closing)
         pipe.allow()
-        said = heard(line)
+        said = received(line)
         assert said.count(b"HTTP/1.1 200 ") == 2
         assert said.index(b'"seed":1') < said.index(b'"seed":2')
 
@@ -181,7 +181,7 @@ def test_nobody_sends_ahead_without_end() -> None:
 def test_what_is_no_request_is_refused_quietly(sent: bytes, caplog) -> None:
     with serving(Limits(**SHORT), keys=[KEY]) as (_, _, address), dial(address) as line:
         line.sendall(sent)
-        said = heard(line)
+        said = received(line)
         assert said.startswith(b"HTTP/1.1 4") or said == b""
         assert httpx.get(f"{address}/healthz").status_code == 200
         assert "Traceback" not in caplog.text
@@ -208,7 +208,7 @@ def few_files() -> None:
 
 
 def test_a_real_process_outlives_floods_of_headers_and_of_connections(model) -> None:
-    """No key is needed to try; memory stays where it was, and who asks is answered meanwhile."""
+    """The attack needs no key; memory does not grow, and other clients are answered meanwhile."""
     command = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve", "--no-page"]
     command += ["--no-calibrate", "--port", "0", "--model", str(model), "--device", "cpu", "--api-key", KEY]
     process = subprocess.Popen(

@@ -90,8 +90,8 @@ def opened(browser: Browser, address: str, **options: object) -> Iterator[Page]:
         wrong = []
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda line: wrong.append(line.text) if "Policy" in line.text else None)
-        page.asked = []  # type: ignore[attr-defined]
-        page.on("request", lambda request: page.asked.append(request.url))  # type: ignore[attr-defined]
+        page.requested = []  # type: ignore[attr-defined]
+        page.on("request", lambda request: page.requested.append(request.url))  # type: ignore[attr-defined]
         page.goto(address)
         yield page
         assert not wrong
@@ -139,8 +139,8 @@ def test_both_pictures_of_a_race_are_seen_to_finish(page: Page, address: str, tm
     expect(bands).to_be_visible()
     assert bands.locator(".tint0").get_attribute("d").startswith("M0 0h1v1h-1z")  # the prefill decides a code
     page.screenshot(path=tmp_path / "page.png", full_page=True)
-    if wanted := os.environ.get("LANTERNPP_SCREENSHOT"):
-        shutil.copy(tmp_path / "page.png", wanted)
+    if screenshot := os.environ.get("LANTERNPP_SCREENSHOT"):
+        shutil.copy(tmp_path / "page.png", screenshot)
 
     assert page.locator("#gallery li").count() == 2
     with page.expect_download() as download:
@@ -152,7 +152,7 @@ def test_both_pictures_of_a_race_are_seen_to_finish(page: Page, address: str, tm
         assert json.loads(kept.text["settings"])["method"] == "lantern++"
         assert len(set(kept.convert("L").tobytes())) > 50
 
-    hosts = {urlsplit(url).netloc for url in page.asked if url.startswith("http")}  # type: ignore[attr-defined]
+    hosts = {urlsplit(url).netloc for url in page.requested if url.startswith("http")}  # type: ignore[attr-defined]
     assert hosts == {urlsplit(address).netloc}
 
 

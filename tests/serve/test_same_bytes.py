@@ -1,4 +1,4 @@
-"""A picture is the same, byte for byte, as alone at the same rows: whoever sat beside it, before it or after it."""
+"""A picture has the same bytes as when it is drawn alone at the same rows, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_a_slot_left_half_way_is_as_good_as_new(pipe):
             engine.step()
         for slot, (prompt, seed) in enumerate([("red tulip", 3), ("a tulip", 2)]):
             pipe.release()
-            wanted = pipe(prompt, seed=seed, method=method, batch_size=2).codes[0].tolist()
-            assert engine.harvest(slot).codes.tolist() == wanted, (method, slot)
+            expected = pipe(prompt, seed=seed, method=method, batch_size=2).codes[0].tolist()
+            assert engine.harvest(slot).codes.tolist() == expected, (method, slot)
 
 
 def test_what_is_chosen_for_a_runner_is_what_the_picture_says(pipe):

@@ -154,7 +154,7 @@ def test_the_last_runner_is_not_for_a_client_that_has_all_others(scheduler):
     runner = scheduler.runner_for(AR, 1, "one").fill(1, "one")
     with pytest.raises(AllRunnersBusy) as waits:
         scheduler.runner_for(OTHER, 1, "many")
-    assert not isinstance(waits.value, ClientAtLimit)  # all are busy: whoever stands behind waits as well
+    assert not isinstance(waits.value, ClientAtLimit)  # all are busy: pictures behind it wait as well
     runner.occupied = {}
     scheduler.runners[0].fill(1, "third")
     assert scheduler.runner_for(OTHER, 1, "many")
