@@ -111,7 +111,7 @@ def test_a_client_that_stops_reading_is_given_up_and_nothing_piles_up(pipe: Pipe
         for _ in range(8):
             paced.allow(1)
             await asyncio.sleep(0.05)
-            piled.append(len(stream._news))
+            piled.append(len(stream._pending))
         await asyncio.to_thread(until, lambda: all(ticket.done for ticket in tickets))
         assert all(isinstance(ticket.error, Cancelled) for ticket in tickets)
         running.cancel()
