@@ -53,7 +53,7 @@ def opened(b64: str) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(b64)))
 
 
-def error_response(answer: httpx.Response) -> tuple[int, str]:
+def refusal(answer: httpx.Response) -> tuple[int, str]:
     """Status and sentence of a refusal, whose shape is OpenAI's."""
     assert set(answer.json()) == {"error"}
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -151,7 +151,7 @@ WRONG = {
     "a field": ({"prompt": "tulip", "proposer": "tree"}, 400, "'proposer' is unknown"),
     "a class": ({"prompt": "tulip", "method": "os:system"}, 400, "unknown"),
     "half a pair": ('{"prompt": "\\ud800 tulip"}', 400, "prompt"),
-    "no JSON": ("{", 400, "no JSON"),
+    "no JSON": ("{", 400, "not JSON"),
     "a list": ("[]", 400, "JSON object"),
     "partial": ({"prompt": "tulip", "partial_images": 1}, 400, "stream"),
     "large": ({"prompt": "tulip", "user": "x" * 5000}, 413, "4000 bytes"),
@@ -164,33 +164,30 @@ def test_one_sentence_for_every_bad_request(http, name):
     body, status, said = WRONG[name]
     content = body if isinstance(body, str) else json.dumps(body)
     answer = http.post(IMAGES, content=content, headers={"content-type": "application/json"})
-    got, sentence = error_response(answer)
+    got, sentence = refusal(answer)
     assert got == status and said in sentence and "\n" not in sentence and "Traceback" not in sentence
 
 
 def test_a_body_whose_length_is_not_announced_is_limited_too(http):
     chunks = (b"x" * 1000 for _ in range(10))
-    assert (
-        error_response(http.post(IMAGES, content=chunks, headers={"content-type": "application/json"}))[0]
-        == 413
-    )
+    assert refusal(http.post(IMAGES, content=chunks, headers={"content-type": "application/json"}))[0] == 413
 
 
 def test_other_paths_and_ways(http):
-    assert error_response(http.get("/v1/models/other"))[0] == 404
-    assert error_response(http.get("/etc/passwd"))[0] == 404
-    assert error_response(http.get(IMAGES))[0] == 405
+    assert refusal(http.get("/v1/models/other"))[0] == 404
+    assert refusal(http.get("/etc/passwd"))[0] == 404
+    assert refusal(http.get(IMAGES))[0] == 405
     form = http.post(
         IMAGES, content='{"prompt": "tulip"}', headers={"content-type": "text/plain"}
     )  # no preflight
-    assert error_response(form)[0] == 400
+    assert refusal(form)[0] == 400
 
 
 def test_a_name_that_is_not_ours_is_not_answered(http):
     for host in ("evil.example", "127.0.0.1.evil.example", "[::1", "", "x" * 300):
         answer = http.get("/v1/models", headers={"host": host})
         assert answer.status_code == 400, host
-    assert "--allow-host NAME" in error_response(http.get("/v1/models", headers={"host": "evil.example"}))[1]
+    assert "--allow-host NAME" in refusal(http.get("/v1/models", headers={"host": "evil.example"}))[1]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +227,7 @@ def test_a_page_of_another_site_can_neither_draw_nor_read(server, http, headers)
     for method, path in (("POST", IMAGES), ("GET", "/v1/models"), ("GET", "/healthz"), ("OPTIONS", IMAGES)):
         body = {"json": {"prompt": "tulip"}} if method == "POST" else {}
         answer = http.request(method, path, headers=headers, **body)
-        assert error_response(answer)[0] == 403, path
+        assert refusal(answer)[0] == 403, path
         assert not [name for name in answer.headers if name.startswith("access-control-")]
 
 
@@ -289,7 +286,7 @@ def test_keys(pipe):
             for path in ("/v1/models", "/metrics", "/openapi.json", "/"):
                 for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic ???"}):
                     answer = http.get(path, headers=headers)
-                    assert error_response(answer)[0] == 401 and "www-authenticate" in answer.headers
+                    assert refusal(answer)[0] == 401 and "www-authenticate" in answer.headers
             assert http.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
             assert (
                 http.get("/metrics", auth=("anyone", KEY)).status_code == 401
@@ -347,7 +344,7 @@ def test_a_full_queue_is_429_with_a_time_to_wait(slow):
     lines += [ask(address, seed=i) for i in (2, 3)]
     until(lambda: batcher.stats.queued == 2)
     answer = httpx.post(address + IMAGES, json={"prompt": "tulip"}, timeout=120)
-    assert error_response(answer)[0] == 429 and int(answer.headers["retry-after"]) >= 1
+    assert refusal(answer)[0] == 429 and int(answer.headers["retry-after"]) >= 1
     pipe.allow()
     for line in lines:
         assert line.recv(100).startswith(b"HTTP/1.1 200")
@@ -357,7 +354,7 @@ def test_a_full_queue_is_429_with_a_time_to_wait(slow):
 def test_what_breaks_says_nothing_of_how(slow, caplog):
     pipe, _, address = slow
     answer = httpx.post(address + IMAGES, json={"prompt": "tulip", "seed": 666}, timeout=120)
-    assert error_response(answer) == (500, "the server failed at this request; its log has the error")
+    assert refusal(answer) == (500, "the server failed at this request; its log has the error")
     assert "out of memory" in caplog.text
     pipe.allow()
     assert httpx.post(address + IMAGES, json={"prompt": "tulip"}, timeout=120).status_code == 200
@@ -368,5 +365,5 @@ def test_a_batcher_that_closed_is_503(slow):
     pipe.allow()
     batcher.close()
     answer = httpx.post(address + IMAGES, json={"prompt": "tulip"}, timeout=120)
-    assert error_response(answer)[0] == 503 and answer.headers["connection"] == "close"
+    assert refusal(answer)[0] == 503 and answer.headers["connection"] == "close"
     assert httpx.get(f"{address}/healthz").status_code == 503

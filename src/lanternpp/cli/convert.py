@@ -71,7 +71,7 @@ def convert(
         raise InputError(f"--text {str(text)!r} does not exist; give a folder")
     inside = Path(model).exists() and Path(model).resolve().is_relative_to(out.resolve())
     if out.exists() and (not out.is_dir() or inside):
-        raise InputError(f"output {str(out)!r} is a file, or the folder of MODEL; name a new folder")
+        raise InputError(f"output {str(out)!r} is a file, or contains MODEL; name a new folder")
     if not overwrite and any((out / name).exists() for name in (*PARTS, "config.json")):
         raise InputError(
             f"output {str(out)!r} holds a model; name a new folder, or replace it with --overwrite"
