@@ -36,7 +36,7 @@ class PictureStream(StreamingResponse):
         self, mapper: RequestMapper, body: ImagesRequest, tickets: list[Ticket], warnings: Sequence[str] = ()
     ):
         """warnings: the target's warnings of the prompt; sent first where the request has `progress`."""
-        self.mapper, self.body, self.tickets = mapper, body, tickets
+        self.mapper, self.image_request, self.tickets = mapper, body, tickets
         self._pending: dict[
             tuple[str, int, int], Event
         ] = {}  # events to be sent, by kind, index of the picture, number
@@ -96,7 +96,7 @@ class PictureStream(StreamingResponse):
 
     async def _picture(self, index: int, ticket: Ticket) -> None:
         """Send the events of one picture. Raises what drawing it raised."""
-        mapper, body = self.mapper, self.body
+        mapper, body = self.mapper, self.image_request
         previews = asyncio.create_task(self._preview(index, ticket)) if body.progress else None
         try:
             if body.progress or body.partial_images:
@@ -114,7 +114,7 @@ class PictureStream(StreamingResponse):
 
     async def _follow(self, index: int, ticket: Ticket) -> None:
         """Send the progress and partial images of a picture while it is drawn; `_preview` sends the previews."""
-        mapper, body = self.mapper, self.body
+        mapper, body = self.mapper, self.image_request
         parts, length = body.partial_images or 0, mapper.pipe.target.length
         due = [length * (i + 1) / (parts + 1) for i in range(parts)]  # codes at which a partial image is sent
         sent = 0
@@ -143,7 +143,7 @@ class PictureStream(StreamingResponse):
     @property
     def kind(self) -> str:
         """The format of the pictures: png, jpeg or webp."""
-        return self.body.output_format or "png"
+        return self.image_request.output_format or "png"
 
     def _send_image(self, what: str, index: int, file: str, **more: Any) -> None:
         """Queue an event of OpenAI's API, which has a picture."""
