@@ -21,10 +21,10 @@ from lanternpp.default_method import Chosen
 from lanternpp.engine.decode import FinishedSample
 from lanternpp.errors import InputError
 from lanternpp.methods import AUTO
-from lanternpp.serve.batcher import Batcher, Order
+from lanternpp.serve.batcher import Batcher, ImageSpec
 from lanternpp.serve.connections import Limits
-from lanternpp.serve.entrance import bind, url
 from lanternpp.serve.server import configured
+from lanternpp.serve.startup import bind, url
 from lanternpp.settings import Settings, resolve
 
 LENGTH = 4
@@ -36,9 +36,9 @@ def settings(method: str = "ar", **overrides: object) -> Settings:
     return resolve(method, {}, overrides)
 
 
-def order(seed: int = 0, client: str = "", prompt: str = PROMPT, **more: object) -> Order:
+def spec(seed: int = 0, client: str = "", prompt: str = PROMPT, **more: object) -> ImageSpec:
     """One picture by plain decoding."""
-    return Order(prompt, seed, settings(), client=client, **more)
+    return ImageSpec(prompt, seed, settings(), client=client, **more)
 
 
 class SlowEngine:

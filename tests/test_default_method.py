@@ -14,7 +14,7 @@ from lanternpp.accept import RULES
 from lanternpp.default_method import SHORT, Chosen, choose
 from lanternpp.methods import METHODS
 from lanternpp.models import model_folder, read_defaults
-from lanternpp.serve.terms import Terms
+from lanternpp.serve.server_config import ServerConfig
 from lanternpp.tuned import Tuned
 
 PROMPT = "a red tulip"
@@ -116,8 +116,8 @@ def test_the_shipped_model_draws_with_the_method_that_its_defaults_name() -> Non
 
 def test_a_server_of_auto_gives_its_dials_to_the_method_that_auto_takes(folder: Path) -> None:
     pipe = Pipeline.from_pretrained(str(folder), device="cpu")
-    terms = Terms(overrides={"tree": "chain-2", "cfg": 4.0})
+    config = ServerConfig(overrides={"tree": "chain-2", "cfg": 4.0})
     for named in (None, "auto", "parallel"):
-        settings = terms.settings(pipe, named, {})
+        settings = config.settings(pipe, named, {})
         assert (settings.method, settings.tree, settings.cfg) == ("parallel", "chain-2", 4.0)
-    assert terms.settings(pipe, "eagle", {}).tree == "eagle-25"
+    assert config.settings(pipe, "eagle", {}).tree == "eagle-25"

@@ -1,4 +1,4 @@
-"""A Ray cluster: the one at an address, or one of this machine's own that ends with the block. Quiet, loopback only."""
+"""A connection to a Ray cluster, or a cluster on this machine alone, which listens on the loopback address only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOCAL, AUTO = "local", "auto"
 LOOPBACK = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's name for: one machine, bound to 127.0.0.1
     "RAY_AUTH_MODE": "token",
-    "RAY_worker_niceness": "0",  # its workers are this command's own work
+    "RAY_worker_niceness": "0",  # do not run its workers at a lower priority
 }
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -35,35 +35,35 @@ QUIET = {
     "RAY_raylet_start_wait_time_s": "180",
 }
 OTHERS = ("RAY_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_NAMESPACE")  # of a cluster that runs already
-TRIES = 3
-LONG = 180.0  # seconds in which the parts of a new cluster must have found each other
-STORE = 256 * 2**20  # bytes in shared memory; pictures pass through it
+TRIES = 3  # of starting a cluster
+START_SECONDS = 180.0  # in which the processes of a new cluster must have found each other
+STORE = 256 * 2**20  # bytes of shared memory, through which pictures are sent
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one of several workers gets."""
+    """The cores and GPUs of one worker."""
 
     cpus: int
     gpus: float
 
     @property
     def options(self) -> dict[str, Any]:
-        """As Ray takes them."""
+        """As options of a Ray task or actor."""
         return {"num_cpus": self.cpus, "num_gpus": self.gpus}
 
 
 def require() -> None:
-    """InputError unless Ray is installed; it is not imported, which takes seconds."""
+    """Raise InputError unless Ray is installed. It is not imported: that takes seconds."""
     if find_spec("ray") is None:
         raise InputError("--ray needs Ray, which is not installed; pip install 'lanternpp[ray]'")
 
 
 def check_address(address: str) -> str:
-    """The address, if it can be one. Raises InputError."""
+    """The address, unchanged. Raises InputError where it is malformed."""
     if address not in (LOCAL, AUTO) and not re.fullmatch(r"[\w.-]+:\d+|\[[0-9a-fA-F:]+\]:\d+", address):
         raise InputError(
-            f"--ray {address!r} is no address; use local (this machine), auto (the cluster this machine is part "
+            f"--ray {address!r} is not an address; use local (this machine), auto (the cluster this machine is part "
             "of) or HOST:PORT"
         )
     return address
@@ -71,9 +71,9 @@ def check_address(address: str) -> str:
 
 @contextmanager
 def cluster(address: str, workers: int | None = None) -> Iterator[Any]:
-    """The module `ray`, connected. `workers`: so many are wanted, whatever cores a local cluster has.
+    """The module `ray`, connected. workers: a local cluster gets at least so many cores.
 
-    Ray prints what it notices, such as the death of a worker, on stdout: inside the block `sys.stdout` goes nowhere.
+    Ray prints messages, such as the death of a worker, on stdout. So inside the block `sys.stdout` is discarded.
     Raises InputError where there is no cluster at the address.
     """
     require()
@@ -90,21 +90,21 @@ def cluster(address: str, workers: int | None = None) -> Iterator[Any]:
         ends.enter_context(redirect_stdout(io.StringIO()))
         if address == LOCAL:
             made = tempfile.TemporaryDirectory(prefix="lanternpp-", ignore_cleanup_errors=True)
-            own: dict[str, Any] = {"num_cpus": max(cores(), workers or 1), "object_store_memory": STORE}
-            # Ray opens the folder that it is given to everybody; the one around it stays this user's.
-            own["_temp_dir"] = str(Path(ends.enter_context(made), "ray"))
+            local: dict[str, Any] = {"num_cpus": max(cores(), workers or 1), "object_store_memory": STORE}
+            # Ray makes its folder readable for everybody, so it is put inside one that only this user can read.
+            local["_temp_dir"] = str(Path(ends.enter_context(made), "ray"))
             ends.callback(ray.shutdown)
-            start(ray, own | quiet)
+            start(ray, local | quiet)
         else:
             ends.callback(ray.shutdown)
             connect(ray, address, quiet)
-        ends.enter_context(ending_on_sigterm())  # Ray has put its own in place
+        ends.enter_context(ending_on_sigterm())  # Ray has replaced the handler
         yield ray
 
 
 @contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """SIGTERM leaves the block as an exception does, with the status of a killed process, so that nothing stays behind."""
+    """SIGTERM raises SystemExit inside the block, with the status of a killed process, so that Ray is shut down."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -120,13 +120,13 @@ def ending_on_sigterm() -> Iterator[None]:
 
 
 def start(ray: Any, options: dict[str, Any]) -> None:
-    """A cluster of this machine's own; on a busy machine its parts may miss each other, so they get other tries."""
+    """Start a cluster on this machine; tried several times, since on a busy machine its processes may not connect."""
     for attempt in range(1, TRIES + 1):
         try:
-            with patience(ray):
+            with longer_start(ray):
                 ray.init(address=LOCAL, include_dashboard=False, **options)
-            own = options["_temp_dir"]
-            if not all(node["ObjectStoreSocketName"].startswith(own) for node in ray.nodes()):
+            folder = options["_temp_dir"]
+            if not all(node["ObjectStoreSocketName"].startswith(folder) for node in ray.nodes()):
                 raise RuntimeError("it found another cluster's parts")
             return
         except Exception as error:
@@ -139,11 +139,11 @@ def start(ray: Any, options: dict[str, Any]) -> None:
 
 
 @contextmanager
-def patience(ray: Any) -> Iterator[None]:
-    """Ray gives its own parts 30 s to find each other, too few on a busy machine; inside the block they have `LONG`."""
+def longer_start(ray: Any) -> Iterator[None]:
+    """Give Ray `START_SECONDS` inside the block to start its processes; its own limit of 30 s is too short on a busy machine."""
     services = ray._private.services
     look = getattr(services, "get_node", None)
-    until = time.monotonic() + LONG
+    until = time.monotonic() + START_SECONDS
 
     def get_node(*args: Any, **options: Any) -> Any:
         while True:
@@ -164,7 +164,7 @@ def patience(ray: Any) -> Iterator[None]:
 
 
 def connect(ray: Any, address: str, options: dict[str, Any]) -> None:
-    """InputError where no cluster answers."""
+    """Connect to a running cluster. Raises InputError where none answers."""
     try:
         ray.init(address=address, **options)
     except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
@@ -176,7 +176,7 @@ def connect(ray: Any, address: str, options: dict[str, Any]) -> None:
 
 @cache
 def token() -> str:
-    """The secret that connects to this process's own cluster."""
+    """The secret that is needed to connect to the cluster of this process."""
     return secrets.token_hex(32)
 
 
@@ -185,18 +185,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def share(ray: Any, wanted: int | None, device: str) -> tuple[int, Share]:
+def share(ray: Any, workers: int | None, device: str) -> tuple[int, Share]:
     """How many workers, and the cores and GPUs for each. Raises InputError where the cluster has too few cores.
 
-    wanted: None is one for each GPU; where there is none, one for every four cores.
+    workers: None is one for each GPU; where there is none, one for every four cores.
     """
-    there = ray.cluster_resources()
-    cpus, gpus = int(there.get("CPU", 0)), int(there.get("GPU", 0)) if device != "cpu" else 0
-    workers = wanted or gpus or max(1, cpus // 4)
-    if workers > cpus:
-        raise InputError(f"{workers} workers are too many for the {cpus} cores of the cluster; ask for fewer")
+    resources = ray.cluster_resources()
+    cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0)) if device != "cpu" else 0
+    count = workers or gpus or max(1, cpus // 4)
+    if count > cpus:
+        raise InputError(f"{count} workers are too many for the {cpus} cores of the cluster; ask for fewer")
     smallest = min(int(node["Resources"]["CPU"]) for node in ray.nodes() if node["Resources"].get("CPU"))
-    return workers, Share(max(1, min(cpus // workers, smallest)), 1 / -(-workers // gpus) if gpus else 0)
+    return count, Share(max(1, min(cpus // count, smallest)), 1 / -(-count // gpus) if gpus else 0)
 
 
 def brief(error: BaseException) -> str:

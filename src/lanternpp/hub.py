@@ -1,6 +1,6 @@
-"""Models of the Hugging Face hub by id: fetched once, with a progress bar, and read from the cache after.
+"""Models of the Hugging Face hub by id: fetched once, with a progress bar, then read from the cache.
 
-A line that breaks is taken up where it broke; a run that was stopped keeps the files it had whole.
+A download that breaks is resumed; a run that is stopped keeps the files that were complete.
 
 The cache, tokens and proxies are huggingface_hub's own (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
 """
@@ -18,7 +18,7 @@ from lanternpp.errors import InputError
 SAFE, PICKLED = (".safetensors",), (".pt", ".pth", ".bin")
 BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".yaml")  # configs and tokenizers
 VQ_FILE = re.compile(r"vq.*\.(safetensors|pt|pth|bin|ckpt)")
-PATIENCE = 10.0  # seconds until the hub counts as unreachable
+TIMEOUT = 10.0  # seconds without an answer after which the hub counts as unreachable
 FORM = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+))?(?:@(?P<revision>[\w./-]+))?")
 
 
@@ -47,31 +47,31 @@ def hub_id(text: str) -> HubId | None:
     return HubId(found["repo"], found["file"], found["revision"])
 
 
-def fetch(wanted: HubId) -> Path:
-    """The folder, or the file, of a hub id on this machine; what is missing is fetched.
+def fetch(source: HubId) -> Path:
+    """The folder, or the file, of a hub id on this machine; missing files are fetched.
 
-    Only weights of one format come, safetensors where there are any, with the configs and tokenizers
-    beside them, and image tokenizers that lie apart from their targets: beside a file, the one most like it
-    in name. Without a network, what was fetched before serves. Raises InputError.
+    Weights are fetched in one format, safetensors if there are any, together with configs and tokenizers. Image tokenizers
+    in files of their own are fetched too; for a single file, only the one with the most similar name. Without a network,
+    files fetched earlier are used. Raises InputError.
     """
     quiet()
     try:
-        files = choose(wanted, listing(wanted))
+        files = choose(source, listing(source))
     except UnreachableError as error:
-        return cached(wanted, error)
+        return cached(source, error)
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(wanted.repo, revision=wanted.revision, allow_patterns=files))
+        folder = Path(snapshot_download(source.repo, revision=source.revision, allow_patterns=files))
     except Exception as error:  # as in `listing`, and a full disk
         raise InputError(
-            f"{wanted} could not be fetched whole ({first_line(error)}); run it again to go on"
+            f"{source} could not be fetched whole ({first_line(error)}); run it again to go on"
         ) from None
-    return folder / wanted.file if wanted.file else folder
+    return folder / source.file if source.file else folder
 
 
 def quiet() -> None:
-    """Progress bars on a terminal only, and no word of single attempts that failed."""
+    """Show progress bars on a terminal only, and no messages about attempts that are repeated."""
     from huggingface_hub.utils import disable_progress_bars, logging
 
     logging.set_verbosity_error()
@@ -83,8 +83,8 @@ class UnreachableError(Exception):
     """The hub did not answer."""
 
 
-def listing(wanted: HubId) -> list[str]:
-    """The files of a repository. Raises InputError where the hub has no such thing, UnreachableError without an answer."""
+def listing(source: HubId) -> list[str]:
+    """The files of a repository. Raises InputError where there is no such repository, UnreachableError without an answer."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -94,36 +94,38 @@ def listing(wanted: HubId) -> list[str]:
     )
 
     try:
-        info = HfApi().model_info(wanted.repo, revision=wanted.revision, timeout=PATIENCE)
+        info = HfApi().model_info(source.repo, revision=source.revision, timeout=TIMEOUT)
         return [file.rfilename for file in info.siblings or []]
     except GatedRepoError:
         raise InputError(
-            f"{wanted.repo} asks for its terms to be accepted; accept them on its page, then log in: hf auth login"
+            f"{source.repo} asks for its terms to be accepted; accept them on its page, then log in: hf auth login"
         ) from None
     except RepositoryNotFoundError:
         raise InputError(
-            f"model {str(wanted)!r} is neither here nor on the hub; check the id, or log in if it is private: hf auth login"
+            f"model {str(source)!r} is neither here nor on the hub; check the id, or log in if it is private: hf auth login"
         ) from None
     except RevisionNotFoundError:
         raise InputError(
-            f"{wanted.repo} has no revision {wanted.revision!r}; name a branch, tag or commit"
+            f"{source.repo} has no revision {source.revision!r}; name a branch, tag or commit"
         ) from None
     except HFValidationError as error:
-        raise InputError(f"{wanted} is no id of the hub: {first_line(error)}") from None
+        raise InputError(f"{source} is not an id of the hub: {first_line(error)}") from None
     except Exception as error:  # the errors of whichever HTTP client the hub's library uses
         raise UnreachableError(first_line(error)) from None
 
 
-def choose(wanted: HubId, files: Sequence[str]) -> list[str]:
-    """What to fetch of a repository's files. Raises InputError where that is nothing, or not clear."""
+def choose(source: HubId, files: Sequence[str]) -> list[str]:
+    """The files of a repository to fetch. Raises InputError where it has no weights, or several to choose from."""
     beside = [name for name in files if PurePosixPath(name).suffix in BESIDE]
-    if wanted.file:
-        if wanted.file not in files:
-            held = ", ".join(name for name in files if PurePosixPath(name).suffix in SAFE + PICKLED)
-            raise InputError(f"{wanted.repo} holds no {wanted.file}; its weights are: {held or 'none'}")
-        folder = PurePosixPath(wanted.file).parent
+    if source.file:
+        if source.file not in files:
+            weights_here = ", ".join(name for name in files if PurePosixPath(name).suffix in SAFE + PICKLED)
+            raise InputError(
+                f"{source.repo} holds no {source.file}; its weights are: {weights_here or 'none'}"
+            )
+        folder = PurePosixPath(source.file).parent
         near = [name for name in beside if PurePosixPath(name).parent == folder]
-        return [wanted.file, *tokenizer_of(wanted.file, files), *near]
+        return [source.file, *tokenizer_of(source.file, files), *near]
     for suffixes in (SAFE, PICKLED):
         weights = [name for name in files if PurePosixPath(name).suffix in suffixes]
         if not weights:
@@ -133,16 +135,16 @@ def choose(wanted: HubId, files: Sequence[str]) -> list[str]:
         if suffixes == PICKLED and len(targets) > 1 and not indexed:
             named = ", ".join(weights[:10])
             raise InputError(
-                f"{wanted.repo} holds several checkpoints ({named}); name one: {wanted.repo}/{targets[0]}"
+                f"{source.repo} holds several checkpoints ({named}); name one: {source.repo}/{targets[0]}"
             )
         return [*weights, *(name for name in files if is_vq(name) and name not in weights), *beside]
-    raise InputError(f"{wanted.repo} holds no weights (.safetensors, .pt, .pth or .bin)")
+    raise InputError(f"{source.repo} holds no weights (.safetensors, .pt, .pth or .bin)")
 
 
 def tokenizer_of(file: str, files: Sequence[str]) -> list[str]:
-    """The image tokenizer that lies beside a checkpoint: of those there, the one whose name is most like its own.
+    """The image tokenizer in the folder of a checkpoint: the one whose name is most similar to the checkpoint's.
 
-    Like names share words: of vq_ds16_c2i.pt and vq_ds16_t2i.pt the second goes with t2i_XL_stage1_256.pt.
+    Similar names share words: of vq_ds16_c2i.pt and vq_ds16_t2i.pt the second goes with t2i_XL_stage1_256.pt.
     """
     path = PurePosixPath(file)
     beside = [name for name in sorted(files) if is_vq(name) and PurePosixPath(name).parent == path.parent]
@@ -161,32 +163,32 @@ def words(file: str) -> set[str]:
     return set(re.split(r"[\W_]+", PurePosixPath(file).stem))
 
 
-def cached(wanted: HubId, why: UnreachableError) -> Path:
-    """What an earlier run fetched whole."""
+def cached(source: HubId, why: UnreachableError) -> Path:
+    """The folder or file that an earlier run fetched completely. Raises InputError where there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
     for suffixes in (SAFE, PICKLED):
-        patterns = [wanted.file] if wanted.file else [f"*{suffix}" for suffix in suffixes + BESIDE]
+        patterns = [source.file] if source.file else [f"*{suffix}" for suffix in suffixes + BESIDE]
         try:
             folder = Path(
                 snapshot_download(
-                    wanted.repo, revision=wanted.revision, allow_patterns=patterns, local_files_only=True
+                    source.repo, revision=source.revision, allow_patterns=patterns, local_files_only=True
                 )
             )
         except (LocalEntryNotFoundError, IncompleteSnapshotError):
             continue
-        if wanted.file and (folder / wanted.file).is_file():
-            return folder / wanted.file
-        if not wanted.file and any(path.suffix in suffixes for path in folder.rglob("*")):
+        if source.file and (folder / source.file).is_file():
+            return folder / source.file
+        if not source.file and any(path.suffix in suffixes for path in folder.rglob("*")):
             return folder
     raise InputError(
-        f"{wanted} is not on this machine (neither a path nor whole in {HF_HUB_CACHE}) and the hub did not answer: {why}"
+        f"{source} is not on this machine (neither a path nor whole in {HF_HUB_CACHE}) and the hub did not answer: {why}"
     )
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in short."""
+    """The first line of an error's message, else its class."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""Pictures of pictures: a grid, and a comparison with figures under each side. Pure Pillow."""
+"""Grids of pictures, comparisons with figures under each side, and PNGs with text chunks. Needs only Pillow."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Panel:
 
 
 def grid(images: Sequence[Image.Image], gap: int = 2) -> Image.Image:
-    """Pictures of one size, row by row in the squarest arrangement, `gap` pixels apart; one stays as it is."""
+    """Pictures of one size in a grid that is nearly square, row by row, `gap` pixels apart. One picture stays as it is."""
     if len(images) == 1:
         return images[0].convert("RGB")
     columns = squarest(len(images))
@@ -92,9 +92,9 @@ def notes(
     versions: Mapping[str, str],
     images: int = 1,
 ) -> dict[str, str]:
-    """What a PNG of so many pictures says of how it was made: enough to make it again, and nothing that varies between runs.
+    """The text chunks of a PNG: what is needed to draw it again, and nothing that varies between equal runs.
 
-    settings: as `Pipeline.describe` gives them. versions: of what the result depends on.
+    settings: as `Pipeline.describe` gives them. versions: of the libraries that the result depends on.
     """
     return {
         "prompt": prompt,
@@ -107,7 +107,7 @@ def notes(
 
 
 def save_png(image: Image.Image, path: Path, notes: Mapping[str, str]) -> None:
-    """The picture with `notes` as its text chunks, written whole or not at all; no date goes in.
+    """Write a picture as a PNG with `notes` as its text chunks, completely or not at all. It has no date.
 
     Makes the folder where it is missing. Raises InputError where the file cannot be written.
     """

@@ -1,4 +1,4 @@
-"""Published models that can be read: what to type for each, how large its download is, and whose drafter fits."""
+"""Published models that can be read: the options for each, the size of its download, and a drafter that fits."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Published:
-    """A model of the hub. Sizes are reckoned from numbers of parameters: 2 bytes each, 2 to 4 in a .pt."""
+    """A model of the hub. Sizes are computed from numbers of parameters: 2 bytes each, 2 to 4 in a .pt."""
 
     name: str
     model: str  # what --model takes
     download: str
     drafter: str | None = None  # what --drafter takes; None: none is published
-    needs: str = ""  # what else
+    needs: str = ""  # what else has to be given
 
 
 T5 = "flan-t5-xl for texts, fetched at the first one (about 11 GB)"

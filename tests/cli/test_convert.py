@@ -37,7 +37,7 @@ def test_eight_bits_draw_much_the_same_from_a_quarter_of_the_bytes(run, model: P
     [
         (("nowhere", "out"), "nowhere"),
         ((".", "out"), "no checkpoint"),
-        (("MODEL", "MODEL"), "another folder"),
+        (("MODEL", "MODEL"), "name a new folder"),
         (("MODEL", "out", "--size", 256), "published"),
         (("MODEL", "out", "--vq", "gone.pt"), "gone.pt"),
     ],

@@ -19,7 +19,7 @@ from PIL import Image
 
 from lanternpp import cluster, names
 from lanternpp.cli import with_values
-from lanternpp.many.painter import Painter, Refusal
+from lanternpp.many.renderer import RefusedPrompt, Renderer
 
 PROMPTS = ["red tulip", "a tulip", "a photo of a red tulip", "a photo of a tulip", "the red, red tulip"]
 
@@ -136,7 +136,7 @@ def test_a_picture_damaged_inside_is_drawn_again(job, elsewhere: Path) -> None:
 def test_a_job_has_its_folder_for_itself(job, run, model, asked, elsewhere: Path, monkeypatch) -> None:
     told = []
 
-    def second(painter: Painter, prompts: list[str]) -> tuple[list[Refusal], list[str]]:
+    def second(renderer: Renderer, prompts: list[str]) -> tuple[list[RefusedPrompt], list[str]]:
         """Another process begins while the first is about to draw."""
         command = [
             sys.executable,
@@ -150,7 +150,7 @@ def test_a_job_has_its_folder_for_itself(job, run, model, asked, elsewhere: Path
         told.append(subprocess.run(command, capture_output=True, text=True))
         return [], []
 
-    monkeypatch.setattr(Painter, "check", second)
+    monkeypatch.setattr(Renderer, "check", second)
     assert job("--out", "new/out").code == 0
     (other,) = told
     assert (other.returncode, other.stdout, other.stderr.count("\n")) == (2, "", 1)
@@ -254,7 +254,7 @@ def test_the_figures_of_a_job(job) -> None:
         (["--prompts", "none.txt", "--out", "o"], "none.txt cannot be read"),
         (["--prompts", "empty.txt", "--out", "o"], "empty.txt holds none"),
         (["--prompts", "p.txt", "--out", "o", "--actors", 2], "add --ray"),
-        (["--prompts", "p.txt", "--out", "o", "--ray", "somewhere"], "'somewhere' is no address"),
+        (["--prompts", "p.txt", "--out", "o", "--ray", "somewhere"], "'somewhere' is not an address"),
         (["--prompts", "p.txt", "--out", "o", "--cfg", 0.5], "--cfg 0.5 is out of range"),
         (["a tulip", "--out", "o"], "--out goes with --prompts"),
         (["a tulip", "--ray"], "--ray goes with --prompts"),

@@ -31,7 +31,9 @@ def descendants(pid: int) -> Iterator[int]:
 def workers(pid: int) -> list[int]:
     """Those that draw."""
     return [
-        child for child in descendants(pid) if b"ray::Artist" in Path(f"/proc/{child}/cmdline").read_bytes()
+        child
+        for child in descendants(pid)
+        if b"ray::RenderWorker" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
 
 
@@ -56,7 +58,7 @@ def test_a_killed_worker_costs_no_picture(tmp_path: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 0
-    assert err == "lanternpp: warning: a worker died; another draws what it owed\n"
+    assert err == "lanternpp: warning: a worker died; another draws its unfinished pictures\n"
     figures = json.loads(out)
     assert (figures["images"], figures["skipped"], figures["codes"]) == (60, 0, 60 * 64)
     with pytest.raises(SystemExit) as end:

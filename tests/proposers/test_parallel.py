@@ -75,7 +75,9 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
     assert prompt.start[0] == (said == "sea"), "one of the two is padded"
     codes = loop.codes[:, :count]
     read = torch.cat((prompt.embeds, target.embed(guidance.rows(codes))), 1)[:, :-1]
-    features = guidance.merge(target.decoder.forward_sequence(read, seen=causal_mask(prompt.start, read.shape[1])))
+    features = guidance.merge(
+        target.decoder.forward_sequence(read, seen=causal_mask(prompt.start, read.shape[1]))
+    )
     ahead = torch.cat((prompt.embeds[:1], target.embed(codes)), 1)[:, 1:]
     anchor = torch.tensor([[features.shape[1] - 1]])
     told = hints[:, : features.shape[1] + 4]

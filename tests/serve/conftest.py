@@ -19,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One of 16 times its codes: what is asked for while it draws is asked in time."""
+    """The folder of a model with 16 times the codes: it draws long enough for requests to come meanwhile."""
     return write_model(tmp_path_factory.mktemp("served") / "long", grid=16)
 
 

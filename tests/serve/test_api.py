@@ -20,7 +20,7 @@ from lanternpp import Pipeline
 from lanternpp.serve import streaming
 from lanternpp.serve.app import create_app
 from lanternpp.serve.pictures import half_drawn
-from lanternpp.serve.terms import Terms
+from lanternpp.serve.server_config import ServerConfig
 
 KEY = "correct-horse-battery"
 IMAGES = "/v1/images/generations"
@@ -30,7 +30,9 @@ IMAGES = "/v1/images/generations"
 def server(pipe: Pipeline):
     """A server of the tiny model; its address."""
     with batcher_of(pipe, slots=4) as batcher:
-        app = create_app(batcher, Terms(hosts=["127.0.0.1"], prompt=50, body=4000), page=False)
+        app = create_app(
+            batcher, ServerConfig(hosts=["127.0.0.1"], max_prompt_chars=50, max_body_bytes=4000), page=False
+        )
         with listening(app) as address:
             yield address
 
@@ -65,13 +67,13 @@ def test_the_openai_client_draws(client, pipe):
     assert len(answer.data) == 3 and answer.output_format == "png" and answer.size == "16x16"
     for i, one in enumerate(answer.data):
         facts = one.lanternpp
-        wanted = pipe("a red tulip", seed=5 + i, **facts["settings"])
+        expected = pipe("a red tulip", seed=5 + i, **facts["settings"])
         drawn = opened(one.b64_json)
-        assert drawn.tobytes() == wanted.images[0].tobytes()
+        assert drawn.tobytes() == expected.images[0].tobytes()
         where = {"device": "cpu", "dtype": "float32", "tuned": False}  # as in the command line's files
         assert json.loads(drawn.info["settings"]) == facts["settings"] | where
         assert drawn.info["seed"] == str(5 + i)
-        assert facts["accepted_per_pass"] == wanted.stats.accepted_per_pass
+        assert facts["accepted_per_pass"] == expected.stats.accepted_per_pass
     assert answer.usage.output_tokens == 3 * pipe.target.length
 
 
@@ -79,12 +81,12 @@ def test_the_openai_client_streams(pipe, monkeypatch):
     """The server goes on from a share of the picture when the client has seen it."""
     monkeypatch.setattr(streaming, "SNAPSHOT", 0.0)  # look at every step
     paced = PacedPipe(pipe)
-    asked = {"stream": True, "partial_images": 3, "extra_body": {"seed": 5, "method": "ar"}}
+    fields = {"stream": True, "partial_images": 3, "extra_body": {"seed": 5, "method": "ar"}}
     seen, length = threading.Semaphore(0), pipe.target.length
-    with batcher_of(paced) as batcher, listening(create_app(batcher, Terms(), page=False)) as address:
+    with batcher_of(paced) as batcher, listening(create_app(batcher, ServerConfig(), page=False)) as address:
 
         def pace() -> None:
-            until(lambda: any(ticket.wanted is not None for ticket in batcher._fleet.tickets))
+            until(lambda: any(ticket.interval is not None for ticket in batcher._scheduler.tickets))
             for count in range(2, length + 1):  # the prefill decides the first code
                 paced.allow(1)
                 if count in (length // 4, length // 2, length * 3 // 4):
@@ -94,7 +96,7 @@ def test_the_openai_client_streams(pipe, monkeypatch):
         pacing.start()
         events = []
         for event in openai.OpenAI(base_url=f"{address}/v1", api_key="none").images.generate(
-            prompt="a red tulip", **asked
+            prompt="a red tulip", **fields
         ):
             events.append(event)
             seen.release()
@@ -102,10 +104,10 @@ def test_the_openai_client_streams(pipe, monkeypatch):
     kinds = [event.type.removeprefix("image_generation.") for event in events]
     assert kinds == ["partial_image"] * 3 + ["completed"]
     assert [event.partial_image_index for event in events[:-1]] == [0, 1, 2]
-    wanted = pipe("a red tulip", seed=5, **events[-1].lanternpp["settings"])
-    assert opened(events[-1].b64_json).tobytes() == wanted.images[0].tobytes()
+    expected = pipe("a red tulip", seed=5, **events[-1].lanternpp["settings"])
+    assert opened(events[-1].b64_json).tobytes() == expected.images[0].tobytes()
     for i, event in enumerate(events[:-1]):
-        half = half_drawn(pipe, wanted.codes[0, : length * (i + 1) // 4])
+        half = half_drawn(pipe, expected.codes[0, : length * (i + 1) // 4])
         assert opened(event.b64_json).tobytes() == half.tobytes()
     first = opened(events[0].b64_json)
     assert first.getpixel((15, 15)) == (128, 128, 128) != opened(events[-1].b64_json).getpixel((15, 15))
@@ -149,7 +151,7 @@ WRONG = {
     "a field": ({"prompt": "tulip", "proposer": "tree"}, 400, "'proposer' is unknown"),
     "a class": ({"prompt": "tulip", "method": "os:system"}, 400, "unknown"),
     "half a pair": ('{"prompt": "\\ud800 tulip"}', 400, "prompt"),
-    "no JSON": ("{", 400, "no JSON"),
+    "no JSON": ("{", 400, "not JSON"),
     "a list": ("[]", 400, "JSON object"),
     "partial": ({"prompt": "tulip", "partial_images": 1}, 400, "stream"),
     "large": ({"prompt": "tulip", "user": "x" * 5000}, 413, "4000 bytes"),
@@ -203,7 +205,7 @@ def test_names_of_a_server(host, status):
     names = ("127.0.0.1", "::1", "draw.example", "*.flowers.example")
     with (
         batcher_of(SlowPipe()) as batcher,
-        TestClient(create_app(batcher, Terms(hosts=names), page=False)) as http,
+        TestClient(create_app(batcher, ServerConfig(hosts=names), page=False)) as http,
     ):
         assert http.get("/healthz", headers={"host": host}).status_code == status
 
@@ -246,8 +248,8 @@ def test_the_server_s_own_page_and_links_to_it_are_answered(server, http):
     ],
 )
 def test_a_name_that_is_allowed_opens_the_server_to_its_own_page_alone(origin, status):
-    terms = Terms(hosts=("127.0.0.1", "draw.example"))
-    with batcher_of(SlowPipe()) as batcher, TestClient(create_app(batcher, terms, page=False)) as http:
+    config = ServerConfig(hosts=("127.0.0.1", "draw.example"))
+    with batcher_of(SlowPipe()) as batcher, TestClient(create_app(batcher, config, page=False)) as http:
         for host in ("draw.example", "draw.example:443"):
             assert http.get("/healthz", headers={"host": host, "origin": origin}).status_code == status
 
@@ -278,7 +280,7 @@ def test_health_and_figures(http, client):
 
 def test_keys(pipe):
     with batcher_of(pipe) as batcher:
-        app = create_app(batcher, Terms(keys=["another-key-of-ours", KEY]), page=False)
+        app = create_app(batcher, ServerConfig(keys=["another-key-of-ours", KEY]), page=False)
         with listening(app) as address, httpx.Client(base_url=address, timeout=300) as http:
             assert http.get("/healthz").status_code == 200
             for path in ("/v1/models", "/metrics", "/openapi.json", "/"):
@@ -300,7 +302,7 @@ def slow():
     pipe = SlowPipe()
     with (
         batcher_of(pipe, slots=1, queue=2) as batcher,
-        listening(create_app(batcher, Terms("ar"), page=False)) as address,
+        listening(create_app(batcher, ServerConfig("ar"), page=False)) as address,
     ):
         yield pipe, batcher, address
         pipe.allow()
@@ -323,7 +325,7 @@ def test_a_client_that_vanishes_frees_its_slot_within_a_step(slow, stream, caplo
         until(lambda: pipe.admitted == [1])
         other = ask(address, seed=2)
         until(lambda: batcher.stats.queued == 1)
-    ticket = batcher._fleet.tickets[0]
+    ticket = batcher._scheduler.tickets[0]
     until(lambda: ticket.done)
     pipe.allow(1)  # the step that was under way
     until(lambda: pipe.admitted == [1, 2])
@@ -352,7 +354,7 @@ def test_a_full_queue_is_429_with_a_time_to_wait(slow):
 def test_what_breaks_says_nothing_of_how(slow, caplog):
     pipe, _, address = slow
     answer = httpx.post(address + IMAGES, json={"prompt": "tulip", "seed": 666}, timeout=120)
-    assert refusal(answer) == (500, "the server failed at this request; its log says how")
+    assert refusal(answer) == (500, "the server failed at this request; its log has the error")
     assert "out of memory" in caplog.text
     pipe.allow()
     assert httpx.post(address + IMAGES, json={"prompt": "tulip"}, timeout=120).status_code == 200

@@ -1,4 +1,4 @@
-"""What becomes of orders: slots, deadlines, refusals, failures, the end. Steps happen when a test allows them."""
+"""What becomes of submitted pictures: slots, deadlines, refusals, failures, shutdown. Steps happen when a test allows them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 import threading
 
 import pytest
-from served import SlowPipe, batcher_of, order, settings, until
+from served import SlowPipe, batcher_of, settings, spec, until
 
 from lanternpp.errors import InputError
-from lanternpp.serve.batcher import Batcher, Cancelled, Closed, Expired, Full, Order, Progress
+from lanternpp.serve.batcher import Batcher, Cancelled, Closed, Expired, Full, ImageSpec, Progress
 
 
 @pytest.fixture
@@ -17,15 +17,15 @@ def slow():
     return SlowPipe()
 
 
-def seeds(*numbers: int) -> list[Order]:
-    return [order(seed) for seed in numbers]
+def seeds(*numbers: int) -> list[ImageSpec]:
+    return [spec(seed) for seed in numbers]
 
 
 def test_pictures_join_a_running_batch_and_leave_it(slow):
     with batcher_of(slow, slots=4) as batcher:
         first = batcher.submit_all(seeds(1, 2, 3))
         until(lambda: batcher.stats.running == 3)
-        late = batcher.submit(order(4))
+        late = batcher.submit(spec(4))
         slow.allow(1)
         until(lambda: len(slow.admitted) == 4)
         slow.allow()
@@ -38,9 +38,9 @@ def test_pictures_join_a_running_batch_and_leave_it(slow):
 
 def test_cancelling_frees_the_slot_within_a_step(slow):
     with batcher_of(slow, slots=1) as batcher:
-        running = batcher.submit(order(1))
+        running = batcher.submit(spec(1))
         until(lambda: slow.admitted == [1])
-        waiting = batcher.submit(order(2))
+        waiting = batcher.submit(spec(2))
         running.cancel()
         slow.allow(1)
         until(lambda: slow.admitted == [1, 2])
@@ -53,35 +53,35 @@ def test_cancelling_frees_the_slot_within_a_step(slow):
 
 def test_cancelling_what_waits_frees_its_place(slow):
     with batcher_of(slow, slots=1, queue=1) as batcher:
-        batcher.submit(order(1))
+        batcher.submit(spec(1))
         until(lambda: slow.admitted == [1])
-        batcher.submit(order(2)).cancel()
+        batcher.submit(spec(2)).cancel()
         slow.allow(1)
         until(lambda: batcher.stats.queued == 0)
         slow.allow()
-        assert int(batcher.submit(order(3)).result(120).codes[0]) == 3
+        assert int(batcher.submit(spec(3)).result(120).codes[0]) == 3
         assert slow.admitted == [1, 3]
 
 
 def test_the_queue_is_bounded_and_takes_all_or_none(slow):
     with batcher_of(slow, slots=1, queue=3) as batcher:
-        batcher.submit(order(1))
+        batcher.submit(spec(1))
         until(lambda: batcher.stats.queued == 0 and batcher.stats.running == 1)
         batcher.submit_all(seeds(2, 3))
         with pytest.raises(Full, match="2 pictures are waiting") as refused:
             batcher.submit_all(seeds(4, 5))
         assert refused.value.retry_after >= 1
         assert batcher.stats.queued == 2
-        batcher.submit(order(6))
+        batcher.submit(spec(6))
         with pytest.raises(InputError, match="4 pictures do not fit the queue of 3"):
             batcher.submit_all(seeds(1, 2, 3, 4))
 
 
 def test_a_deadline_holds_in_the_queue_and_in_a_slot(slow):
     with batcher_of(slow, slots=1) as batcher:
-        running = batcher.submit(order(1, deadline=0.5))
-        waiting = batcher.submit(order(2, deadline=0.5))
-        fine = batcher.submit(order(3, deadline=60.0))
+        running = batcher.submit(spec(1, deadline=0.5))
+        waiting = batcher.submit(spec(2, deadline=0.5))
+        fine = batcher.submit(spec(3, deadline=60.0))
         until(lambda: slow.admitted == [1] and fine.age > 0.6)
         slow.allow(1)
         for ticket in (running, waiting):
@@ -91,16 +91,16 @@ def test_a_deadline_holds_in_the_queue_and_in_a_slot(slow):
         assert fine.result(120) and slow.admitted == [1, 3]
 
 
-def test_a_step_that_breaks_fails_its_lane_and_nothing_else(slow):
+def test_a_step_that_breaks_fails_its_runner_and_nothing_else(slow):
     with batcher_of(slow, slots=1) as batcher:
-        broken, fine = batcher.submit(order(13)), batcher.submit(order(1))
+        broken, fine = batcher.submit(spec(13)), batcher.submit(spec(1))
         slow.allow()
         with pytest.raises(RuntimeError, match="a step broke"):
             broken.result(120)
         assert fine.result(120) and len(slow.engines) == 2
 
 
-def test_an_engine_that_cannot_be_built_fails_its_order_alone(slow):
+def test_an_engine_that_cannot_be_built_fails_its_picture_alone(slow):
     def choose(settings, rows):
         if settings.temperature == 0:
             raise InputError("no drafter")
@@ -108,18 +108,18 @@ def test_an_engine_that_cannot_be_built_fails_its_order_alone(slow):
 
     with batcher_of(slow, choose=choose) as batcher:
         slow.allow()
-        settings = order().settings
+        settings = spec().settings
         greedy = type(settings)(**{**settings.__dict__, "temperature": 0.0})
         with pytest.raises(InputError, match="no drafter"):
-            batcher.submit(Order("a tulip", 1, greedy)).result(120)
-        assert batcher.submit(order(2)).result(120)
+            batcher.submit(ImageSpec("a tulip", 1, greedy)).result(120)
+        assert batcher.submit(spec(2)).result(120)
 
 
 def test_a_prompt_the_target_cannot_follow_is_refused_at_once(slow):
     with batcher_of(slow) as batcher:
         for prompt in ("a spaceship", " "):
             with pytest.raises(InputError):
-                batcher.submit(order(prompt=prompt))
+                batcher.submit(spec(prompt=prompt))
 
 
 def test_draining_finishes_what_was_accepted_and_refuses_what_comes(slow):
@@ -130,7 +130,7 @@ def test_draining_finishes_what_was_accepted_and_refuses_what_comes(slow):
         closing.start()
         until(lambda: batcher.closed)
         with pytest.raises(Closed):
-            batcher.submit(order(4))
+            batcher.submit(spec(4))
         slow.allow()
         closing.join(120)
         assert ends == [True]
@@ -150,15 +150,15 @@ def test_what_is_not_finished_in_time_is_closed(slow):
 
 def test_a_coroutine_may_follow_and_wait_and_give_up(slow):
     async def client(batcher: Batcher) -> list[Progress]:
-        ticket = batcher.submit(order(5))
+        ticket = batcher.submit(spec(5))
         seen = []
         async for progress in ticket.follow():
             seen.append(progress)
             slow.allow(1)
-        assert int((await ticket.drawn()).codes[0]) == 5
-        other = batcher.submit(order(6))
+        assert int((await ticket.finished()).codes[0]) == 5
+        other = batcher.submit(spec(6))
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(other.drawn(), 0.05)
+            await asyncio.wait_for(other.finished(), 0.05)
         assert isinstance(other.error, Cancelled)
         return seen
 
@@ -169,7 +169,7 @@ def test_a_coroutine_may_follow_and_wait_and_give_up(slow):
         assert seen[-1].accepted == (1, 1, 1) and seen[-1].codes.tolist() == [5, 5, 5]
 
 
-@pytest.mark.parametrize("wrong", [{"slots": 6}, {"slots": 0}, {"queue": 0}, {"lanes": 0}])
+@pytest.mark.parametrize("wrong", [{"slots": 6}, {"slots": 0}, {"queue": 0}, {"max_runners": 0}])
 def test_wrong_numbers_are_refused(slow, wrong):
     with pytest.raises(InputError):
         Batcher(slow, **wrong)
@@ -186,16 +186,16 @@ def test_who_has_no_place_costs_no_encoding_and_encoding_stops_no_drawing(slow):
 
     slow.prompt = prompt
     with batcher_of(slow, slots=2, queue=2) as batcher:
-        running = batcher.submit(order(1))
+        running = batcher.submit(spec(1))
         until(lambda: slow.admitted == [1])
         waiting = []
         submit = threading.Thread(
-            target=lambda: waiting.extend(batcher.submit_all([order(i, prompt="late") for i in (2, 3)]))
+            target=lambda: waiting.extend(batcher.submit_all([spec(i, prompt="late") for i in (2, 3)]))
         )
         submit.start()
         until(lambda: encoding == ["a red tulip", "late"])
         with pytest.raises(Full, match="2 pictures are waiting"):
-            batcher.submit(order(4, prompt="never"))
+            batcher.submit(spec(4, prompt="never"))
         slow.allow()
         assert running.result(120), "its last steps came while a prompt was encoded"
         slow.prompt = None  # the thread that draws encodes nothing
@@ -204,7 +204,7 @@ def test_who_has_no_place_costs_no_encoding_and_encoding_stops_no_drawing(slow):
         assert [int(ticket.result(120).codes[0]) for ticket in waiting] == [2, 3]
         batcher.close()
         with pytest.raises(Closed):
-            batcher.submit(order(5, prompt="never"))
+            batcher.submit(spec(5, prompt="never"))
     assert encoding == ["a red tulip", "late"]
 
 
@@ -213,15 +213,15 @@ def test_a_prompt_that_is_refused_gives_its_place_back(slow):
         slow.allow()
         for _ in range(3):
             with pytest.raises(InputError):
-                batcher.submit(order(prompt="a spaceship"))
-        assert batcher.submit(order(1)).result(120)
+                batcher.submit(spec(prompt="a spaceship"))
+        assert batcher.submit(spec(1)).result(120)
 
 
-def test_a_client_that_changes_a_dial_in_every_request_leaves_a_lane_to_others(slow):
+def test_a_client_that_changes_a_dial_in_every_request_leaves_a_runner_to_others(slow):
     def dialled(seed, client):
-        return Order("a red tulip", seed, settings("ar", temperature=0.1 + seed / 100), client=client)
+        return ImageSpec("a red tulip", seed, settings("ar", temperature=0.1 + seed / 100), client=client)
 
-    with batcher_of(slow, slots=1, queue=40, lanes=3) as batcher:
+    with batcher_of(slow, slots=1, queue=40, max_runners=3) as batcher:
         batcher.submit_all([dialled(seed, "many") for seed in range(10)])
         until(lambda: len(slow.admitted) == 2)
         batcher.submit(dialled(20, "one"))

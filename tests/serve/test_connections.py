@@ -18,7 +18,7 @@ from served import SlowPipe, batcher_of, listening, until
 
 from lanternpp.serve.app import create_app
 from lanternpp.serve.connections import Limits
-from lanternpp.serve.terms import Terms
+from lanternpp.serve.server_config import ServerConfig
 
 IMAGES = "/v1/images/generations"
 SHORT = {"request": 0.5, "idle": 1.0, "stalled": 0.5}
@@ -27,12 +27,12 @@ KEY = "correct-horse-battery"
 
 @contextmanager
 def serving(
-    limits: Limits, proxies: tuple[str, ...] = (), **terms: object
+    limits: Limits, proxies: tuple[str, ...] = (), **config: object
 ) -> Iterator[tuple[SlowPipe, object, str]]:
     """A pipeline of slow engines, its batcher and the address."""
     pipe = SlowPipe()
     with batcher_of(pipe, slots=1, queue=8) as batcher:
-        app = create_app(batcher, Terms("ar", **terms), page=False)
+        app = create_app(batcher, ServerConfig("ar", **config), page=False)
         with listening(app, limits, proxies) as address:
             yield pipe, batcher, address
             pipe.allow()
@@ -43,13 +43,13 @@ def dial(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=120)
 
 
-def request(**asked: object) -> bytes:
-    body = json.dumps({"prompt": "tulip", **asked}).encode()
+def request(**fields: object) -> bytes:
+    body = json.dumps({"prompt": "tulip", **fields}).encode()
     head = f"POST {IMAGES} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
-def heard(line: socket.socket) -> bytes:
+def received(line: socket.socket) -> bytes:
     """All that comes until the server closes the connection."""
     said = bytearray()
     try:
@@ -73,7 +73,7 @@ def heard(line: socket.socket) -> bytes:
 def test_who_sends_no_whole_request_is_not_waited_for(sent: bytes, answer: bytes) -> None:
     with serving(Limits(**SHORT)) as (_, _, address), dial(address) as line:
         line.sendall(sent)
-        said = heard(line)
+        said = received(line)
         assert said.startswith(answer) and (said == b"") == (answer == b"")
         assert httpx.get(f"{address}/healthz").status_code == 200
 
@@ -123,12 +123,12 @@ def test_who_takes_nothing_of_an_answer_is_not_waited_for(caplog: pytest.LogCapt
     with serving(Limits(**SHORT)) as (_, _, address), dial(address) as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         line.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 700)  # more than a system keeps
-        until(lambda: "took nothing of its answer" in caplog.text)
+        until(lambda: "read nothing of its answer" in caplog.text)
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_requests_sent_ahead_end_with_their_client(together: bool) -> None:
-    """Neither the one that is drawn nor those behind it are drawn for who has gone."""
+    """When the client disconnects, neither the running request nor those behind it are drawn."""
     with serving(Limits()) as (pipe, batcher, address):
         with dial(address) as line:
             requests = [request(seed=seed) for seed in (1, 2, 3)]
@@ -138,7 +138,7 @@ def test_requests_sent_ahead_end_with_their_client(together: bool) -> None:
                 line.sendall(requests[1])
                 time.sleep(0.1)
                 line.sendall(requests[2])
-        ticket = batcher._fleet.tickets[0]
+        ticket = batcher._scheduler.tickets[0]
         until(lambda: ticket.done)
         pipe.allow(1)
         until(lambda: batcher.stats.running == 0)
@@ -155,7 +155,7 @@ def test_requests_sent_ahead_are_answered_in_their_order(together: bool) -> None
         if not together:
             line.sendall(closing)
         pipe.allow()
-        said = heard(line)
+        said = received(line)
         assert said.count(b"HTTP/1.1 200 ") == 2
         assert said.index(b'"seed":1') < said.index(b'"seed":2')
 
@@ -181,7 +181,7 @@ def test_nobody_sends_ahead_without_end() -> None:
 def test_what_is_no_request_is_refused_quietly(sent: bytes, caplog) -> None:
     with serving(Limits(**SHORT), keys=[KEY]) as (_, _, address), dial(address) as line:
         line.sendall(sent)
-        said = heard(line)
+        said = received(line)
         assert said.startswith(b"HTTP/1.1 4") or said == b""
         assert httpx.get(f"{address}/healthz").status_code == 200
         assert "Traceback" not in caplog.text
@@ -195,8 +195,8 @@ def test_only_a_named_proxy_says_who_its_clients_are(proxies: tuple[str, ...], c
             line = ends.enter_context(dial(address))
             line.sendall(request(seed=seed).replace(b"Host:", b"X-Forwarded-For: 9.9.9.%d\r\nHost:" % seed))
             until(lambda seed=seed: batcher.stats.running + batcher.stats.queued == seed + 1)
-        tickets = [*batcher._fleet.tickets, *batcher._line]
-        assert len({ticket.order.client for ticket in tickets}) == clients
+        tickets = [*batcher._scheduler.tickets, *batcher._waiting]
+        assert len({ticket.spec.client for ticket in tickets}) == clients
         pipe.allow()
 
 
@@ -208,7 +208,7 @@ def few_files() -> None:
 
 
 def test_a_real_process_outlives_floods_of_headers_and_of_connections(model) -> None:
-    """No key is needed to try; memory stays where it was, and who asks is answered meanwhile."""
+    """The attack needs no key; memory does not grow, and other clients are answered meanwhile."""
     command = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve", "--no-page"]
     command += ["--no-calibrate", "--port", "0", "--model", str(model), "--device", "cpu", "--api-key", KEY]
     process = subprocess.Popen(

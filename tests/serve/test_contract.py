@@ -12,7 +12,7 @@ from schemathesis.config import SchemathesisConfig
 from served import batcher_of
 
 from lanternpp.serve.app import create_app
-from lanternpp.serve.terms import Terms
+from lanternpp.serve.server_config import ServerConfig
 
 # A prompt without a word that the model knows follows the schema, and so do dials that a method does not read.
 TAKEN = ["2xx", 400, 404, 504]
@@ -25,7 +25,7 @@ KEYS = {"Authorization": f"Bearer {KEY}"}
 def document(pipe):
     """The document of an app in this process."""
     with batcher_of(pipe, slots=2) as batcher:
-        app = create_app(batcher, Terms("ar", keys=[KEY]), page=False)
+        app = create_app(batcher, ServerConfig("ar", keys=[KEY]), page=False)
         config = SchemathesisConfig.from_dict(CONFIG)
         yield schemathesis.openapi.from_asgi("/openapi.json", app, config=config, headers=KEYS)
 
@@ -75,6 +75,8 @@ def test_the_document_tells_of_what_is_answered(document):
         "/healthz",
         "/metrics",
     }
-    told = paths["/v1/images/generations"]["post"]["responses"]
-    assert {"200", "400", "401", "404", "413", "429", "503", "504"} <= set(told) and "422" not in told
-    assert "text/event-stream" in told["200"]["content"]
+    responses = paths["/v1/images/generations"]["post"]["responses"]
+    assert {"200", "400", "401", "404", "413", "429", "503", "504"} <= set(
+        responses
+    ) and "422" not in responses
+    assert "text/event-stream" in responses["200"]["content"]

@@ -107,10 +107,10 @@ def body(chance: random.Random) -> bytes:
     """Something like a request, or not at all."""
     if chance.random() < 0.15:
         return chance.choice([b"", b"{", b"[" * 20_000, b'{"a":' * 20_000, b"\xff\xfe", b"9" * 6000, b"null"])
-    asked: dict[str, object] = {"prompt": "red tulip", "method": "ar", "deadline": 20}
+    fields: dict[str, object] = {"prompt": "red tulip", "method": "ar", "deadline": 20}
     for field in chance.sample(FIELDS, chance.randint(0, 4)):
-        asked[field] = chance.choice(VALUES)
-    return json.dumps(asked).encode()
+        fields[field] = chance.choice(VALUES)
+    return json.dumps(fields).encode()
 
 
 def requests(seed: int, count: int) -> list[tuple[str, str, dict[str, str], bytes]]:

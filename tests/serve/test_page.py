@@ -16,13 +16,13 @@ from lanternpp.serve.page import FILES
 from lanternpp.serve.page.routes import FOLDER
 from lanternpp.serve.page.setup import DIALS, methods, setup
 from lanternpp.serve.schemas import ImagesRequest
-from lanternpp.serve.terms import Terms
+from lanternpp.serve.server_config import ServerConfig
 
 KEY = "correct-horse-battery"
 
 
 def test_a_method_shows_the_dials_that_it_reads_at_its_own_values(pipe: Pipeline) -> None:
-    shown = setup(pipe, Terms())["methods"]
+    shown = setup(pipe, ServerConfig())["methods"]
     assert set(shown["jacobi"]["dials"]) == {"window", "coupling", "fresh", "verify", "cfg", "temperature"}
     assert (shown["jacobi"]["dials"]["verify"], shown["eagle2"]["dials"]["verify"]) == ("block", "token")
     assert shown["lantern++"]["dials"]["neighbours"] == 8
@@ -31,12 +31,14 @@ def test_a_method_shows_the_dials_that_it_reads_at_its_own_values(pipe: Pipeline
 
 
 def test_what_the_server_was_started_with_holds_on_the_page(pipe: Pipeline) -> None:
-    terms = Terms(overrides={"top_k": 5, "lam": 4.0, "tree": "[[0],[0,0]]"})
-    shown = setup(pipe, terms)
+    config = ServerConfig(overrides={"top_k": 5, "lam": 4.0, "tree": "[[0],[0,0]]"})
+    shown = setup(pipe, config)
     mine = shown["methods"]["lantern++"]
     assert (shown["method"], mine["sampling"]["top_k"], mine["dials"]["lam"]) == ("lantern++", 5, 4.0)
     assert mine["dials"]["tree"] is None, "a tree without a name is the method's own"
-    assert setup(pipe, Terms("ar"))["method"] == "lantern++", "plain decoding against itself is no race"
+    assert setup(pipe, ServerConfig("ar"))["method"] == "lantern++", (
+        "plain decoding against itself is no race"
+    )
 
 
 def test_a_method_whose_network_is_missing_is_not_offered(tmp_path: Path) -> None:
@@ -44,7 +46,7 @@ def test_a_method_whose_network_is_missing_is_not_offered(tmp_path: Path) -> Non
     for part in (folder / "drafter").iterdir():
         part.unlink()
     (folder / "drafter").rmdir()
-    offered = methods(tiny(folder), Terms())
+    offered = methods(tiny(folder), ServerConfig())
     assert "eagle" not in offered and "ar" not in offered
     assert {"parallel", "jacobi", "independent"} <= set(offered)
 
@@ -66,7 +68,7 @@ def test_the_page_shadows_no_route_and_runs_nothing_that_is_not_its_own(pipe: Pi
 
 
 def test_with_keys_the_page_is_open_and_says_nothing(pipe: Pipeline) -> None:
-    with batcher_of(pipe) as batcher, TestClient(create_app(batcher, Terms(keys=[KEY]))) as http:
+    with batcher_of(pipe) as batcher, TestClient(create_app(batcher, ServerConfig(keys=[KEY]))) as http:
         for path in FILES:
             assert http.get(path).status_code == 200 and pipe.name not in http.get(path).text
         answer = http.get("/page/setup")

@@ -25,7 +25,7 @@ from served import batcher_of, listening, until
 from lanternpp.pipeline import Pipeline
 from lanternpp.serve.app import create_app
 from lanternpp.serve.batcher import Batcher
-from lanternpp.serve.terms import Terms
+from lanternpp.serve.server_config import ServerConfig
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
@@ -90,8 +90,8 @@ def opened(browser: Browser, address: str, **options: object) -> Iterator[Page]:
         wrong = []
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda line: wrong.append(line.text) if "Policy" in line.text else None)
-        page.asked = []  # type: ignore[attr-defined]
-        page.on("request", lambda request: page.asked.append(request.url))  # type: ignore[attr-defined]
+        page.requested = []  # type: ignore[attr-defined]
+        page.on("request", lambda request: page.requested.append(request.url))  # type: ignore[attr-defined]
         page.goto(address)
         yield page
         assert not wrong
@@ -139,8 +139,8 @@ def test_both_pictures_of_a_race_are_seen_to_finish(page: Page, address: str, tm
     expect(bands).to_be_visible()
     assert bands.locator(".tint0").get_attribute("d").startswith("M0 0h1v1h-1z")  # the prefill decides a code
     page.screenshot(path=tmp_path / "page.png", full_page=True)
-    if wanted := os.environ.get("LANTERNPP_SCREENSHOT"):
-        shutil.copy(tmp_path / "page.png", wanted)
+    if screenshot := os.environ.get("LANTERNPP_SCREENSHOT"):
+        shutil.copy(tmp_path / "page.png", screenshot)
 
     assert page.locator("#gallery li").count() == 2
     with page.expect_download() as download:
@@ -152,7 +152,7 @@ def test_both_pictures_of_a_race_are_seen_to_finish(page: Page, address: str, tm
         assert json.loads(kept.text["settings"])["method"] == "lantern++"
         assert len(set(kept.convert("L").tobytes())) > 50
 
-    hosts = {urlsplit(url).netloc for url in page.asked if url.startswith("http")}  # type: ignore[attr-defined]
+    hosts = {urlsplit(url).netloc for url in page.requested if url.startswith("http")}  # type: ignore[attr-defined]
     assert hosts == {urlsplit(address).netloc}
 
 
@@ -280,10 +280,10 @@ def test_stop_and_a_closed_page_free_their_slots(page: Page, batcher: Batcher) -
 
 @needs_browser
 def test_with_keys_the_page_asks_for_one_and_races(browser: Browser, pipe: Pipeline) -> None:
-    terms = Terms(hosts=["127.0.0.1"], keys=[KEY])
+    config = ServerConfig(hosts=["127.0.0.1"], keys=[KEY])
     with (
         batcher_of(pipe) as batcher,
-        listening(create_app(batcher, terms)) as address,
+        listening(create_app(batcher, config)) as address,
         opened(browser, address) as page,
     ):
         page.get_by_label("API key").fill("not-the-key-that-it-is")
@@ -367,8 +367,8 @@ def another_site(target: str) -> Iterator[int]:
 def test_a_page_of_another_site_can_neither_draw_nor_read(
     browser: Browser, pipe: Pipeline, victim: str, attacker: str
 ) -> None:
-    terms = Terms(hosts=["127.0.0.1", "localhost", "draw.test"])  # as with --allow-host draw.test
-    with batcher_of(pipe) as batcher, listening(create_app(batcher, terms)) as address:
+    config = ServerConfig(hosts=["127.0.0.1", "localhost", "draw.test"])  # as with --allow-host draw.test
+    with batcher_of(pipe) as batcher, listening(create_app(batcher, config)) as address:
         port = urlsplit(address).port
         with (
             another_site(f"http://{victim}:{port}") as other,

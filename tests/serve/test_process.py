@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from served import SlowPipe, batcher_of, order, serving, until
+from served import SlowPipe, batcher_of, serving, spec, until
 
 from lanternpp.cli import main
 from lanternpp.serve.app import create_app
-from lanternpp.serve.entrance import bind
 from lanternpp.serve.server import run
+from lanternpp.serve.startup import bind
 
 IMAGES = "/v1/images/generations"
 
@@ -110,7 +110,7 @@ def test_a_server_whose_batcher_breaks_ends_with_its_error():
 
         def ready() -> None:
             batcher._expire = None  # type: ignore[method-assign]
-            batcher.submit(order())
+            batcher.submit(spec())
             threading.Timer(120, signal.raise_signal, [signal.SIGTERM]).start()
 
         before = set(threading.enumerate())

@@ -57,9 +57,9 @@ def test_two_replicas_answer_as_one_server(model: Path, pipe: Pipeline, folder: 
                 answer = client.images.generate(prompt="red tulip", n=2, extra_body={"seed": seed})
                 for i, one in enumerate(answer.data):
                     settings = one.lanternpp["settings"]
-                    wanted = pipe("red tulip", seed=seed + i, **settings).images[0]
+                    expected = pipe("red tulip", seed=seed + i, **settings).images[0]
                     drawn = Image.open(io.BytesIO(base64.b64decode(one.b64_json)))
-                    assert drawn.tobytes() == wanted.tobytes()
+                    assert drawn.tobytes() == expected.tobytes()
             events = client.images.generate(prompt="a tulip", stream=True, partial_images=2)
             kinds = [event.type.split(".")[1] for event in events]
             assert kinds[-1] == "completed" and kinds.count("completed") == 1, kinds
@@ -97,4 +97,4 @@ def test_two_replicas_answer_as_one_server(model: Path, pipe: Pipeline, folder: 
 def test_replicas_are_of_ray(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["serve", "--replicas", "2"])
-    assert end.value.code == 2 and "--replicas 2 are of Ray; add --ray" in capsys.readouterr().err
+    assert end.value.code == 2 and "--replicas 2 needs Ray; add --ray" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A picture is the same, byte for byte, as alone at the same rows: whoever sat beside it, before it or after it."""
+"""A picture has the same bytes as when it is drawn alone at the same rows, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import pytest
 from served import batcher_of, until
 
 from lanternpp import Pipeline
-from lanternpp.serve.batcher import Batcher, Drawn, Order
+from lanternpp.serve.batcher import Batcher, FinishedImage, ImageSpec
 
 PROMPTS = ("a red tulip", "a tulip", "red tulip")
 METHODS = ("ar", "eagle", "lantern++", "parallel", "independent", "jacobi", "lantern-jacobi", "eagle2")
 
 
-def alone(pipe: Pipeline, order: Order, drawn: Drawn):
-    """The same order by itself, in a new engine of as many rows."""
+def alone(pipe: Pipeline, spec: ImageSpec, drawn: FinishedImage):
+    """The same picture by itself, in a new engine of as many rows."""
     pipe.release()
-    return pipe(order.prompt, seed=order.seed, **asdict(drawn.settings))
+    return pipe(spec.prompt, seed=spec.seed, **asdict(drawn.settings))
 
 
-def same(pipe: Pipeline, order: Order, drawn: Drawn) -> None:
-    result = alone(pipe, order, drawn)
+def same(pipe: Pipeline, spec: ImageSpec, drawn: FinishedImage) -> None:
+    result = alone(pipe, spec, drawn)
     assert drawn.settings.batch_size == drawn.rows
     assert drawn.codes.tolist() == result.codes[0].tolist()
     assert drawn.image.tobytes() == result.images[0].tobytes()
@@ -31,16 +31,16 @@ def same(pipe: Pipeline, order: Order, drawn: Drawn) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_whoever_sits_beside_it_comes_late_or_leaves(pipe, method):
     settings = pipe.settings(method)
-    orders = [Order(PROMPTS[i % 3], 7 * i, settings, client=str(i % 2)) for i in range(7)]
-    with batcher_of(pipe, slots=4, lanes=2) as batcher:
-        tickets = batcher.submit_all(orders[:5])
+    specs = [ImageSpec(PROMPTS[i % 3], 7 * i, settings, client=str(i % 2)) for i in range(7)]
+    with batcher_of(pipe, slots=4, max_runners=2) as batcher:
+        tickets = batcher.submit_all(specs[:5])
         leaver = tickets[1]
         until(lambda: leaver.started is not None)
         leaver.cancel()
-        tickets += batcher.submit_all(orders[5:])
-        for order, ticket in zip(orders, tickets, strict=True):
+        tickets += batcher.submit_all(specs[5:])
+        for spec, ticket in zip(specs, tickets, strict=True):
             if ticket is not leaver:
-                same(pipe, order, ticket.result(300))
+                same(pipe, spec, ticket.result(300))
 
 
 def test_a_slot_left_half_way_is_as_good_as_new(pipe):
@@ -56,34 +56,34 @@ def test_a_slot_left_half_way_is_as_good_as_new(pipe):
             engine.step()
         for slot, (prompt, seed) in enumerate([("red tulip", 3), ("a tulip", 2)]):
             pipe.release()
-            wanted = pipe(prompt, seed=seed, method=method, batch_size=2).codes[0].tolist()
-            assert engine.collect(slot).codes.tolist() == wanted, (method, slot)
+            expected = pipe(prompt, seed=seed, method=method, batch_size=2).codes[0].tolist()
+            assert engine.collect(slot).codes.tolist() == expected, (method, slot)
 
 
-def test_what_is_chosen_for_a_lane_is_what_the_picture_says(pipe):
+def test_what_is_chosen_for_a_runner_is_what_the_picture_says(pipe):
     ar = pipe.settings("ar")
 
     def choose(settings, rows):
         return ar if rows >= 4 else settings
 
-    orders = [Order("a red tulip", seed, pipe.settings("lantern++")) for seed in range(4)]
+    specs = [ImageSpec("a red tulip", seed, pipe.settings("lantern++")) for seed in range(4)]
     batcher = Batcher(pipe, slots=4, choose=choose)
-    drawn = [ticket.result(300) for ticket in batcher.submit_all(orders)]
-    small = batcher.submit(orders[0]).result(300)
+    drawn = [ticket.result(300) for ticket in batcher.submit_all(specs)]
+    small = batcher.submit(specs[0]).result(300)
     batcher.close()
     assert {one.settings.method for one in drawn if one.rows == 4} == {"ar"}
     assert (small.rows, small.settings.method) == (1, "lantern++")
-    for order, one in [*zip(orders, drawn, strict=True), (orders[0], small)]:
-        same(pipe, order, one)
+    for spec, one in [*zip(specs, drawn, strict=True), (specs[0], small)]:
+        same(pipe, spec, one)
 
 
 def test_the_shipped_model():
     pipe = Pipeline.from_pretrained("nature-128", tuned=False)
     settings = pipe.settings("lantern++", temperature=0.6, lam=8.0)  # few passes
-    orders = [Order(prompt, 3, settings) for prompt in ("a red tulip", "the sea at sunset", "a forest")]
+    specs = [ImageSpec(prompt, 3, settings) for prompt in ("a red tulip", "the sea at sunset", "a forest")]
     with batcher_of(pipe, slots=4) as batcher:
-        first = batcher.submit_all(orders[:2])
+        first = batcher.submit_all(specs[:2])
         until(lambda: batcher.stats.running == 2 or first[0].done)
-        late = batcher.submit(orders[2])
+        late = batcher.submit(specs[2])
         drawn = [ticket.result(300) for ticket in (*first, late)]
-    same(pipe, orders[1], drawn[1])
+    same(pipe, specs[1], drawn[1])

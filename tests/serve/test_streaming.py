@@ -17,20 +17,20 @@ from served import PacedPipe, batcher_of, listening, until
 from lanternpp.pipeline import Pipeline
 from lanternpp.serve import streaming
 from lanternpp.serve.app import create_app
-from lanternpp.serve.desk import Desk
-from lanternpp.serve.orders import Cancelled
+from lanternpp.serve.request_mapping import RequestMapper
 from lanternpp.serve.schemas import ImagesRequest
+from lanternpp.serve.server_config import ServerConfig
 from lanternpp.serve.streaming import PictureStream
-from lanternpp.serve.terms import Terms
+from lanternpp.serve.tickets import Cancelled
 
 IMAGES = "/v1/images/generations"
 PROMPT = "a red tulip"
 
 
-def events(address: str, **asked: object) -> Iterator[dict[str, Any]]:
+def events(address: str, **fields: object) -> Iterator[dict[str, Any]]:
     """Of a streamed request, as they come."""
     with httpx.stream(
-        "POST", address + IMAGES, json={"prompt": PROMPT, "stream": True, **asked}, timeout=300
+        "POST", address + IMAGES, json={"prompt": PROMPT, "stream": True, **fields}, timeout=300
     ) as answer:
         assert answer.status_code == 200, answer.read()
         yield from (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
@@ -39,23 +39,26 @@ def events(address: str, **asked: object) -> Iterator[dict[str, Any]]:
 def test_progress_tells_figures_and_shows_the_picture_grow(pipe: Pipeline, monkeypatch) -> None:
     monkeypatch.setattr(streaming, "EVERY", 0.02)
     paced = PacedPipe(pipe)
-    with batcher_of(paced) as batcher, listening(create_app(batcher, Terms("ar"), page=False)) as address:
-        heard = []
+    with (
+        batcher_of(paced) as batcher,
+        listening(create_app(batcher, ServerConfig("ar"), page=False)) as address,
+    ):
+        received = []
         paced.allow(pipe.target.length // 2)  # then not before something is seen of it
         for event in events(address, progress=True, n=2, seed=5):
-            heard.append(event)
+            received.append(event)
             if event["type"].endswith("preview"):
                 paced.allow()
-    kinds = [event["type"].removeprefix("image_generation.") for event in heard]
-    assert kinds[0] == "accepted" and heard[0]["warnings"] == [] and kinds.count("completed") == 2
+    kinds = [event["type"].removeprefix("image_generation.") for event in received]
+    assert kinds[0] == "accepted" and received[0]["warnings"] == [] and kinds.count("completed") == 2
     for index in (0, 1):
-        mine = [(kind, event) for kind, event in zip(kinds, heard, strict=True) if event["index"] == index]
+        mine = [(kind, event) for kind, event in zip(kinds, received, strict=True) if event["index"] == index]
         assert mine[-1][0] == "completed", "nothing outdated comes after the picture"
         counts = [sum(event["accepted_per_pass"]) for kind, event in mine if kind == "progress"]
         assert counts == sorted(counts) and counts[0] >= 1
         drawn = mine[-1][1]["lanternpp"]
         assert drawn["seed"] == 5 + index and drawn["codes"] == pipe.target.length
-    for kind, event in zip(kinds, heard, strict=True):
+    for kind, event in zip(kinds, received, strict=True):
         if kind == "preview":
             with Image.open(io.BytesIO(base64.b64decode(event["b64_json"]))) as seen:
                 assert seen.format == "JPEG" and seen.size == (16, 16)
@@ -63,7 +66,10 @@ def test_progress_tells_figures_and_shows_the_picture_grow(pipe: Pipeline, monke
 
 
 def test_a_request_hears_what_is_said_of_its_own_prompt(pipe: Pipeline) -> None:
-    with batcher_of(pipe) as batcher, listening(create_app(batcher, Terms("ar"), page=False)) as address:
+    with (
+        batcher_of(pipe) as batcher,
+        listening(create_app(batcher, ServerConfig("ar"), page=False)) as address,
+    ):
         first = next(events(address, progress=True, prompt="a shiny red tulip"))
         assert "shiny" in " ".join(first["warnings"])
         assert next(events(address, progress=True))["warnings"] == []
@@ -79,8 +85,8 @@ def test_what_cannot_be_asked_for(pipe: Pipeline, given: dict) -> None:
 
 def test_a_tree_of_ours_is_taken_by_name(pipe: Pipeline) -> None:
     with batcher_of(pipe) as batcher, listening(create_app(batcher, page=False)) as address:
-        asked = {"prompt": PROMPT, "tree": "chain-3", "method": "lantern++"}
-        answer = httpx.post(address + IMAGES, json=asked, timeout=300)
+        fields = {"prompt": PROMPT, "tree": "chain-3", "method": "lantern++"}
+        answer = httpx.post(address + IMAGES, json=fields, timeout=300)
         assert answer.json()["data"][0]["lanternpp"]["settings"]["tree"] == "chain-3"
 
 
@@ -90,10 +96,10 @@ def test_a_client_that_stops_reading_is_given_up_and_nothing_piles_up(pipe: Pipe
     paced, piled = PacedPipe(pipe), []
 
     async def stalled() -> None:
-        asked = ImagesRequest(prompt=PROMPT, n=2, stream=True, progress=True, seed=1)
-        desk = Desk(batcher, Terms("ar"))
-        tickets = batcher.submit_all(desk.orders(asked, ""))
-        stream, read = PictureStream(desk, asked, tickets), 0
+        body = ImagesRequest(prompt=PROMPT, n=2, stream=True, progress=True, seed=1)
+        mapper = RequestMapper(batcher, ServerConfig("ar"))
+        tickets = batcher.submit_all(mapper.specs(body, ""))
+        stream, read = PictureStream(mapper, body, tickets), 0
 
         async def send(message: object) -> None:
             nonlocal read
@@ -105,7 +111,7 @@ def test_a_client_that_stops_reading_is_given_up_and_nothing_piles_up(pipe: Pipe
         for _ in range(8):
             paced.allow(1)
             await asyncio.sleep(0.05)
-            piled.append(len(stream._news))
+            piled.append(len(stream._pending))
         await asyncio.to_thread(until, lambda: all(ticket.done for ticket in tickets))
         assert all(isinstance(ticket.error, Cancelled) for ticket in tickets)
         running.cancel()

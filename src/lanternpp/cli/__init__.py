@@ -57,9 +57,9 @@ app.command()(models.models)
 app.command()(convert.convert)
 
 
-def show_version(asked: bool) -> None:
+def show_version(requested: bool) -> None:
     """Print the version and leave."""
-    if asked:
+    if requested:
         typer.echo(f"lanternpp {__version__}")
         raise typer.Exit
 

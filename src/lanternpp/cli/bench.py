@@ -11,7 +11,7 @@ import typer
 from lanternpp.arguments import DrawOptions
 from lanternpp.cli import options as opt
 from lanternpp.cli.overrides import draws, read
-from lanternpp.cli.plots import Plots, wanted
+from lanternpp.cli.plots import Plots, plots_enabled
 from lanternpp.cli.tables import show_table
 from lanternpp.cli.terminal import progress_bar, say
 from lanternpp.dials import ENGINE, SAMPLING
@@ -24,21 +24,24 @@ if TYPE_CHECKING:
     from lanternpp.evaluation.speed import Race
 
 OUTPUT = Path("out/bench")
-USUAL = ("ar", "eagle", "eagle2", "lantern", "lantern++", "jacobi-coupled", "lantern-jacobi")
+DEFAULT_METHODS = ("ar", "eagle", "eagle2", "lantern", "lantern++", "jacobi-coupled", "lantern-jacobi")
 
 Methods = Annotated[
     str | None,
     typer.Option(
         metavar="A,B,...",
-        help='Methods parted by commas, each with overrides behind it: "eagle, lantern++ k=10 lambda=5". '
-        f"Plain AR is always among them. Default: those of {', '.join(USUAL)} that the model has a drafter for.",
+        help='Methods separated by commas, each with its overrides after it: "eagle, lantern++ k=10 lambda=5". '
+        f"Plain AR is always among them. Default: those of {', '.join(DEFAULT_METHODS)} that the model has a drafter for.",
     ),
 ]
 Folder = Annotated[Path, opt.to_folder(help="Where figures, plots and pictures go.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run that the folder holds.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")]
 Measure = Annotated[
     bool,
-    typer.Option("--measure/--no-measure", help="tv_spent of one picture per prompt, drawn again untimed."),
+    typer.Option(
+        "--measure/--no-measure",
+        help="Measure tv_spent on one picture per prompt, drawn again and not timed.",
+    ),
 ]
 JudgeIt = Annotated[
     bool, typer.Option("--quality/--no-quality", help="Quality figures.", rich_help_panel=opt.PANEL_QUALITY)
@@ -71,18 +74,18 @@ def bench(
     from lanternpp.evaluation.speed import parse_methods
 
     named = None if methods is None else parse_methods(methods)
-    drawn = wanted(plots)
+    with_plots = plots_enabled(plots)
 
     from lanternpp.evaluation.prompts import read_prompts
     from lanternpp.evaluation.speed import Race
     from lanternpp.models import model_folder
 
-    asked = read_prompts(prompts, model_folder(options.model))
+    prompt_list = read_prompts(prompts, model_folder(options.model))
     pipe = read(options)
-    field = named or parse_methods(", ".join(usual(pipe)))
-    race = Race(pipe, field, asked, n, seed, dict(options.overrides), measure)
-    judge = judge_of(pipe, n * len(asked), reference, features, clip) if quality else None
-    table = run(race, judge, output, resume, drawn)
+    field = named or parse_methods(", ".join(default_methods(pipe)))
+    race = Race(pipe, field, prompt_list, n, seed, dict(options.overrides), measure)
+    judge = make_judge(pipe, n * len(prompt_list), reference, features, clip) if quality else None
+    table = run(race, judge, output, resume, with_plots)
     if as_json:
         typer.echo(json.dumps(table))
         return
@@ -90,21 +93,23 @@ def bench(
     typer.echo(str(output / "table.md"))
 
 
-def usual(pipe: Pipeline) -> list[str]:
-    """The methods that are compared where none is named; says on stderr which lack a drafter or a codebook."""
-    ready = [name for name in USUAL if pipe.can_draft(pipe.settings(name))]
-    lacking = [name for name in USUAL if name not in ready]
+def default_methods(pipe: Pipeline) -> list[str]:
+    """The methods that are compared by default; says on stderr which the model lacks a drafter or a codebook for."""
+    ready = [name for name in DEFAULT_METHODS if pipe.can_draft(pipe.settings(name))]
+    lacking = [name for name in DEFAULT_METHODS if name not in ready]
     if lacking:
-        say("bench", f"left out, as {pipe.name} has not what they draw with: {', '.join(lacking)}")
+        say(
+            "bench", f"left out, since {pipe.name} lacks a network or codebook for them: {', '.join(lacking)}"
+        )
     return ready
 
 
-def judge_of(
+def make_judge(
     pipe: Any, count: int, reference: Path | None, features: str | None, clip: str | None
 ) -> Quality | None:
-    """What will judge `count` pictures of each method, made before any is drawn.
+    """What measures `count` pictures of each method; made before any is drawn, so that mistakes are reported first.
 
-    None where nobody asked for it and the model brings nothing to judge by, or the pictures are too few.
+    None where no option asks for it and the model has no judge or the pictures are too few.
     """
     from lanternpp.evaluation.quality import LEAST, Quality
 
@@ -121,7 +126,7 @@ def judge_of(
 
 
 def run(race: Race, judge: Quality | None, folder: Path, resume: bool, plots: bool) -> dict[str, Any]:
-    """Race, judge, and write everything down; returns the JSON object."""
+    """Race, measure the pictures, and write all files; returns the content of bench.json."""
     from PIL import Image
 
     from lanternpp.evaluation import report
@@ -136,15 +141,17 @@ def run(race: Race, judge: Quality | None, folder: Path, resume: bool, plots: bo
             for i, entry in enumerate(race.field):
                 if progress:
                     progress(i, len(race.field))
-                own = [turn for turn in turns if turn.label == entry.label]
-                images = [Image.open(folder / name).convert("RGB") for turn in own for name in turn.files]
-                asked = [race.prompts[turn.prompt] for turn in own for _ in turn.files]
-                quality[entry.label] = judge.measure(images, asked)
-    told = read_object(folder / RUN)
-    table = report.rows(turns, told, quality)
-    whole = {k: v for k, v in told.items() if k != "methods"} | {"folder": str(folder), "methods": table}
+                of_method = [turn for turn in turns if turn.label == entry.label]
+                images = [
+                    Image.open(folder / name).convert("RGB") for turn in of_method for name in turn.files
+                ]
+                drawn_prompts = [race.prompts[turn.prompt] for turn in of_method for _ in turn.files]
+                quality[entry.label] = judge.measure(images, drawn_prompts)
+    run_info = read_object(folder / RUN)
+    table = report.rows(turns, run_info, quality)
+    whole = {k: v for k, v in run_info.items() if k != "methods"} | {"folder": str(folder), "methods": table}
     checkpoints.write_text(folder / "bench.json", json.dumps(whole, indent=1) + "\n")
-    checkpoints.write_text(folder / "table.md", report.markdown(table, told))
+    checkpoints.write_text(folder / "table.md", report.markdown(table, run_info))
     if plots:
         from lanternpp.evaluation import plots as drawing
 

@@ -61,8 +61,8 @@ def compare(
         base, side = race(draw, options.method, overrides, runs, measure, progress)
     speedup = base.seconds / side.seconds
     stats = side.last.stats
-    told = notes(prompt, seed, stats.model, stats.settings, stats.versions, stats.images)
-    save_png(render(prompt, base, side, speedup), path, told)
+    chunks = notes(prompt, seed, stats.model, stats.settings, stats.versions, stats.images)
+    save_png(render(prompt, base, side, speedup), path, chunks)
     if as_json:
         rows = [base.row() | {"speedup": 1.0}, side.row() | {"speedup": speedup}]
         typer.echo(json.dumps(rows[1] | {"methods": rows, "file": str(path)}))
@@ -120,27 +120,27 @@ def race(
 ) -> tuple[Side, Side]:
     """Plain AR's runs and the method's, one of each in turn.
 
-    The method's warm-up resolves the shared settings, and plain AR gets the same. Progress is told
-    between runs only, so that the timed ones do nothing else. What the method spends is measured in a run
-    of its own, since that takes time: it draws the same pictures.
+    The method's warm-up resolves the shared settings, and plain AR gets the same. Progress is reported
+    between runs only, so that the timed ones do nothing else. With `measure`, the method's tv_spent is measured in
+    one more run, which draws the same pictures, since measuring takes time.
     """
-    tell = progress or (lambda done, total: None)
+    report = progress or (lambda done, total: None)
     total = 2 * (runs + 1) + measure
-    tell(0, total)
+    report(0, total)
     settings = draw(method, **options).stats.settings
     same = {name: settings[name] for name in names(ENGINE, SAMPLING)}
-    tell(1, total)
+    report(1, total)
     draw(BASELINE, **same)
-    tell(2, total)
+    report(2, total)
     base, side = Side(), Side()
     for run in range(runs):
         base.results.append(draw(BASELINE, **same))
-        tell(3 + 2 * run, total)
+        report(3 + 2 * run, total)
         side.results.append(draw(method, **options))
-        tell(4 + 2 * run, total)
+        report(4 + 2 * run, total)
     if measure:
         side.measured = draw(method, **options, measure=True).stats
-        tell(total, total)
+        report(total, total)
     return base, side
 
 

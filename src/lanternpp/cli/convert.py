@@ -1,4 +1,4 @@
-"""`lanternpp convert`: a model once more as a folder of ours, stored another way."""
+"""`lanternpp convert`: write a model as a folder in lanternpp's format, in another number format if need be."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lanternpp.errors import InputError
 from lanternpp.jsonfile import read_object
 
 PARTS = ("tokenizer", "target", "drafter", "parallel")
-REST = ("independent", "judge", "text")  # what else a model may have
+REST = ("independent", "judge", "text")  # other parts that a model may have
 FILES = ("defaults.json", "embeddings.safetensors", "prompts.txt", "synonyms.txt")
 STORES = ("float32", "bfloat16", "int8", "int6")
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A model folder, a published checkpoint, or a hub id.")
 ]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="Where to write; made where it is missing.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; made where it is missing.")]
 Storage = Annotated[
     str | None,
     typer.Option(
@@ -61,9 +61,9 @@ def convert(
     side: Size = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write MODEL as the folder OUT: the quickest to read, and without what only training needs.
+    """Write MODEL as the folder OUT, which is quick to read and leaves out what only training needs.
 
-    OUT appears when all of it is written.
+    OUT appears only when all of it is written.
     """
     if store not in (None, *STORES):
         raise InputError(f"--store {store!r} is unknown; use {', '.join(STORES)}")
@@ -71,7 +71,7 @@ def convert(
         raise InputError(f"--text {str(text)!r} does not exist; give a folder")
     inside = Path(model).exists() and Path(model).resolve().is_relative_to(out.resolve())
     if out.exists() and (not out.is_dir() or inside):
-        raise InputError(f"output {str(out)!r} is not another folder; name one that is new")
+        raise InputError(f"output {str(out)!r} is a file, or contains MODEL; name a new folder")
     if not overwrite and any((out / name).exists() for name in (*PARTS, "config.json")):
         raise InputError(
             f"output {str(out)!r} holds a model; name a new folder, or replace it with --overwrite"
@@ -101,7 +101,7 @@ def convert(
 
 @contextmanager
 def staged(out: Path) -> Iterator[Path]:
-    """An empty folder whose contents take the places of those of OUT at the end; of its model nothing else is left."""
+    """An empty folder whose contents become those of OUT when the block ends; an older model in OUT is removed."""
     place = out if out.exists() else out.parent
     made = [path for path in (place, *place.parents) if not path.exists()]
     place.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def staged(out: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Take away a file, a link or a folder, if it is there."""
+    """Remove a file, a link or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -133,7 +133,7 @@ def remove(path: Path) -> None:
 
 
 def rewrite(source: Path, out: Path, store: Any) -> list[str]:
-    """A folder of ours, part by part."""
+    """Write the parts of a folder that lanternpp wrote; returns the names of the parts."""
     from lanternpp.evaluation.classifier import CLASSIFIER, REFERENCE, has_classifier
     from lanternpp.nn import checkpoints
 
@@ -142,14 +142,14 @@ def rewrite(source: Path, out: Path, store: Any) -> list[str]:
         config, tensors = checkpoints.load(source / part)
         keep = [name for name in tensors if name.endswith("codebook")]
         checkpoints.save(out / part, config, tensors, store, keep)
-        told = source / part / "provenance.json"
-        if told.is_file():
-            facts = read_object(told) | {"store": store}
-            checkpoints.write_text(out / part / told.name, json.dumps(facts, indent=2) + "\n")
+        provenance = source / part / "provenance.json"
+        if provenance.is_file():
+            facts = read_object(provenance) | {"store": store}
+            checkpoints.write_text(out / part / provenance.name, json.dumps(facts, indent=2) + "\n")
     for name in (*FILES, "README.md"):
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
-    if has_classifier(source):  # as it is: its reference was made by these very weights
+    if has_classifier(source):  # unchanged: its reference was computed with exactly these weights
         (out / CLASSIFIER).mkdir(exist_ok=True)
         for name in (checkpoints.CONFIG, checkpoints.WEIGHTS, REFERENCE, "provenance.json"):
             if (source / CLASSIFIER / name).is_file():
@@ -162,7 +162,7 @@ def rewrite(source: Path, out: Path, store: Any) -> list[str]:
 
 
 def adopt(source: Path, out: Path, store: Any, given: dict[str, Any], called: str) -> list[str]:
-    """A published checkpoint with its tokenizer, and with its text encoder where that lies on this machine."""
+    """Write a published checkpoint with its tokenizer, and its text encoder if that is on this machine; returns the parts."""
     from lanternpp.devices import DTYPES
     from lanternpp.models import DEFAULTS, read_target
     from lanternpp.nn import checkpoints

@@ -1,4 +1,4 @@
-"""`lanternpp eval`: what pictures are worth, be they in a folder or a method's, drawn for it."""
+"""`lanternpp eval`: quality figures of pictures, those of a folder or those that a method draws."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def evaluate(
     from lanternpp.models import model_folder
 
     folder = model_folder(options.model)
-    asked = read_asked(prompts)
+    given_prompts = read_file(prompts)
     images = None if draws else gallery(Path(source), clip)
     quality = judge(folder, reference, features, clip, options.device)
     if images is not None:
@@ -104,9 +104,11 @@ def evaluate(
         from lanternpp.evaluation.draw import evaluation_requests
         from lanternpp.evaluation.prompts import read_prompts
 
-        wanted = evaluation_requests(asked or quality.prompts or read_prompts(None, folder), n or DRAWN, seed)
-        pictures, stats = drawn(read(options), wanted, options, output)
-        figures = measure(quality, pictures, [order.prompt for order in wanted])
+        planned = evaluation_requests(
+            given_prompts or quality.prompts or read_prompts(None, folder), n or DRAWN, seed
+        )
+        pictures, stats = drawn(read(options), planned, options, output)
+        figures = measure(quality, pictures, [order.prompt for order in planned])
         row = stats.to_json() | {"folder": None if output is None else str(output)}
     against = quality.against
     row |= {"features": quality.features} | figures
@@ -117,7 +119,7 @@ def evaluate(
     show(source, row, figures)
 
 
-def read_asked(path: Path | None) -> list[str]:
+def read_file(path: Path | None) -> list[str]:
     """The prompts of a file; none where there is no file."""
     from lanternpp.evaluation.prompts import read_prompts
 
@@ -125,7 +127,7 @@ def read_asked(path: Path | None) -> list[str]:
 
 
 def images_folder(source: str, drawing: Mapping[str, Any]) -> None:
-    """Refuse what is neither a method nor a folder, and options of drawing where nothing is drawn."""
+    """Raise InputError unless `source` is a folder, or where options of drawing are given with it."""
     if not Path(source).is_dir():
         raise InputError(unknown("method", source, [*METHODS, AUTO]) + "; or give a folder of pictures")
     given = [name for name, value in drawing.items() if value is not None]
@@ -135,7 +137,7 @@ def images_folder(source: str, drawing: Mapping[str, Any]) -> None:
 
 
 def gallery(folder: Path, clip: str | None) -> Gallery:
-    """The pictures of a folder; where CLIP is asked for, some must have a prompt."""
+    """The pictures of a folder; with --clip, some must have a prompt."""
     from lanternpp.evaluation.pictures import Gallery
     from lanternpp.evaluation.quality import LEAST
 
@@ -146,7 +148,7 @@ def gallery(folder: Path, clip: str | None) -> Gallery:
 
 
 def empty(folder: Path | None) -> None:
-    """Refuse a folder that cannot be written or holds something: other pictures would be measured with ours."""
+    """Raise InputError unless the folder is new or empty and can be written: other pictures in it would be measured too."""
     if folder is None:
         return
     if folder.is_dir() and any(folder.iterdir()):
@@ -157,7 +159,7 @@ def empty(folder: Path | None) -> None:
 def judge(
     folder: Path, reference: Path | None, features: str | None, clip: str | None, device: str
 ) -> Quality:
-    """What will measure the pictures, made before any is drawn."""
+    """What measures the pictures; made before any is drawn, so that mistakes are reported first."""
     from lanternpp.evaluation.quality import Quality
 
     with progress_bar("reading the reference") as progress:
@@ -171,21 +173,21 @@ def measure(quality: Quality, images: Any, prompts: list[str | None] | list[str]
 
 
 def drawn(
-    pipe: Pipeline, wanted: list[EvaluationRequest], options: DrawOptions, folder: Path | None
+    pipe: Pipeline, planned: list[EvaluationRequest], options: DrawOptions, folder: Path | None
 ) -> tuple[list[Any], Stats]:
-    """The pictures of some orders, kept in `folder` as they are drawn, and what drawing them took."""
+    """Draw pictures and, where there is a folder, save each as it is drawn; the pictures and the figures of drawing."""
     from lanternpp.evaluation.draw import combined_stats, draw
     from lanternpp.picture import notes, save_png
 
     images: list[Any] = []
     parts: list[Stats] = []
     with progress_bar("drawing") as progress:
-        for part, result in draw(pipe, wanted, options.method, progress, **options.overrides):
+        for part, result in draw(pipe, planned, options.method, progress, **options.overrides):
             stats = result.stats
             for order, image in zip(part, result.images, strict=True):
                 if folder is not None:
-                    told = notes(order.prompt, order.seed, stats.model, stats.settings, stats.versions)
-                    save_png(image, folder / f"{len(images):05d}.png", told)
+                    chunks = notes(order.prompt, order.seed, stats.model, stats.settings, stats.versions)
+                    save_png(image, folder / f"{len(images):05d}.png", chunks)
                 images.append(image)
             parts.append(stats)
     return images, combined_stats(parts)
@@ -206,7 +208,9 @@ def show(source: str, row: dict[str, Any], figures: dict[str, float]) -> None:
     if row["reference"]:
         title += f" beside {row['reference']} ({row['reference_images']}), seen by {row['features']}"
     rows = [
-        (label, told(name, figures), about) for name, (label, about) in FIGURES.items() if name in figures
+        (label, figure_text(name, figures), about)
+        for name, (label, about) in FIGURES.items()
+        if name in figures
     ]
     if "codes_per_pass" in row:
         rows.append(("codes per pass", f"{row['codes_per_pass']:.2f}", "of the method that drew them"))
@@ -216,7 +220,7 @@ def show(source: str, row: dict[str, Any], figures: dict[str, float]) -> None:
     show_table(("figure", "value", "what it is"), rows, title, left=(0, 2), prose=True)
 
 
-def told(name: str, figures: dict[str, float]) -> str:
+def figure_text(name: str, figures: dict[str, float]) -> str:
     """A figure as text: shares in per cent, the Fréchet distance with its standard error."""
     value = figures[name]
     if name == "frechet":

@@ -37,18 +37,17 @@ def generate(
 ) -> None:
     """Draw pictures of PROMPT: one PNG, a grid where there are several.
 
-    Without -o it is out/PROMPT-SEED.png. A picture there that was drawn with other settings stays, and the new one's name
-    gets a number; --overwrite replaces it.
+    Without -o the file is out/PROMPT-SEED.png. A picture there that was drawn with other settings stays, and the name of
+    the new one gets a number; --overwrite replaces it. An interrupt leaves a grid of the pictures that were finished.
 
-    With --prompts FILE --out DIR: -n pictures of every line of the file, a PNG each. What the folder has already is
-    not drawn again, so the same command goes on where one was interrupted. Without it an interrupt leaves a grid of the
-    pictures that were finished.
+    With --prompts FILE --out DIR: -n pictures of every line of the file, a PNG each. Pictures that the folder has are not
+    drawn again, so the same command resumes an interrupted job.
     """
-    asked = many.Asked(prompts, out, overwrite, ray, actors)
-    if asked.is_job(prompt, output):
-        asked.check()
+    job = many.ManyOptions(prompts, out, overwrite, ray, actors)
+    if job.is_job(prompt, output):
+        job.check()
         check(options)
-        many.draw(asked, n, seed, as_json, options)
+        many.draw(job, n, seed, as_json, options)
         return
     assert prompt is not None
     path = png_path(output or default_path(prompt, seed))
@@ -58,21 +57,21 @@ def generate(
     from lanternpp.results import UnfinishedError
 
     pipe = read(options)
-    kept: list[int] | None = None
+    finished: list[int] | None = None
     try:
         with progress_bar("drawing") as progress:
             result = pipe(
                 prompt, n=n, seed=seed, method=options.method, progress=progress, **options.overrides
             )
     except UnfinishedError as unfinished:
-        result, kept = unfinished.result, unfinished.seeds
+        result, finished = unfinished.result, unfinished.seeds
     stats = result.stats
-    told = notes(prompt, seed, stats.model, stats.settings, stats.versions, stats.images)
-    told |= {"seeds": " ".join(map(str, kept))} if kept else {}
-    path = path if output or overwrite else free_path(path, told)
-    save_png(grid(result.images), path, told)
-    if kept:
-        say("interrupted", f"{len(kept)} of {n} pictures were finished; they are in {path}")
+    chunks = notes(prompt, seed, stats.model, stats.settings, stats.versions, stats.images)
+    chunks |= {"seeds": " ".join(map(str, finished))} if finished else {}
+    path = path if output or overwrite else free_path(path, chunks)
+    save_png(grid(result.images), path, chunks)
+    if finished:
+        say("interrupted", f"{len(finished)} of {n} pictures were finished; they are in {path}")
         raise typer.Exit(130)
     if as_json:
         typer.echo(json.dumps(stats.to_json() | {"file": str(path)}))

@@ -1,4 +1,4 @@
-"""What `lanternpp generate` does with a file of prompts: its options, its checks and its summary."""
+"""`lanternpp generate` with a file of prompts: its options, checks and summary."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lanternpp.errors import InputError
 
 if TYPE_CHECKING:
     from lanternpp.many.job import Totals
-    from lanternpp.many.painter import Painter
-    from lanternpp.many.pool import Pool
+    from lanternpp.many.renderer import Renderer
+    from lanternpp.many.worker_pool import WorkerPool
 
 _many = partial(typer.Option, rich_help_panel="Many pictures")
 ray_option = partial(typer.Option, rich_help_panel="Ray")
 
 Prompts = Annotated[Path | None, _many(metavar="FILE", help="Draw every line of this file; needs --out.")]
-Out = Annotated[Path | None, _many(metavar="DIR", help="Where --prompts writes its PNGs.")]
+Out = Annotated[Path | None, _many(metavar="DIR", help="The folder for the PNGs of --prompts.")]
 Overwrite = Annotated[
     bool, _many("--overwrite", help="Replace pictures that were drawn with other settings.")
 ]
@@ -36,8 +36,8 @@ Ray = Annotated[
     ray_option(
         "--ray",
         metavar="[local|auto|HOST:PORT]",
-        help="Use Ray: on this machine (local, the default), on the cluster it is part of (auto), or on the one at an "
-        "address. Needs lanternpp\\[ray].",
+        help="Use Ray: on this machine (local, the default), on the cluster that it is part of (auto), or on the one at "
+        "an address. Needs lanternpp\\[ray].",
     ),
 ]
 Actors = Annotated[
@@ -51,8 +51,8 @@ Actors = Annotated[
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The options of a job, as they were given."""
+class ManyOptions:
+    """The options of a job, as they were given on the command line."""
 
     prompts: Path | None
     out: Path | None
@@ -70,8 +70,8 @@ class Asked:
             return True
         if prompt is None:
             raise InputError("there is nothing to draw; give a PROMPT, or --prompts FILE --out DIR")
-        given = {"--out": self.out, "--ray": self.ray, "--actors": self.actors}
-        for option, value in given.items():
+        for_jobs = {"--out": self.out, "--ray": self.ray, "--actors": self.actors}
+        for option, value in for_jobs.items():
             if value is not None:
                 raise InputError(
                     f"{option} goes with --prompts FILE; leave it out, or put the prompt in a file"
@@ -79,17 +79,17 @@ class Asked:
         return False
 
     def check(self) -> None:
-        """InputError where the folder cannot be written or Ray cannot be reached by such an address."""
+        """Raise InputError where the folder cannot be written, or the options of Ray are wrong."""
         if self.out is None:
             raise InputError(f"--prompts {self.prompts} needs a folder to write to; add --out DIR")
         writable_folder(self.out)
         check_ray(self.ray)
         if self.ray is None and self.actors is not None:
-            raise InputError(f"--actors {self.actors} are workers of Ray; add --ray")
+            raise InputError(f"--actors {self.actors} needs Ray; add --ray")
 
 
 def check_ray(address: str | None) -> None:
-    """InputError where Ray was asked for and is not installed, or cannot be at such an address."""
+    """Raise InputError where an address of Ray is given, and Ray is not installed or the address is malformed."""
     if address is not None:
         from lanternpp.cluster import check_address, require
 
@@ -97,51 +97,55 @@ def check_ray(address: str | None) -> None:
         require()
 
 
-def draw(asked: Asked, n: int, seed: int, as_json: bool, options: DrawOptions) -> None:
+def draw(given: ManyOptions, n: int, seed: int, as_json: bool, options: DrawOptions) -> None:
     """Do the job and print its summary. Raises InputError."""
-    assert asked.prompts and asked.out
+    assert given.prompts and given.out
     from lanternpp.evaluation.prompts import read_prompts
     from lanternpp.many.job import run
     from lanternpp.many.lock import locked
-    from lanternpp.many.orders import orders
+    from lanternpp.many.planned_images import plan_images
 
-    wanted = orders(read_prompts(asked.prompts, asked.prompts), n, seed)
-    with locked(asked.out), painters(asked, placed(options)) as painter, progress_bar("drawing") as progress:
-        tell_effect(painter.effect)
-        totals = run(painter, wanted, asked.out, asked.prompts, asked.overwrite, progress)
+    planned = plan_images(read_prompts(given.prompts, given.prompts), n, seed)
+    with (
+        locked(given.out),
+        open_renderer(given, with_full_paths(options)) as renderer,
+        progress_bar("drawing") as progress,
+    ):
+        tell_effect(renderer.effect)
+        totals = run(renderer, planned, given.out, given.prompts, given.overwrite, progress)
     if as_json:
-        typer.echo(json.dumps(totals.to_json() | {"folder": str(asked.out)}))
+        typer.echo(json.dumps(totals.to_json() | {"folder": str(given.out)}))
     else:
-        typer.echo(summary(totals, asked.out))
+        typer.echo(summary(totals, given.out))
 
 
 @contextmanager
-def painters(asked: Asked, options: DrawOptions) -> Iterator[Painter | Pool]:
-    """Who draws: this process, or workers of Ray."""
-    if asked.ray is None:
-        from lanternpp.many.painter import Painter
+def open_renderer(given: ManyOptions, options: DrawOptions) -> Iterator[Renderer | WorkerPool]:
+    """What draws the pictures: a model in this process, or workers of Ray."""
+    if given.ray is None:
+        from lanternpp.many.renderer import Renderer
 
-        yield Painter(options)
+        yield Renderer(options)
         return
-    from lanternpp.many.pool import pool
+    from lanternpp.many.worker_pool import worker_pool
 
-    with pool(asked.ray, asked.actors, options) as workers:
+    with worker_pool(given.ray, given.actors, options) as workers:
         yield workers
 
 
-def placed(options: DrawOptions) -> DrawOptions:
-    """With the paths of models in full, for a worker that runs elsewhere; names and hub ids as they are."""
+def with_full_paths(options: DrawOptions) -> DrawOptions:
+    """With absolute paths of models, for workers in other folders; names and hub ids stay as they are."""
     from lanternpp.models import MODELS
 
-    def place(named: str) -> str:
-        return named if named in MODELS or not Path(named).exists() else str(Path(named).absolute())
+    def full(model: str) -> str:
+        return model if model in MODELS or not Path(model).exists() else str(Path(model).absolute())
 
-    return replace(options, model=place(options.model), drafter=options.drafter and place(options.drafter))
+    return replace(options, model=full(options.model), drafter=options.drafter and full(options.drafter))
 
 
 def summary(totals: Totals, folder: Path) -> str:
-    """One line for a reader."""
+    """The line that is printed at the end."""
     if totals.codes_per_pass is None:
         return f"{folder}: nothing to draw, all {totals.skipped} pictures are there"
-    had = [f"{totals.skipped} were there already"] if totals.skipped else []
-    return f"{folder}: {', '.join([f'{totals.drawn} pictures', *had, *figures(totals.to_json())])}"
+    skipped = [f"{totals.skipped} were there already"] if totals.skipped else []
+    return f"{folder}: {', '.join([f'{totals.drawn} pictures', *skipped, *figures(totals.to_json())])}"

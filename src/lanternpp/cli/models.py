@@ -1,4 +1,4 @@
-"""`lanternpp models`: what `--model`, `--method` and `--tree` may name, what of it is here, and what it would draw with."""
+"""`lanternpp models`: the models, methods and trees that have names, and what each method draws with on a model."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def models(
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
 ) -> None:
-    """List the models, methods and trees that can be named; of each method, what it would draw with on --model.
+    """List the models, methods and trees that have names, and what each method draws with on --model.
 
-    Nothing is fetched: --model and --drafter must be on this machine.
+    Nothing is downloaded: --model and --drafter must be on this machine.
     """
     from lanternpp.methods import METHODS
     from lanternpp.models import MODELS
@@ -40,30 +40,30 @@ def models(
     chosen, _ = method_for(model, drafter, AUTO, device)
     ways = [describe_method(name, model, drafter, device, dtype) for name in METHODS]
     cache = cache_folder(Path(__file__))
-    told: dict[str, Any] = {"models": rows, "published": [asdict(each) for each in PUBLISHED]}
-    told |= {"model": model, "auto": {"method": chosen.method, "why": chosen.why}, "methods": ways}
-    told |= {"trees": trees(), "cache": {"folder": str(cache), "bytes": size(cache)}}
+    listing: dict[str, Any] = {"models": rows, "published": [asdict(each) for each in PUBLISHED]}
+    listing |= {"model": model, "auto": {"method": chosen.method, "why": chosen.why}, "methods": ways}
+    listing |= {"trees": trees(), "cache": {"folder": str(cache), "bytes": size(cache)}}
     if as_json:
-        typer.echo(json.dumps(told))
+        typer.echo(json.dumps(listing))
     else:
-        show(told)
+        show(listing)
 
 
 def here(named: str) -> str:
-    """A model or drafter that is on this machine, as it can be named. Raises InputError."""
+    """The name or path of a model or drafter on this machine. Raises InputError where it would have to be fetched."""
     from lanternpp.hub import UnreachableError, cached, hub_id
     from lanternpp.models import MODELS
 
-    if named in MODELS or Path(named).exists() or (wanted := hub_id(named)) is None:
+    if named in MODELS or Path(named).exists() or (repo := hub_id(named)) is None:
         return named
     try:
-        return str(cached(wanted, UnreachableError("")))
+        return str(cached(repo, UnreachableError("")))
     except InputError:
         raise InputError(f"{named} is not on this machine; `lanternpp generate` fetches it") from None
 
 
 def describe(name: str, about: str) -> dict[str, Any]:
-    """A row: where the model lies on this machine and how large it is, or None where it does not."""
+    """A row: the folder of the model and its bytes; None and 0 where it is not on this machine."""
     from lanternpp.models import model_folder
 
     try:
@@ -76,7 +76,7 @@ def describe(name: str, about: str) -> dict[str, Any]:
 def describe_method(
     name: str, model: str, drafter: str | None = None, device: str = "auto", dtype: str = "auto"
 ) -> dict[str, Any]:
-    """A row: what a method draws with on a model one picture at a time, and what of that is missing."""
+    """A row: what a method draws with on a model, one picture at a time, and which network the model lacks for it."""
     from lanternpp.accept import RULES
     from lanternpp.devices import pick_device, pick_dtype
     from lanternpp.methods import method
@@ -96,12 +96,17 @@ def describe_method(
         rows = defaults.get("methods", {})
         own = {**rows, name: {**rows.get(name, {}), **found}}
         settings = resolve(name, {**defaults, "methods": own}, {})
-    wanted = network_needed(settings)
-    there = wanted is None or other is not None or holds(folder, wanted)
+    network = network_needed(settings)
+    available = network is None or other is not None or holds(folder, network)
     dials = {dial: value for dial in names(DRAFT, RULE) if (value := getattr(settings, dial)) is not None}
     lossless = find("acceptance rule", settings.accept, RULES).lossless
     parts = {"proposer": settings.proposer, "tree": settings.tree, "accept": settings.accept}
-    more = {"lossless": lossless, "dials": dials, "tuned": bool(found), "missing": None if there else wanted}
+    more = {
+        "lossless": lossless,
+        "dials": dials,
+        "tuned": bool(found),
+        "missing": None if available else network,
+    }
     return {"name": name, **parts, **more, "about": method(name).about}
 
 
@@ -122,20 +127,20 @@ def size(folder: Path) -> int:
 
 
 def megabytes(count: int) -> str:
-    """Bytes for a reader."""
+    """Bytes as text."""
     return f"{count / 1e6:.1f} MB"
 
 
-def show(told: Mapping[str, Any]) -> None:
-    """Everything on stdout; no name is cut, however narrow the terminal."""
+def show(listing: Mapping[str, Any]) -> None:
+    """Print everything on stdout; no name is cut on a narrow terminal."""
     rows = [
         (row["name"], megabytes(row["bytes"]) if row["folder"] else "no", row["about"])
-        for row in told["models"]
+        for row in listing["models"]
     ]
     show_table(("model", "on this machine", "what it is"), rows, prose=True)
     typer.echo("--model also takes a folder, a checkpoint, or a hub id, which is fetched once.")
     typer.echo("Published models, sizes by their numbers of parameters (more: docs/models.md):\n")
-    for each in told["published"]:
+    for each in listing["published"]:
         typer.echo(f"{each['name']}: {each['download']}")
         typer.echo(f"  --model {each['model']}")
         drafter = f"--drafter {each['drafter']}" if each["drafter"] else "no drafter is published"
@@ -143,17 +148,17 @@ def show(told: Mapping[str, Any]) -> None:
         if each["needs"]:
             typer.echo(f"  needs {each['needs']}")
     typer.echo(
-        f"\nOn {told['model']}, one picture at a time; auto takes {told['auto']['method']} ({told['auto']['why']}):\n"
+        f"\nOn {listing['model']}, one picture at a time; auto takes {listing['auto']['method']} ({listing['auto']['why']}):\n"
     )
     show_table(
         ("method", "lossless", "drafts with", "tree", "rule", "what it is"),
-        [method_row(row) for row in told["methods"]],
+        [method_row(row) for row in listing["methods"]],
         left=range(6),
         prose=True,
         spare=True,
     )
-    if any(row["missing"] for row in told["methods"]):
-        typer.echo(f"* {told['model']} has no such network: give one with --drafter\n")
+    if any(row["missing"] for row in listing["methods"]):
+        typer.echo(f"* {listing['model']} has no such network: give one with --drafter\n")
     shapes = [
         (
             row["name"],
@@ -161,16 +166,16 @@ def show(told: Mapping[str, Any]) -> None:
             str(row["depth"]),
             "static" if row["static"] else "follows the drafter",
         )
-        for row in told["trees"]
+        for row in listing["trees"]
     ]
     show_table(("tree", "nodes", "levels", "shape"), shapes, left=(0, 3))
     typer.echo(
-        f"Neighbour tables are cached in {told['cache']['folder']}: {megabytes(told['cache']['bytes'])}."
+        f"Neighbour tables are cached in {listing['cache']['folder']}: {megabytes(listing['cache']['bytes'])}."
     )
 
 
 def method_row(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """A method's cells: a proposer whose network is missing has a star, a rule its dials."""
+    """The cells of a method. A star marks a proposer whose network is missing; after the rule come its dials."""
     numbers = [(DIALS[name], value) for name, value in row["dials"].items() if not isinstance(value, str)]
     dials = {dial.short or dial.spoken: f"{value:g}" for dial, value in numbers}
     window = dials.pop("window", None)

@@ -1,4 +1,4 @@
-"""The options that several verbs share, each declared once, and what each may be."""
+"""The options that several verbs share, each declared once with its limits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def within(low: float, high: float = math.inf, remedy: str = "", above: bool = F
 
 
 def not_empty(value: str | None) -> str | None:
-    """A prompt that says something, or none."""
+    """The prompt, unchanged. Raises InputError where it is blank."""
     if value is not None and not value.strip():
         raise InputError(f'prompt {value!r} is empty; say what to draw, such as "a photo of a red tulip"')
     return value
@@ -45,9 +45,10 @@ def not_empty(value: str | None) -> str | None:
 def bundled(
     argument: str, options: Mapping[str, tuple[Any, Any]], make: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """For verbs that share options: each becomes one of the verb's, and `make` of their values its `argument`.
+    """A decorator that replaces one argument of a verb by several options of the command line.
 
-    options: their annotations and defaults, by name. They take the argument's place in the help.
+    options: annotation and default of each option, by name. make: called with their values, gives the argument's value.
+    The options take the argument's place in the help.
     """
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
@@ -76,7 +77,7 @@ PANELS = {Group.ENGINE: "Model", Group.SAMPLING: "Sampling"}  # of dials; the ot
 
 
 def dial_option(dial: Dial) -> Any:
-    """The option of a dial; None: not given."""
+    """The option of a dial; its value is None where it is not given."""
     flags = f"{dial.option}/{dial.option.replace('--', '--no-', 1)}" if dial.kind is bool else dial.option
     check = None if dial.low is None else within(dial.low, dial.high, dial.remedy, dial.above)
     panel = PANELS.get(dial.group, PANEL_METHOD)

@@ -1,4 +1,4 @@
-"""Where results go: checked before any model work, so that none is lost."""
+"""The files and folders of results, checked before a model is read, so that no work is lost."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def png_path(path: Path) -> Path:
 
 def writable_folder(path: Path) -> Path:
     """The path, if it is a folder that can be written to, or can become one. Raises InputError."""
-    there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
-    if not there.is_dir():
-        raise InputError(f"output {str(path)!r} cannot be a folder: {there} is a file")
-    check_writable(path, there)
+    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        raise InputError(f"output {str(path)!r} cannot be a folder: {existing} is a file")
+    check_writable(path, existing)
     return path
 
 
@@ -40,27 +40,32 @@ def check_writable(path: Path, folder: Path) -> None:
         raise InputError(f"output {str(path)!r} cannot be written: {folder}: {error.strerror}") from None
 
 
-def free_path(path: Path, told: Mapping[str, str]) -> Path:
-    """PATH, or PATH-2, PATH-3 and so on: the first that is free, or holds only pictures that `told` tells of too."""
-    from lanternpp.many.orders import differences
+def free_path(path: Path, notes: Mapping[str, str]) -> Path:
+    """PATH, or PATH-2, PATH-3 and so on: the first that can be written without losing a picture.
+
+    That is one that does not exist, or has only pictures that the PNG with these notes has too.
+    """
+    from lanternpp.many.planned_images import differences
     from lanternpp.picture import png_notes
 
     for number in itertools.count(1):
         free = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
         if not free.exists():
             return free
-        there = png_notes(free) or {}
-        same = not differences(there | {"images": told["images"]}, told)
-        if same and _seeds(there) <= _seeds(told):
+        existing = png_notes(free) or {}
+        same = not differences(existing | {"images": notes["images"]}, notes)
+        if same and _seeds(existing) <= _seeds(notes):
             return free
     raise AssertionError
 
 
-def _seeds(told: Mapping[str, str]) -> set[int]:
+def _seeds(notes: Mapping[str, str]) -> set[int]:
     """The seeds of the pictures of a PNG, by its notes."""
     try:
-        first = int(told["seed"])
-        return set(map(int, told.get("seeds", "").split())) or set(range(first, first + int(told["images"])))
+        first = int(notes["seed"])
+        return set(map(int, notes.get("seeds", "").split())) or set(
+            range(first, first + int(notes["images"]))
+        )
     except (KeyError, ValueError):
         return {-1}
 
@@ -71,7 +76,7 @@ def default_path(prompt: str, seed: int) -> Path:
 
 
 def figures(row: Mapping[str, Any]) -> list[str]:
-    """What drawing took, for a reader, by the figures of `Stats.to_json`."""
+    """The figures of `Stats.to_json` as phrases."""
     from lanternpp.results import drawn_with
 
     settings, spent = row["settings"], row["tv_spent"]

@@ -28,9 +28,9 @@ WITH: dict[str, tuple[Any, str | None]] = {
 
 
 def draws(*without: str, groups: tuple[Group, ...] = EVERY) -> Callable[..., Callable[..., None]]:
-    """A verb whose argument `options`, a `DrawOptions`, is made of options of the command line.
+    """A decorator for verbs: their argument `options`, a `DrawOptions`, is made from options of the command line.
 
-    without: those of `WITH` that it does not have. groups: the dials that it has; those that were given are overrides.
+    without: names in `WITH` that the verb lacks. groups: the dials that it has; those that are given become overrides.
     """
     rows = dials(*groups)
     have = {name: option for name, option in WITH.items() if name not in without}
@@ -45,7 +45,7 @@ def draws(*without: str, groups: tuple[Group, ...] = EVERY) -> Callable[..., Cal
 
 
 def read(options: DrawOptions) -> Pipeline:
-    """The model, and on stderr what weights in 8 bits do to it. Raises InputError."""
+    """Read the model; says on stderr what weights in 8 bits change. Raises InputError."""
     from lanternpp import Pipeline
 
     pipe = Pipeline.from_pretrained(**options.pretrained)
@@ -71,7 +71,7 @@ def method_for(
 
 
 def check(options: DrawOptions) -> None:
-    """Refuse, before a model is read, what is wrong with a method's parts and dials, and dials no part reads."""
+    """Refuse, before a model is read, wrong parts or dials of a method, and dials that no part reads."""
     import torch
 
     from lanternpp.accept import RULES
@@ -80,7 +80,7 @@ def check(options: DrawOptions) -> None:
     drafter = options.drafter
     chosen, defaults = method_for(options.model, drafter, options.method)
     settings = resolve(chosen.method, chosen.defaults(defaults), options.overrides, chosen.why is not None)
-    if settings.accept in RULES:  # of an outsider's rule we do not know what it makes of an empty table
+    if settings.accept in RULES:  # a rule of another package might not take an empty table
         build_rule(settings, lambda k: torch.empty(0, k, dtype=torch.int32))
     if network_needed(settings) is None and drafter is not None:
         raise InputError(

@@ -14,8 +14,8 @@ Plots = Annotated[
 ]
 
 
-def wanted(plots: bool | None) -> bool:
-    """Whether to draw plots. InputError where they were asked for and matplotlib is missing."""
+def plots_enabled(plots: bool | None) -> bool:
+    """Whether to draw plots. InputError where --plots is given and matplotlib is missing."""
     if plots is False:
         return False
     try:

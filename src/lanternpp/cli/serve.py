@@ -19,59 +19,60 @@ from lanternpp.errors import InputError
 
 if TYPE_CHECKING:
     from lanternpp.pipeline import Pipeline
-    from lanternpp.serve.terms import Terms
+    from lanternpp.serve.server_config import ServerConfig
     from lanternpp.tuning.batches import Steps
 
 _server = partial(typer.Option, rich_help_panel="Server")
 
-Host = Annotated[str, _server(help="Address to listen at; 0.0.0.0: all of this machine.")]
+Host = Annotated[str, _server(help="Address to listen on; 0.0.0.0: all addresses of this machine.")]
 Port = Annotated[int, _server(help="0: any free one.", callback=opt.within(0, 65535))]
 Slots = Annotated[int, _server(help="Most pictures of the same settings drawn at once: 1, 2, 4, 8 ...")]
-Queue = Annotated[int, _server(help="Most pictures that wait; above it: 429.", callback=opt.within(1))]
+Queue = Annotated[
+    int, _server(help="Most pictures that wait; further requests get 429.", callback=opt.within(1))
+]
 Lanes = Annotated[
     int,
     _server(
-        help="Most engines kept: each holds the caches of its settings and its rows.", callback=opt.within(1)
+        help="Most engines kept; each has the caches for its settings and batch size.", callback=opt.within(1)
     ),
 ]
 Deadline = Annotated[
     float,
     _server(
         metavar="SECONDS",
-        help="After which a picture is given up: 504.",
+        help="After which an unfinished picture is given up; its request gets 504.",
         callback=opt.within(0, remedy="above 0", above=True),
     ),
 ]
 Drain = Annotated[
     float,
-    _server(
-        metavar="SECONDS", help="That accepted pictures have to finish after SIGTERM.", callback=opt.within(0)
-    ),
+    _server(metavar="SECONDS", help="For accepted pictures to finish after SIGTERM.", callback=opt.within(0)),
 ]
 Key = Annotated[
     list[str] | None,
     _server(
         "--api-key",
         metavar="KEY",
-        help="Who names it is let in; may be given again. Others on this machine can read it from the list of "
-        "processes: prefer --api-key-file, or the variable LANTERNPP_API_KEYS.",
+        help="Accept requests with this key; may be given again. Other users of this machine can read it from the list "
+        "of processes: prefer --api-key-file, or the variable LANTERNPP_API_KEYS.",
     ),
 ]
-KeyFile = Annotated[Path | None, _server("--api-key-file", metavar="FILE", help="One key a line.")]
-NoKey = Annotated[bool, _server("--no-key", help="Let everybody in who reaches --host.")]
+KeyFile = Annotated[Path | None, _server("--api-key-file", metavar="FILE", help="One key per line.")]
+NoKey = Annotated[bool, _server("--no-key", help="Accept requests without a key on any --host.")]
 AllowHost = Annotated[
     list[str] | None,
     _server(
         metavar="NAME",
-        help="A name by which it may be called besides those of this machine, such as a proxy's; the proxy passes the "
-        "Host header on. Pages of other sites are refused all the same. May be given again.",
+        help="A name to accept in the Host header besides those of this machine, such as a proxy's; the proxy must pass "
+        "the header on. Pages of other sites are refused all the same. May be given again.",
     ),
 ]
 Proxies = Annotated[
     str | None,
     _server(
         metavar="IPS",
-        help="Proxies whose X-Forwarded-For is believed: addresses or networks, with commas; * for any. Else nobody's is.",
+        help="Proxies whose X-Forwarded-For is trusted: addresses or networks, separated by commas; * for any. "
+        "Default: none.",
     ),
 ]
 PromptLimit = Annotated[int, _server(help="Most characters of a prompt.", callback=opt.within(1))]
@@ -80,11 +81,11 @@ Calibrate = Annotated[
     bool,
     _server(
         "--calibrate/--no-calibrate",
-        help="After the first start measure which tree is fastest for how many pictures at once, down to plain "
-        "decoding, while no request waits; a --tree of your own is kept.",
+        help="After the first start, measure which tree (or plain decoding) is fastest for each batch size, while no "
+        "request waits. A --tree that you give is kept.",
     ),
 ]
-Page = Annotated[bool, _server("--page/--no-page", help="The page at /.")]
+Page = Annotated[bool, _server("--page/--no-page", help="Serve the page at /.")]
 Replicas = Annotated[
     int | None,
     many.ray_option(
@@ -123,65 +124,67 @@ def serve(
     The method and its options are the defaults of requests. SIGTERM lets accepted pictures finish. With --ray, several
     servers share the work.
     """
-    refuse(slots, options.overrides)
+    check_slots(slots, options.overrides)
     calibrate = calibrate and "tree" not in options.overrides
     if ray is None and replicas is not None:
-        raise InputError(f"--replicas {replicas} are of Ray; add --ray")
+        raise InputError(f"--replicas {replicas} needs Ray; add --ray")
     many.check_ray(ray)
 
-    from lanternpp.serve.entrance import LOOPBACK, bind, check_proxies, gather_keys, require, url
+    from lanternpp.serve.startup import LOOPBACK, bind, check_proxies, gather_keys, require, url
 
     require()
     proxies = check_proxies(forwarded_allow_ips)
     keys = gather_keys(api_key or (), api_key_file)
     if host not in LOOPBACK and not keys and not no_key:
         raise InputError(
-            f"--host {host} lets others in, and there is no API key; give --api-key-file, or --no-key to let everybody draw"
+            f"--host {host} can be reached by others, and there is no API key; give --api-key-file, or --no-key to let everybody draw"
         )
     names = [*LOOPBACK, *(allow_host or ())] if host in LOOPBACK or allow_host else []
     with bind(host, port) as bound:
         check(options)
 
         from lanternpp.results import drawn_with
-        from lanternpp.serve.app import Plan
-        from lanternpp.serve.aside import aside
+        from lanternpp.serve.app import ServerSpec
+        from lanternpp.serve.fresh_thread import run_in_fresh_thread
         from lanternpp.serve.server import run
-        from lanternpp.serve.terms import Terms
+        from lanternpp.serve.server_config import ServerConfig
 
-        terms = Terms(options.method, options.overrides, keys, names, deadline, body_limit, prompt_limit)
+        config = ServerConfig(
+            options.method, options.overrides, keys, names, deadline, body_limit, prompt_limit
+        )
         measure = measuring if calibrate else None
-        plan = Plan(options, terms, slots, queue, lanes, measure, page)
+        spec = ServerSpec(options, config, slots, queue, lanes, measure, page)
         if ray is not None:
             from lanternpp.cli.serve_ray import deploy
 
-            deploy(ray, replicas, replace(plan, options=many.placed(options)), bound, drain, proxies)
+            deploy(ray, replicas, replace(spec, options=many.with_full_paths(options)), bound, drain, proxies)
             return
-        pipe = aside(plan.read)
+        pipe = run_in_fresh_thread(spec.load_model)
         tell_effect(pipe.effect)
-        batcher, app = plan.open(pipe, partial(say, "serve"))
+        batcher, app = spec.start(pipe, partial(say, "serve"))
         chosen = pipe.chosen(options.method)
-        named = drawn_with(chosen.method, chosen.why)
+        label = drawn_with(chosen.method, chosen.why)
 
         def ready() -> None:
-            typer.echo(f"{url(bound)}: {pipe.name} with {named} in {pipe.dtype}, {slots} slots")
+            typer.echo(f"{url(bound)}: {pipe.name} with {label} in {pipe.dtype}, {slots} slots")
 
         if not run(app, batcher, bound, drain, ready, proxies):
             say("serve", f"not all pictures were finished within {drain:g} s")
 
 
-def refuse(slots: int, overrides: Mapping[str, Any]) -> None:
-    """What can be refused at once. Raises InputError."""
+def check_slots(slots: int, overrides: Mapping[str, Any]) -> None:
+    """Raise InputError where --slots is not a power of two, or --batch-size is given too."""
     if slots < 1 or slots & (slots - 1):
-        raise InputError(f"--slots {slots} is no power of two; use 1, 2, 4, 8 ...")
+        raise InputError(f"--slots {slots} is not a power of two; use 1, 2, 4, 8 ...")
     if "batch_size" in overrides:
         raise InputError(
-            f"--batch-size {overrides['batch_size']} would change nothing: the server decides with every step; use --slots"
+            f"--batch-size {overrides['batch_size']} would change nothing: the server decides the batch size itself; use --slots"
         )
 
 
-def measuring(pipe: Pipeline, terms: Terms, slots: int) -> Steps:
-    """Measures which tree to draw with at which size, a step at a time."""
+def measuring(pipe: Pipeline, config: ServerConfig, slots: int) -> Steps:
+    """The steps that measure which tree is fastest for each batch size up to `slots`."""
     from lanternpp.tuning.batch_runner import usual_conditions
     from lanternpp.tuning.batches import calibration, sizes
 
-    return calibration(pipe, terms.settings(pipe, None, {}), sizes(slots), usual_conditions(pipe))
+    return calibration(pipe, config.settings(pipe, None, {}), sizes(slots), usual_conditions(pipe))

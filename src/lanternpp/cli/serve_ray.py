@@ -1,4 +1,4 @@
-"""`lanternpp serve --ray`: what it adds to the server of one process."""
+"""`lanternpp serve --ray`: the server as replicas on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import typer
 from lanternpp.cli.terminal import say, tell_effect
 
 if TYPE_CHECKING:
-    from lanternpp.serve.app import Plan
-    from lanternpp.serve.ray_serve import Opened
+    from lanternpp.serve.app import ServerSpec
+    from lanternpp.serve.ray_serve import ReplicaInfo
 
 
 def deploy(
     address: str,
     replicas: int | None,
-    plan: Plan,
+    spec: ServerSpec,
     bound: socket.socket,
     drain: float,
     proxies: tuple[str, ...],
@@ -26,15 +26,15 @@ def deploy(
     """Serve with replicas at a socket until a signal. Raises InputError."""
     from lanternpp.serve.ray_serve import run
 
-    out = sys.stdout  # Ray has it otherwise until the end
+    out = sys.stdout  # `cluster` redirects sys.stdout while Ray runs
 
-    def ready(url: str, opened: Opened) -> None:
-        tell_effect(opened.effect)
+    def ready(url: str, info: ReplicaInfo) -> None:
+        tell_effect(info.effect)
         typer.echo(
-            f"{url}: {opened.model} with {plan.terms.method} in {opened.dtype}, {opened.replicas} replicas of {plan.slots} "
+            f"{url}: {info.model} with {spec.config.method} in {info.dtype}, {info.replicas} replicas of {spec.slots} "
             "slots",
             file=out,
         )
 
-    if not run(address, replicas, plan, bound, drain, ready, proxies):
+    if not run(address, replicas, spec, bound, drain, ready, proxies):
         say("serve", f"not all pictures were finished within {drain:g} s")

@@ -1,4 +1,4 @@
-"""Tables on stdout that cut nothing: where a terminal is too narrow for the columns, a block of lines for every row."""
+"""Tables on stdout. On a terminal that is too narrow for a table, each row is a block of lines; nothing is cut."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 import typer
 
-TEXT = 24  # least columns of a last cell that is prose
+TEXT = 24  # least width of a last column with prose
 
 
 def show_table(
@@ -55,12 +55,12 @@ def show_table(
 
 
 def fits(wide: Sequence[int], width: int) -> bool:
-    """Whether columns so wide fit a terminal, each with the room between it and the next."""
+    """Whether columns of these widths, with the spaces between them, fit a terminal of `width` characters."""
     return sum(wide) + 2 * len(wide) + 1 <= width
 
 
 def blocks(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> None:
-    """The same as a block of lines for every row; no word is broken."""
+    """Print every row as a block of lines; no word is broken."""
     for row in rows:
         typer.echo(row[0])
         for heading, cell in zip(headings[1:], row[1:], strict=True):
@@ -70,7 +70,7 @@ def blocks(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int) -
 
 
 def filled(line: str, width: int) -> str:
-    """A line in as many as it takes; no word is broken."""
+    """Text wrapped to a width, with further lines indented; no word is broken."""
     return textwrap.fill(
         line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
     )

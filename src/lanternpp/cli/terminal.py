@@ -1,4 +1,4 @@
-"""What a terminal sees besides results: one-line errors and warnings, and progress. All of it on stderr."""
+"""Messages on stderr: errors and warnings of one line each, and progress bars."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Progress = Callable[[int, int], None]
 
 
 def say(kind: str, message: object) -> None:
-    """One line on stderr, whatever line breaks the message has."""
+    """Print a message as one line on stderr."""
     print(f"lanternpp: {kind}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 
 
 def tell_effect(effect: object | None) -> None:
-    """What weights in 8 bits do to the logits, where they have 8 bits: one line."""
+    """Print one line on what weights in 8 bits do to the logits; nothing where they are not in 8 bits."""
     if effect is not None:
         say("int8", effect)
 
 
 @contextmanager
 def one_line_warnings() -> Iterator[None]:
-    """Warnings as one line each, the same one once; torchao's notes on kernels of other machines not at all."""
+    """Print warnings as one line each, equal ones once, and none of torchao's about kernels of other machines."""
     seen: set[str] = set()
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -12,7 +12,7 @@ import typer
 from lanternpp.arguments import DrawOptions
 from lanternpp.cli import options as opt
 from lanternpp.cli.overrides import check, draws, read
-from lanternpp.cli.plots import Plots, wanted
+from lanternpp.cli.plots import Plots, plots_enabled
 from lanternpp.cli.tables import show_table
 from lanternpp.cli.terminal import progress_bar
 from lanternpp.dials import DIALS
@@ -20,8 +20,10 @@ from lanternpp.errors import InputError
 
 MOST = 1024  # pictures at once
 
-Sizes = Annotated[str, typer.Option(metavar="A,B,...", help="Pictures at once, parted by commas.")]
-Rounds = Annotated[int, typer.Option(help="Turns of each way to draw.", callback=opt.within(1, 1000))]
+Sizes = Annotated[str, typer.Option(metavar="A,B,...", help="Pictures at once, separated by commas.")]
+Rounds = Annotated[
+    int, typer.Option(help="How often each way to draw is timed.", callback=opt.within(1, 1000))
+]
 Folder = Annotated[
     Path, opt.to_folder(help="Where figures go. The same command goes on where it was stopped.")
 ]
@@ -41,17 +43,17 @@ def throughput(
     options: DrawOptions,
     seed: opt.Seed = 0,
 ) -> None:
-    """Pictures per second by batch size: plain AR, a method as it is, and with its tree chosen for each size.
+    """Pictures per second by batch size: plain AR, a method, and the method with the fastest tree for each size.
 
-    First every tree's steps are timed at every size, which is kept for the next time, and for `serve`. Then the three
-    take turns, each a batch that is kept full. Writes table.md, throughput.json and throughput.png.
+    First the steps of every tree are timed at every size; the result is kept for later runs and for `serve`. Then the three
+    ways are timed in turn, each with a batch that is kept full. Writes table.md, throughput.json and throughput.png.
     """
-    asked = read_sizes(batch_sizes)
+    sizes = read_sizes(batch_sizes)
     for name, remedy in (("batch_size", "--batch-sizes"), ("measure", "bench --measure")):
         if name in options.overrides:
             raise InputError(f"{DIALS[name].option} would change nothing here; use {remedy}")
     check(options)
-    drawn = wanted(plots)
+    with_plots = plots_enabled(plots)
 
     from lanternpp.evaluation.prompts import read_prompts
     from lanternpp.models import model_folder
@@ -69,18 +71,18 @@ def throughput(
     for condition in conditions:
         pipe.target.check(condition)
     with progress_bar("measuring trees") as tell:
-        choice = calibrate(pipe, settings, asked, conditions, tell, restart)
-    bench = measured.Throughput(pipe, settings, choice, asked, conditions, output, seed, restart)
+        choice = calibrate(pipe, settings, sizes, conditions, tell, restart)
+    bench = measured.Throughput(pipe, settings, choice, sizes, conditions, output, seed, restart)
     with progress_bar("drawing") as tell:
         rates = bench.run(rounds, tell)
-    told = bench.facts | {"auto": auto, "rounds": rounds, "rates": [asdict(rate) for rate in rates]}
-    told["trees"] = [asdict(cell) for cell in choice.cells]
-    checkpoints.write_text(output / "throughput.json", json.dumps(told, indent=1) + "\n")
+    result = bench.facts | {"auto": auto, "rounds": rounds, "rates": [asdict(rate) for rate in rates]}
+    result["trees"] = [asdict(cell) for cell in choice.cells]
+    checkpoints.write_text(output / "throughput.json", json.dumps(result, indent=1) + "\n")
     checkpoints.write_text(output / "table.md", measured.markdown(rates, method))
-    if drawn:
+    if with_plots:
         measured.plot(rates, method, output / "throughput.png")
     if as_json:
-        typer.echo(json.dumps(told))
+        typer.echo(json.dumps(result))
     else:
         typer.echo(f"method: {drawn_with(method, auto)}")
         show(rates, method)

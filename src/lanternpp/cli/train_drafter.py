@@ -139,13 +139,13 @@ def drafter(
         raise InputError(
             f"--{next(iter(only)).replace('_', '-')} is for drafters of --kind eagle: leave it out."
         )
-    asked = parallel.ParallelSettings(**shared)
+    settings = parallel.ParallelSettings(**shared)
     if rollouts is not None and rollouts < 1:
         raise InputError(f"--rollouts {rollouts} must be at least 1.")
     if rollouts is None:
-        leave(parallel.train(data, model, layers, asked, where, crops, limit, drawn, follow=cfg is None))
+        leave(parallel.train(data, model, layers, settings, where, crops, limit, drawn, follow=cfg is None))
     else:
-        leave(runs.train(data, model, asked, where, rollouts, drawn, follow=cfg is None, layers=layers))
+        leave(runs.train(data, model, settings, where, rollouts, drawn, follow=cfg is None, layers=layers))
     say_how(model, out, kind)
 
 
@@ -164,9 +164,9 @@ def given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def check_self(own: bool, data: Path | None, **wanted: object) -> None:
+def check_self(own: bool, data: Path | None, **self_only: object) -> None:
     """Refuse a drafter without anything to learn from, and options that only --self reads."""
-    given = [name for name, value in wanted.items() if value is not None]
+    given = [name for name, value in self_only.items() if value is not None]
     if given and not own:
         raise InputError(f"--{given[0]} says what the target draws itself: add --self.")
     if data is None and not own:

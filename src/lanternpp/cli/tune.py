@@ -14,7 +14,7 @@ from lanternpp.arguments import DrawOptions
 from lanternpp.cli import options as opt
 from lanternpp.cli import tune_tables
 from lanternpp.cli.overrides import check, draws, method_for
-from lanternpp.cli.plots import Plots, wanted
+from lanternpp.cli.plots import Plots, plots_enabled
 from lanternpp.cli.terminal import progress_bar, say
 from lanternpp.errors import InputError
 
@@ -27,7 +27,7 @@ VARIATION, FRECHET = 8, 100  # pictures that a budget is measured on
 Pictures = Annotated[
     int,
     typer.Option(
-        "-n", "--n", help="Pictures of each entrant of the race at the end.", callback=opt.within(1, 10_000)
+        "-n", "--n", help="Pictures for each tree in the race at the end.", callback=opt.within(1, 10_000)
     ),
 ]
 Rounds = Annotated[
@@ -109,7 +109,7 @@ def tune(
             f"--budget-pictures {budget_pictures} would change nothing without a budget; give one"
         )
     check(options)
-    drawn = wanted(plots)
+    with_plots = plots_enabled(plots)
 
     from lanternpp import Pipeline
     from lanternpp.evaluation.prompts import read_prompts
@@ -126,34 +126,34 @@ def tune(
     tuned = Tuned.read(folder, model_folder(drafter) if drafter else None)
     if save:
         tuned.check()
-    asked = read_prompts(prompts, folder)
+    prompt_list = read_prompts(prompts, folder)
     pipe = Pipeline.from_pretrained(**options.pretrained, tuned=False)
-    plan = run.TuningOptions(method, dict(options.overrides), asked, rounds, n, nodes, depth, seed)
+    plan = run.TuningOptions(method, dict(options.overrides), prompt_list, rounds, n, nodes, depth, seed)
     output = output or Path("out/tune") / f"{pipe.name}-{method}"
     tuner = run.Tuner(pipe, plan, output, restart)
     budget = budget_of(tuner, budget_tv, budget_frechet, budget_pictures)
-    told, found = work(tuner, budget, race, budget_tv is not None)
-    told |= {"folder": str(output), "auto": chosen.why}
+    result, found = work(tuner, budget, race, budget_tv is not None)
+    result |= {"folder": str(output), "auto": chosen.why}
     if save:
         more = {
-            name: told[name] for name in ("machine", "sampling", "acceptance", "costs", "trees", "versions")
+            name: result[name] for name in ("machine", "sampling", "acceptance", "costs", "trees", "versions")
         }
-        more |= {"predicted": told["predicted"], "measured": told["measured"]}
-        tuned.add(method, pipe.conditions(tuner.settings), told["settings"], **more)
-        told["file"] = str(tuned.path)
-    write(told, output, drawn)
+        more |= {"predicted": result["predicted"], "measured": result["measured"]}
+        tuned.add(method, pipe.conditions(tuner.settings), result["settings"], **more)
+        result["file"] = str(tuned.path)
+    write(result, output, with_plots)
     if as_json:
-        typer.echo(json.dumps(told))
+        typer.echo(json.dumps(result))
     else:
         typer.echo(f"method: {drawn_with(method, chosen.why)}")
-        tune_tables.show(told, found)
-    slower(told)
+        tune_tables.show(result, found)
+    slower(result)
 
 
 def budget_of(
     tuner: Tuner, variation: float | None, percent: float | None, pictures: int | None
 ) -> Budget | None:
-    """The budget that was asked for, with its judge read."""
+    """The budget of the options, or None; the judge of a Fréchet budget is read."""
     from lanternpp.evaluation.quality import LEAST, Quality
     from lanternpp.tuning.budget import FrechetBudget, VariationBudget
 
@@ -170,7 +170,7 @@ def budget_of(
 
 
 def work(tuner: Tuner, budget: Budget | None, race: bool, measure: bool) -> tuple[dict[str, Any], Tuning]:
-    """Tune, race, and tell."""
+    """Tune and race; the result as a JSON object, and the tuning."""
     from lanternpp.tuning import report
 
     choice: BudgetChoice | None = None
@@ -189,29 +189,29 @@ def work(tuner: Tuner, budget: Budget | None, race: bool, measure: bool) -> tupl
 
 @contextmanager
 def telling(tuner: Tuner, label: str) -> Iterator[None]:
-    """A progress bar for what a tuner does."""
+    """Show a progress bar for the tuner while the block runs."""
     with progress_bar(label) as progress:
         tuner.progress = progress or (lambda done, total: None)
         yield
 
 
-def write(told: dict[str, Any], folder: Path, plots: bool) -> None:
+def write(result: dict[str, Any], folder: Path, plots: bool) -> None:
     """tune.json and tune.png."""
     from lanternpp.nn import checkpoints
     from lanternpp.tuning import report
 
-    checkpoints.write_text(folder / "tune.json", json.dumps(told, indent=1) + "\n")
+    checkpoints.write_text(folder / "tune.json", json.dumps(result, indent=1) + "\n")
     if plots:
-        report.plot(told, folder / "tune.png")
+        report.plot(result, folder / "tune.png")
 
 
-def slower(told: Mapping[str, Any]) -> None:
-    """Say so where a hand-made tree won the race."""
-    raced = {tree["name"]: tree["measured"]["speedup"] for tree in told["trees"] if tree["measured"]}
+def slower(result: Mapping[str, Any]) -> None:
+    """Warn where a hand-made tree won the race."""
+    raced = {tree["name"]: tree["measured"]["speedup"] for tree in result["trees"] if tree["measured"]}
     if raced and max(raced, key=raced.__getitem__) != "tuned":
         name = max(raced, key=raced.__getitem__)
         say(
             "warning",
-            f"{name} measured {raced[name]:.2f}x and the tree found {raced['tuned']:.2f}x; with a machine that does "
-            "nothing else, more --rounds and a larger -n would tell which is faster",
+            f"{name} measured {raced[name]:.2f}x and the tree found {raced['tuned']:.2f}x; run again on an idle machine, "
+            "with more --rounds and a larger -n, to see which is faster",
         )

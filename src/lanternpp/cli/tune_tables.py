@@ -17,9 +17,9 @@ RANKS = 8  # columns of the table of acceptances
 SURE = 20  # children judged, below which an acceptance is mostly a guess
 
 
-def show(told: Mapping[str, Any], found: Tuning) -> None:
+def show(result: Mapping[str, Any], found: Tuning) -> None:
     """The figures as tables on stdout."""
-    tried, chances = told["acceptance"]["tried"], told["acceptance"]["table"]
+    tried, chances = result["acceptance"]["tried"], result["acceptance"]["table"]
     ranks = min(RANKS, len(chances[0]))
     rows = [
         [str(depth), *(_share(p, c) for c, p in zip(counts, row, strict=True))][: ranks + 1]
@@ -30,14 +30,14 @@ def show(told: Mapping[str, Any], found: Tuning) -> None:
         rows,
         "how often a child is kept, % (by depth and rank; guesses in brackets)",
     )
-    at, cost = told["costs"]["look"]["at"], told["costs"]["look"]["cost"]
+    at, cost = result["costs"]["look"]["at"], result["costs"]["look"]["cost"]
     rows = [[str(count), f"{1000 * seconds:.3g}"] for count, seconds in zip(at, cost, strict=True)]
     show_table(("nodes", "ms"), rows, "a target pass, by nodes with the root", left=())
-    every, level, inner, node = (1000 * share for share in told["costs"]["draft"])
+    every, level, inner, node = (1000 * share for share in result["costs"]["draft"])
     typer.echo(
         f"drafting, ms: {every:.2f} + {level:.2f} per level + {inner:.2f} per node with children + {node:.3f} per node"
     )
-    sizes = [size for size in told["sizes"] if size["nodes"] in SHOWN]
+    sizes = [size for size in result["sizes"] if size["nodes"] in SHOWN]
     show_table(
         ("nodes", "depth", "codes / pass", "codes / s", "speed-up"),
         [[*_cells(size), f"{size['speedup']:.2f}x"] for size in sizes],
@@ -45,10 +45,10 @@ def show(told: Mapping[str, Any], found: Tuning) -> None:
         left=(),
     )
     show_tree(found)
-    show_race(told)
-    show_budget(told)
+    show_race(result)
+    show_budget(result)
     typer.echo(
-        f"{told['folder']}/tune.json" + (f"; now the default: {told['file']}" if "file" in told else "")
+        f"{result['folder']}/tune.json" + (f"; now the default: {result['file']}" if "file" in result else "")
     )
 
 
@@ -82,11 +82,11 @@ def show_tree(found: Tuning) -> None:
     Console().print(branches[()])
 
 
-def show_race(told: Mapping[str, Any]) -> None:
+def show_race(result: Mapping[str, Any]) -> None:
     """Predicted beside measured, for the tree found and the hand-made ones."""
-    plain = told["plain"]
+    plain = result["plain"]
     rows = []
-    for tree in told["trees"]:
+    for tree in result["trees"]:
         nodes, depth, codes, _ = _cells(tree)
         seen = tree["measured"]
         codes_seen, speed_seen = (
@@ -97,16 +97,16 @@ def show_race(told: Mapping[str, Any]) -> None:
         ("tree", "nodes", "depth", "codes / pass", "measured", "speed-up", "measured"),
         rows,
         "predicted and measured",
-        bold=[place for place, tree in enumerate(told["trees"]) if tree["name"] == "tuned"],
+        bold=[place for place, tree in enumerate(result["trees"]) if tree["name"] == "tuned"],
         caption=f"measured: {plain['images']} pictures each, taking turns with plain AR" if plain else None,
     )
 
 
-def show_budget(told: Mapping[str, Any]) -> None:
+def show_budget(result: Mapping[str, Any]) -> None:
     """What was chosen within a budget, and how sure its figure is."""
-    if "budget" not in told:
+    if "budget" not in result:
         return
-    budget, dials = told["budget"], told["settings"]
+    budget, dials = result["budget"], result["settings"]
     spread = budget["spread"]
     sure = "" if spread is None else f" with a standard error of {spread:.3g}"
     typer.echo(

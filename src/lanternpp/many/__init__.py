@@ -1,1 +1,1 @@
-"""Many pictures: a file of prompts, a folder of PNGs, on this machine or over Ray."""
+"""Many pictures: from a file of prompts to a folder of PNGs, on this machine or on the workers of a Ray cluster."""

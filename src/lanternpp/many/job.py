@@ -1,4 +1,4 @@
-"""A job: draw what a folder lacks, write each picture whole as it finishes, and count what that took."""
+"""A job: draw the pictures that a folder lacks, write each as soon as it is finished, and count passes and seconds."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lanternpp.errors import InputError
-from lanternpp.many.orders import Facts, Order, missing
-from lanternpp.many.painter import Painter, Refusal
+from lanternpp.many.planned_images import JobInfo, PlannedImage, missing
+from lanternpp.many.renderer import RefusedPrompt, Renderer
 from lanternpp.nn.checkpoints import replacing, sweep
 
 if TYPE_CHECKING:
-    from lanternpp.many.pool import Pool
+    from lanternpp.many.worker_pool import WorkerPool
 
-TOLD = 5  # warnings of prompts that are told in full
-STALE = 5.0  # seconds after which a dead process no longer writes a picture
+SHOWN = 5  # warnings about prompts that are shown in full
+STALE = 5.0  # seconds without a change after which a temporary file was left by a process that died
 
 
 @dataclass
 class Totals:
     """What a job did. Seconds cover drawing and writing, not loading."""
 
-    facts: Facts
-    skipped: int  # were there already
+    info: JobInfo
+    skipped: int  # pictures that were there already
     drawn: int = 0
     seconds: float = 0.0
     accepted: list[int] = field(default_factory=list)  # codes decided by each pass of each picture
-    spent: list[float] = field(default_factory=list)  # tv_spent of each picture; empty: not measured
+    tv_spent: list[float] = field(default_factory=list)  # of each picture; empty: not measured
 
     @property
     def codes_per_pass(self) -> float | None:
@@ -39,14 +39,14 @@ class Totals:
 
     @property
     def seconds_per_image(self) -> float | None:
-        """None where nothing was drawn."""
+        """Seconds per picture; None where nothing was drawn."""
         return self.seconds / self.drawn if self.drawn else None
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dictionary, its keys those of `Stats`, with the pictures that were skipped."""
+        """A JSON object with the keys of `Stats`, and `skipped`."""
         return {
-            "method": self.facts.method,
-            "model": self.facts.model,
+            "method": self.info.method,
+            "model": self.info.model,
             "images": self.drawn,
             "skipped": self.skipped,
             "codes": sum(self.accepted),
@@ -55,52 +55,52 @@ class Totals:
             "seconds": self.seconds,
             "seconds_per_image": self.seconds_per_image,
             "accepted_per_pass": self.accepted,
-            "settings": dict(self.facts.settings),
-            "versions": dict(self.facts.versions),
-            "auto": self.facts.auto,
-            "tv_spent": sum(self.spent) / len(self.spent) if self.spent else None,
+            "settings": dict(self.info.settings),
+            "versions": dict(self.info.versions),
+            "auto": self.info.auto,
+            "tv_spent": sum(self.tv_spent) / len(self.tv_spent) if self.tv_spent else None,
         }
 
 
 def run(
-    painter: Painter | Pool,
-    wanted: Sequence[Order],
+    renderer: Renderer | WorkerPool,
+    planned: Sequence[PlannedImage],
     folder: Path,
     prompts: Path,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Totals:
-    """Draw the pictures that `folder` lacks. `prompts`: the file they were read from, for a refusal's sentence.
+    """Draw the pictures that `folder` lacks. prompts: the file with the prompts, which error messages name.
 
-    Raises InputError before the first picture where a prompt cannot be drawn or a file of other settings is in
-    the way, and in the middle where a picture cannot be written; what is written by then stays.
+    Raises InputError before the first picture where the target refuses a prompt or a file was drawn with other settings,
+    and later where a picture cannot be written; pictures that are written by then stay.
     """
     sweep(folder, STALE)
-    todo = missing(folder, wanted, painter.facts, overwrite)
-    totals = Totals(painter.facts, skipped=len(wanted) - len(todo))
+    todo = missing(folder, planned, renderer.info, overwrite)
+    totals = Totals(renderer.info, skipped=len(planned) - len(todo))
     if not todo:
         return totals
-    refused, told = painter.check(list(dict.fromkeys(order.prompt for order in todo)))
+    refused, prompt_warnings = renderer.check(list(dict.fromkeys(image.prompt for image in todo)))
     if refused:
-        raise InputError(sentence(refused, prompts))
-    for one in told[:TOLD]:
-        warnings.warn(one, stacklevel=2)
-    if len(told) > TOLD:
-        warnings.warn(f"{len(told) - TOLD} more prompts have warnings of this kind", stacklevel=2)
+        raise InputError(refusal_message(refused, prompts))
+    for warning in prompt_warnings[:SHOWN]:
+        warnings.warn(warning, stacklevel=2)
+    if len(prompt_warnings) > SHOWN:
+        warnings.warn(f"{len(prompt_warnings) - SHOWN} more prompts have warnings of this kind", stacklevel=2)
     began = time.perf_counter()
-    for place, drawn in painter.paint(todo, progress):
-        with replacing(folder / todo[place].name) as temporary:
-            temporary.write_bytes(drawn.png)
+    for index, image in renderer.render(todo, progress):
+        with replacing(folder / todo[index].name) as temporary:
+            temporary.write_bytes(image.png)
         totals.drawn += 1
-        totals.accepted += drawn.accepted
-        totals.spent += [] if drawn.tv_spent is None else [drawn.tv_spent]
+        totals.accepted += image.accepted
+        totals.tv_spent += [] if image.tv_spent is None else [image.tv_spent]
         totals.seconds = time.perf_counter() - began
     sweep(folder, STALE)
     return totals
 
 
-def sentence(refused: Sequence[Refusal], prompts: Path) -> str:
-    """The first refusal, with its line, and how many more there are."""
+def refusal_message(refused: Sequence[RefusedPrompt], prompts: Path) -> str:
+    """The first refused prompt with its line in the file and the reason, and how many more there are."""
     lines = [line.strip() for line in prompts.read_text(encoding="utf-8").splitlines()]
     first = refused[0]
     more = f" ({len(refused) - 1} more lines cannot be drawn)" if len(refused) > 1 else ""

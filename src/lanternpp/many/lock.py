@@ -1,4 +1,4 @@
-"""One job at a time on a folder, so that two do not mix their pictures."""
+"""A lock on a folder, so that only one job at a time writes pictures to it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from typing import IO
 from lanternpp.errors import InputError
 
 LOCK = ".lanternpp.lock"
-HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+LOCKED_ERRORS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder while pictures are written to it; made where it is missing, and removed if it is left empty.
+    """Lock a folder while the block runs. The folder is made where it is missing, and then removed if it is left empty.
 
-    The kernel lets go of the lock of a process that was killed. Raises InputError naming the process that holds it.
+    The kernel releases the lock of a process that was killed. Raises InputError, which names the process that has the
+    lock, or where the folder cannot be written.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = hold(folder / LOCK)
+        file = lock_file(folder / LOCK)
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}") from None
     with file:
@@ -40,14 +41,14 @@ def locked(folder: Path) -> Iterator[None]:
                     path.rmdir()
 
 
-def hold(path: Path) -> IO[str]:
-    """The lock file, locked, with this process's name in it; InputError where another has it."""
+def lock_file(path: Path) -> IO[str]:
+    """Open the lock file, lock it, and write this process's number into it. InputError where another process has it."""
     while True:
         file = path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in HELD:
+            if error.errno in LOCKED_ERRORS:
                 file.seek(0)
                 raise InputError(
                     f"{path.parent} is being filled by another process ({file.read().strip() or 'just started'}); "
@@ -59,7 +60,7 @@ def hold(path: Path) -> IO[str]:
             return file
         if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
             break
-        file.close()  # its last holder removed it just before it was locked here
+        file.close()  # it was removed between opening and locking: open the new one
     file.truncate(0)
     file.write(f"{os.getpid()} on {platform.node()}")
     file.flush()

@@ -1,1 +1,1 @@
-"""Pictures over HTTP: orders come and go between the steps of running batches."""
+"""Pictures over HTTP. Pictures of many clients share running batches, which they enter and leave between the steps."""

@@ -1,4 +1,4 @@
-"""The routes: OpenAI's images and models, health, and figures."""
+"""The routes of the API: OpenAI's images and models, health, and metrics."""
 
 from __future__ import annotations
 
@@ -14,77 +14,79 @@ from fastapi.responses import JSONResponse, Response
 from lanternpp.serve import schemas
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.calibration import Calibration
-from lanternpp.serve.desk import Desk
+from lanternpp.serve.error_responses import error_response, response_for
 from lanternpp.serve.metrics import CONTENT, Metrics
-from lanternpp.serve.orders import Cancelled, Drawn, Ticket, unlogged
-from lanternpp.serve.refusals import explain, refusal
+from lanternpp.serve.request_mapping import RequestMapper
 from lanternpp.serve.schemas import ImagesRequest, Refusal
+from lanternpp.serve.server_config import ServerConfig
 from lanternpp.serve.streaming import PictureStream
-from lanternpp.serve.terms import Terms
+from lanternpp.serve.tickets import Cancelled, FinishedImage, Ticket, retrieve_error
 from lanternpp.targets.base import prompt_warnings
 
 REASONS = {
-    400: "Something in the request will not do",
+    400: "Something in the request is not valid",
     401: "No API key, or a wrong one",
-    403: "A page of another site asks, by way of its visitor's browser",
+    403: "The request comes from a page of another site",
     404: "No such model",
     413: "The body is too large",
     429: "The queue is full; Retry-After says when to try again",
     500: "The server failed",
-    503: "The server shuts down",
+    503: "The server is shutting down",
     504: "Not finished by the deadline",
 }
 
 
 def reasons(*status: int) -> dict[int | str, dict[str, Any]]:
-    """Refusals of a route, for the OpenAPI document."""
+    """The error responses of a route, for the OpenAPI document."""
     return {code: {"model": Refusal, "description": REASONS[code]} for code in status}
 
 
-async def together(request: Request, tickets: list[Ticket]) -> list[Drawn]:
-    """All pictures of a request. Gives all up as soon as one fails, or the client goes away (Cancelled)."""
-    pictures = asyncio.gather(*(ticket.drawn() for ticket in tickets))
-    unlogged(pictures)
+async def all_finished(request: Request, tickets: list[Ticket]) -> list[FinishedImage]:
+    """All pictures of a request. As soon as one fails, or the client disconnects (Cancelled), all are cancelled."""
+    images = asyncio.gather(*(ticket.finished() for ticket in tickets))
+    retrieve_error(images)
     gone = asyncio.ensure_future(disconnected(request))
     try:
-        either: set[asyncio.Future[Any]] = {pictures, gone}
+        either: set[asyncio.Future[Any]] = {images, gone}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not pictures.done():
-            raise Cancelled("the client went away")
-        return pictures.result()
+        if not images.done():
+            raise Cancelled("the client disconnected")
+        return images.result()
     finally:
         gone.cancel()
-        pictures.cancel()
+        images.cancel()
         for ticket in tickets:
             ticket.cancel()
 
 
 async def disconnected(request: Request) -> None:
-    """Returns when the client goes away."""
+    """Return when the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def client_of(request: Request) -> str:
-    """Who takes turns with whom: the holders of keys, else the addresses."""
-    named = getattr(request.state, "client", None)
-    return named or (request.client.host if request.client else "")
+    """The name by which clients take turns: the number of their API key, else their address."""
+    key = getattr(request.state, "client", None)
+    return key or (request.client.host if request.client else "")
 
 
-def measured(calibration: Calibration | None, busy: bool) -> schemas.CalibrationState | None:
-    """What is told of the measuring of trees."""
+def calibration_state(calibration: Calibration | None, busy: bool) -> schemas.CalibrationState | None:
+    """What /healthz says of the calibration; it is paused while the server is busy drawing."""
     if calibration is None:
         return None
-    over: Literal["failed", "done"] = "failed" if calibration.failed else "done"
+    ended: Literal["failed", "done"] = "failed" if calibration.failed else "done"
     going: Literal["paused", "measuring"] = "paused" if busy else "measuring"
-    state = over if calibration.over else going
+    state = ended if calibration.finished else going
     return schemas.CalibrationState(state=state, done=calibration.done, total=calibration.total)
 
 
-def router(batcher: Batcher, terms: Terms, metrics: Metrics) -> APIRouter:
+def router(batcher: Batcher, config: ServerConfig, metrics: Metrics) -> APIRouter:
     """All routes of the API."""
-    desk, routes = Desk(batcher, terms), APIRouter()
-    encoders = CapacityLimiter(1)  # prompts wait here, not in the threads that finished pictures need
+    mapper, routes = RequestMapper(batcher, config), APIRouter()
+    encoders = CapacityLimiter(
+        1
+    )  # waiting to encode a prompt must not use up the threads that encode finished pictures
     card = schemas.ModelCard(id=batcher.pipe.name)
     no_model = f"is not served here; use {card.id!r}"
 
@@ -93,7 +95,7 @@ def router(batcher: Batcher, terms: Terms, metrics: Metrics) -> APIRouter:
         response_model=schemas.ImagesResponse,
         responses={
             200: {
-                "description": "Pictures, or with stream events of them",
+                "description": "Pictures; with stream, server-sent events",
                 "content": {"text/event-stream": {"schema": {"type": "string"}}},
             },
             **reasons(*REASONS),
@@ -101,21 +103,21 @@ def router(batcher: Batcher, terms: Terms, metrics: Metrics) -> APIRouter:
         summary="Draw pictures",
         operation_id="createImage",
     )
-    async def generations(request: Request, asked: ImagesRequest) -> Response:
+    async def generations(request: Request, body: ImagesRequest) -> Response:
         """Draw pictures of a prompt, as OpenAI's Images API does."""
-        if asked.model not in (None, card.id):
-            return refusal(404, f"model {asked.model!r} {no_model}", "model_not_found", "model")
+        if body.model not in (None, card.id):
+            return error_response(404, f"model {body.model!r} {no_model}", "model_not_found", "model")
         try:
-            orders = desk.orders(asked, client_of(request))
-            # who has no place is told so before anything is encoded
-            with batcher.places(len(orders)) as enter, prompt_warnings() as warned:
-                tickets = await run_sync(enter, orders, limiter=encoders)
-            if asked.stream:
-                return PictureStream(desk, asked, tickets, warned)
-            drawn = await together(request, tickets)
-            return JSONResponse(await run_in_threadpool(desk.answer, asked, tickets, drawn))
+            specs = mapper.specs(body, client_of(request))
+            # A full queue is reported before the prompt is encoded.
+            with batcher.reserve(len(specs)) as submit, prompt_warnings() as warnings:
+                tickets = await run_sync(submit, specs, limiter=encoders)
+            if body.stream:
+                return PictureStream(mapper, body, tickets, warnings)
+            images = await all_finished(request, tickets)
+            return JSONResponse(await run_in_threadpool(mapper.answer, body, tickets, images))
         except Exception as error:
-            return explain(error)
+            return response_for(error)
 
     @routes.get("/v1/models", responses=reasons(401, 403), summary="List models", operation_id="listModels")
     async def models() -> schemas.ModelList:
@@ -134,24 +136,27 @@ def router(batcher: Batcher, terms: Terms, metrics: Metrics) -> APIRouter:
         return (
             card
             if model == card.id
-            else refusal(404, f"model {model!r} {no_model}", "model_not_found", "model")
+            else error_response(404, f"model {model!r} {no_model}", "model_not_found", "model")
         )
 
     @routes.get(
         "/healthz",
         response_model=schemas.Health,
-        responses={503: {"model": schemas.Health, "description": "It shuts down"}, **reasons(403)},
-        summary="Whether requests are taken",
+        responses={
+            503: {"model": schemas.Health, "description": "The server is shutting down"},
+            **reasons(403),
+        },
+        summary="Whether requests are accepted",
         operation_id="health",
     )
     async def healthz() -> JSONResponse:
-        """200, or 503 from the moment on that it shuts down."""
+        """200; 503 as soon as the server has begun to shut down."""
         stats, closed = batcher.stats, batcher.closed
         state = schemas.Health(
             status="draining" if closed else "ok",
             running=stats.running,
             queued=stats.queued,
-            calibration=measured(batcher.calibration, bool(stats.running or stats.queued)),
+            calibration=calibration_state(batcher.calibration, bool(stats.running or stats.queued)),
         )
         return JSONResponse(state.model_dump(), 503 if closed else 200)
 
@@ -165,7 +170,7 @@ def router(batcher: Batcher, terms: Terms, metrics: Metrics) -> APIRouter:
             },
             **reasons(401, 403),
         },
-        summary="Figures for Prometheus",
+        summary="Metrics for Prometheus",
         operation_id="metrics",
     )
     async def figures() -> Response:

@@ -1,4 +1,4 @@
-"""The app: routes, limits and the page."""
+"""The app: the API, the page, and the middleware before them."""
 
 from __future__ import annotations
 
@@ -13,89 +13,92 @@ from lanternpp.errors import InputError
 from lanternpp.pipeline import Pipeline, versions
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.calibration import Calibration, Steps
-from lanternpp.serve.entrance import EXTRA
-from lanternpp.serve.terms import Terms
+from lanternpp.serve.server_config import ServerConfig
+from lanternpp.serve.startup import EXTRA
 from lanternpp.targets.base import PromptWarning
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-Measure = Callable[[Pipeline, Terms, int], Steps]
+Measure = Callable[[Pipeline, ServerConfig, int], Steps]
 log = logging.getLogger("lanternpp.serve")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a server draws with, its terms, and what its batcher is made with."""
+class ServerSpec:
+    """All that a server is made of: its model, its configuration, and the arguments of its batcher."""
 
     options: DrawOptions
-    terms: Terms
-    slots: int = 8
-    queue: int = 64
-    lanes: int = 4
-    measure: Measure | None = None  # finds what to draw with at which size, while nobody waits
+    config: ServerConfig
+    slots: int = 8  # most rows of a batch runner
+    queue: int = 64  # most pictures that wait
+    max_runners: int = 4
+    measure: Measure | None = (
+        None  # finds the fastest tree for each batch size; None: the method's own tree is used
+    )
     page: bool = True
 
-    def read(self) -> Pipeline:
-        """The model; what is missing of the method is missed here. Raises InputError."""
+    def load_model(self) -> Pipeline:
+        """Read the model. Raises InputError, also where the method needs something that the model lacks."""
         pipe = Pipeline.from_pretrained(**self.options.pretrained)
-        pipe.new_engine(self.terms.settings(pipe, None, {}))
+        pipe.new_engine(self.config.settings(pipe, None, {}))
         return pipe
 
-    def open(self, pipe: Pipeline, tell: Callable[[str], None] = log.info) -> tuple[Batcher, FastAPI]:
-        """A batcher, which the caller closes, and the app over it. tell: as of `Calibration`. Raises InputError."""
-        warnings.simplefilter("ignore", PromptWarning)  # of strangers' prompts
-        trees = Calibration(self.measure(pipe, self.terms, self.slots), tell) if self.measure else None
-        batcher = Batcher(pipe, self.slots, self.queue, self.lanes, calibration=trees)
+    def start(self, pipe: Pipeline, notify: Callable[[str], None] = log.info) -> tuple[Batcher, FastAPI]:
+        """A batcher, which the caller must close, and the app that uses it. notify: see `Calibration`. Raises InputError."""
+        warnings.simplefilter("ignore", PromptWarning)  # a prompt of a client is not the operator's concern
+        measured = self.measure(pipe, self.config, self.slots) if self.measure else None
+        calibration = None if measured is None else Calibration(measured, notify)
+        batcher = Batcher(pipe, self.slots, self.queue, self.max_runners, calibration=calibration)
         try:
-            return batcher, create_app(batcher, self.terms, self.page)
+            return batcher, create_app(batcher, self.config, self.page)
         except BaseException:
             batcher.close(False, 0)
             raise
 
 
-def create_app(batcher: Batcher, terms: Terms | None = None, page: bool = True) -> FastAPI:
-    """The ASGI app over a batcher, which stays the caller's to close.
+def create_app(batcher: Batcher, config: ServerConfig | None = None, page: bool = True) -> FastAPI:
+    """The ASGI app that uses a batcher, which the caller must close.
 
-    page: the page at / as well. Raises InputError where a package of the extra is missing.
+    page: whether to serve the page at /. Raises InputError where a package of the extra `serve` is missing.
     """
     try:
         from fastapi import FastAPI
 
         from lanternpp.serve.api import router
+        from lanternpp.serve.error_responses import install_error_handlers
         from lanternpp.serve.guard import guards
-        from lanternpp.serve.metrics import Counted, Metrics
+        from lanternpp.serve.metrics import CountRequests, Metrics
         from lanternpp.serve.page import FILES
         from lanternpp.serve.page import router as page_router
-        from lanternpp.serve.refusals import install
     except ImportError as error:
         raise InputError(EXTRA.format(name=error.name)) from None
-    terms = terms or Terms()
+    config = config or ServerConfig()
     app = FastAPI(
         title="lanternpp",
         version=versions()["lanternpp"],
         summary="Pictures by speculative decoding, over the OpenAI Images API",
-        docs_url=None,  # these pages would load scripts from other hosts
+        docs_url=None,  # FastAPI's pages load scripts from other hosts
         redoc_url=None,
     )
     metrics = Metrics(batcher)
-    app.include_router(router(batcher, terms, metrics))
-    install(app)
+    app.include_router(router(batcher, config, metrics))
+    install_error_handlers(app)
     if page:
-        app.include_router(page_router(batcher.pipe, terms))
-    for kind, options in guards(terms, FILES if page else ()):
+        app.include_router(page_router(batcher.pipe, config))
+    for kind, options in guards(config, FILES if page else ()):
         app.add_middleware(kind, **options)
-    app.add_middleware(Counted, metrics=metrics)  # added last, runs first
-    describe(app, bool(terms.keys))
+    app.add_middleware(CountRequests, metrics=metrics)  # added last, runs first
+    correct_openapi(app, bool(config.keys))
     return app
 
 
-def describe(app: FastAPI, keys: bool) -> None:
-    """Make the OpenAPI document say what the app does: bodies that will not do get 400, not 422."""
-    made = app.openapi
+def correct_openapi(app: FastAPI, keys: bool) -> None:
+    """Correct the OpenAPI document of FastAPI: an invalid body gets 400, not 422; with `keys`, routes need a key."""
+    generate = app.openapi
 
     def openapi() -> dict[str, Any]:
-        document = made()
+        document = generate()
         for path in document["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)

@@ -1,6 +1,6 @@
-"""Continuous batching: one thread owns the engines, and orders enter and leave between their steps.
+"""Continuous batching: one thread owns the engines, and pictures enter and leave between the steps.
 
-`fleet.py` says which lane an order enters and which lane steps next, `line.py` in which order orders start.
+`scheduler.py` says which batch runner a picture enters and which one steps next, `fair_queue.py` which picture is next.
 """
 
 from __future__ import annotations
@@ -12,22 +12,31 @@ from dataclasses import dataclass, field, replace
 
 from lanternpp.errors import InputError
 from lanternpp.pipeline import Pipeline
+from lanternpp.serve.batch_runner import BatchRunner
 from lanternpp.serve.calibration import Calibration, Choose
-from lanternpp.serve.fleet import Blocked, Fleet, Held
-from lanternpp.serve.intake import Intake
-from lanternpp.serve.lanes import Lane
-from lanternpp.serve.line import Line
-from lanternpp.serve.orders import Cancelled, Closed, Drawn, Expired, Full, Order, Progress, Ticket
+from lanternpp.serve.fair_queue import FairQueue
+from lanternpp.serve.scheduler import AllRunnersBusy, ClientAtLimit, Scheduler
+from lanternpp.serve.submission_queue import SubmissionQueue
+from lanternpp.serve.tickets import (
+    Cancelled,
+    Closed,
+    Expired,
+    FinishedImage,
+    Full,
+    ImageSpec,
+    Progress,
+    Ticket,
+)
 from lanternpp.settings import Settings
 
 __all__ = [
     "Batcher",
     "Cancelled",
     "Closed",
-    "Drawn",
     "Expired",
+    "FinishedImage",
     "Full",
-    "Order",
+    "ImageSpec",
     "Progress",
     "Stats",
     "Ticket",
@@ -38,40 +47,41 @@ __all__ = [
 class Stats:
     """What the batcher is doing right now."""
 
-    running: int  # pictures
-    queued: int
-    lanes: dict[int, int] = field(default_factory=dict)  # rows of the engines kept -> how many of them
-    seconds_between: float | None = None  # two finished pictures, lately; None: too early to say
+    running: int  # pictures in slots
+    queued: int  # pictures in the queue
+    runners: dict[int, int] = field(default_factory=dict)  # rows -> number of batch runners with so many
+    seconds_between: float | None = None  # moving average between two finished pictures; None: unknown yet
 
 
-class Batcher(Intake):
-    """Takes orders from any thread and draws them in one."""
+class Batcher(SubmissionQueue):
+    """Accepts pictures from any thread and draws them in one, the drawing thread."""
 
     def __init__(
         self,
         pipe: Pipeline,
         slots: int = 8,
         queue: int = 64,
-        lanes: int = 4,
+        max_runners: int = 4,
         choose: Choose | None = None,
         calibration: Calibration | None = None,
     ):
-        """slots: most rows of a lane, a power of two; queue: most orders that wait; lanes: most engines kept.
+        """Start the drawing thread.
 
-        pipe: best read by way of `aside`. choose: the settings that a lane of so many rows draws with, in place of
-        those asked for, with the same guidance. calibration: finds such settings while no order waits.
-        Raises InputError where a number is wrong.
+        pipe: best read with `run_in_fresh_thread`. slots: most rows of a batch runner, a power of two. queue: most
+        pictures that wait. max_runners: most batch runners, and so engines, that are kept. choose: the settings that a
+        batch runner of so many rows draws with in place of those that were requested; the guidance must stay the same.
+        calibration: finds such settings while there is nothing to draw. Raises InputError where a number is wrong.
         """
         if slots < 1 or slots & (slots - 1):
-            raise InputError(f"{slots} slots are no power of two; use 1, 2, 4, 8 ...")
-        if lanes < 1:
-            raise InputError(f"lanes of {lanes} are below 1; use 1 or more")
+            raise InputError(f"{slots} slots are not a power of two; use 1, 2, 4, 8 ...")
+        if max_runners < 1:
+            raise InputError(f"max_runners {max_runners} is below 1; use 1 or more")
         super().__init__(pipe, queue)
         self.slots = slots
         self.calibration = calibration
         chosen = calibration.choose if calibration else choose
         self._choose = chosen or (lambda settings, rows: settings)
-        self._fleet = Fleet(self._build, slots, lanes)
+        self._scheduler = Scheduler(self._build, slots, max_runners)
         self._stop = False
         self._broken: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="lanternpp-batcher", daemon=True)
@@ -79,78 +89,80 @@ class Batcher(Intake):
 
     @property
     def broken(self) -> Exception | None:
-        """Why it ended by itself; None: it did not."""
+        """The error that ended the drawing thread; None: it runs, or was closed."""
         return self._broken
 
     @property
     def stats(self) -> Stats:
-        """A glance at it."""
+        """What it is doing now."""
         with self._changed:
-            lanes = self._fleet.lanes
-            rows = Counter(lane.rows for lane in lanes)
-            running = sum(len(lane.seats) for lane in lanes)
-            return Stats(running, len(self._line), dict(rows), self._between)
+            runners = self._scheduler.runners
+            rows = Counter(runner.rows for runner in runners)
+            running = sum(len(runner.occupied) for runner in runners)
+            return Stats(running, len(self._waiting), dict(rows), self._seconds_between)
 
     def close(self, drain: bool = True, timeout: float = 30.0) -> bool:
-        """Take nothing new; with `drain`, wait up to `timeout` seconds for what was accepted. Then stop.
+        """Accept nothing new; with `drain`, wait up to `timeout` seconds for the accepted pictures. Then stop.
 
-        Returns whether all of it was finished; what was not raises Closed where its result is waited for.
+        Returns whether all of them were finished. The tickets of the others fail with Closed.
         """
         until = time.monotonic() + timeout
         with self._changed:
             self._closed = True
             if drain:
                 self._changed.wait_for(lambda: not self._busy(), max(0.0, until - time.monotonic()))
-            left = self._busy()
+            unfinished = self._busy()
             self._stop = True
             self._changed.notify_all()
         self._thread.join()
-        return not left
+        return not unfinished
 
     def _busy(self) -> bool:
-        return bool(len(self._line)) or bool(self._fleet.running)
+        return bool(len(self._waiting)) or bool(self._scheduler.running)
 
-    # What follows runs in the thread that draws.
+    # The methods below run in the drawing thread.
 
     def _run(self) -> None:
         reason: Exception = Closed("the server shut down before the picture was finished")
         try:
-            while self._turn():
+            while self._iterate():
                 pass
-        except Exception as error:  # not a picture's fault: nobody must wait for ever
+        except (
+            Exception
+        ) as error:  # a bug or a broken device: let every ticket fail instead of waiting for ever
             reason = self._broken = error
         finally:
             with self._changed:
                 self._closed = self._stop = True
-                for ticket in [*self._fleet.tickets, *self._line]:
+                for ticket in [*self._scheduler.tickets, *self._waiting]:
                     ticket.fail(reason)
-                self._line, self._fleet.lanes = Line(), ()
+                self._waiting, self._scheduler.runners = FairQueue(), ()
                 self._changed.notify_all()
 
-    def _turn(self) -> bool:
-        """Let in what finds a slot, and step once; waits for work. False: it is time to stop."""
+    def _iterate(self) -> bool:
+        """Wait for work, fill free slots from the queue, and step once. False: it is time to stop."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stop or self._busy() or self._at_leisure())
+            self._changed.wait_for(lambda: self._stop or self._busy() or self._calibration_due())
             if self._stop:
                 return False
             self._expire()
-        self._enter()
-        if turn := self._fleet.turn():
-            self._step(*turn)
-        elif calibration := self._at_leisure():
+        self._fill_slots()
+        if next_step := self._scheduler.next_step():
+            self._step(*next_step)
+        elif calibration := self._calibration_due():
             self._calibrate(calibration)
         with self._changed:
-            self._changed.notify_all()  # whoever drains looks again
+            self._changed.notify_all()  # `close` may be waiting for the last picture
         return True
 
-    def _at_leisure(self) -> Calibration | None:
-        """What can be measured while there is nothing to draw, and nothing on its way."""
-        unfinished = self.calibration is not None and not self.calibration.over
-        return self.calibration if unfinished and not self._kept and not self._closed else None
+    def _calibration_due(self) -> Calibration | None:
+        """The calibration, if it is unfinished and no picture is about to enter the queue."""
+        unfinished = self.calibration is not None and not self.calibration.finished
+        return self.calibration if unfinished and not self._reserved and not self._closed else None
 
     def _calibrate(self, calibration: Calibration) -> None:
-        """A step of measuring; once it is over, lanes are built with what was found."""
-        if not self._encoding.acquire(timeout=0.1):  # it encodes prompts too
+        """Measure once more; after the last measurement, batch runners are built anew with the trees that were found."""
+        if not self._encoding.acquire(timeout=0.1):  # the calibration encodes prompts too
             return
         try:
             calibration.step()
@@ -158,80 +170,81 @@ class Batcher(Intake):
             self._encoding.release()
         if calibration.choose is not None:
             self._choose = calibration.choose
-            for lane in self._fleet.lanes:
-                self._fleet.close(lane)
+            for runner in self._scheduler.runners:
+                self._scheduler.close(runner)
 
     def _expire(self) -> None:
-        """Settle what is past its deadline, and forget what waits and is settled."""
+        """Fail the tickets that are past their deadline; remove settled ones from the queue and the slots."""
         now = time.monotonic()
-        for ticket in [*self._line, *self._fleet.tickets]:
-            limit = ticket.order.deadline
+        for ticket in [*self._waiting, *self._scheduler.tickets]:
+            limit = ticket.spec.deadline
             if limit is not None and now - ticket.submitted > limit:
                 ticket.fail(Expired(f"the picture was not finished within {limit:g} s"))
-        for ticket in self._line:
+        for ticket in self._waiting:
             if ticket.done:
-                self._line.leave(ticket)
-        for lane in self._fleet.running:
-            lane.sweep()
+                self._waiting.remove(ticket)
+        for runner in self._scheduler.running:
+            runner.sweep()
 
-    def _step(self, lane: Lane, client: str) -> None:
-        """One step of a lane in a client's turn; what breaks takes the lane and its pictures with it."""
-        before = lane.spent
+    def _step(self, runner: BatchRunner, client: str) -> None:
+        """One step of a batch runner, charged to a client. An error fails all pictures in the batch runner, no others."""
+        before = runner.busy_seconds
         try:
-            finished = lane.step()
+            finished = runner.step()
             for observer in self.observers:
-                observer.stepped(len(lane.seats) + len(finished))
+                observer.stepped(len(runner.occupied) + len(finished))
             for _ in finished:
-                self._account(self._busy())
+                self._record_finish(self._busy())
         except Exception as error:
-            self._break(lane, error)
-        self._fleet.pay(client, lane.spent - before)
-        lane.used = time.monotonic()
+            self._discard(runner, error)
+        self._scheduler.charge(client, runner.busy_seconds - before)
+        runner.last_used = time.monotonic()
 
-    def _break(self, lane: Lane, error: Exception) -> None:
-        """A lane failed: its engine may be in any state."""
-        lane.fail(error)
-        self._fleet.close(lane)
+    def _discard(self, runner: BatchRunner, error: Exception) -> None:
+        """Close a batch runner whose engine raised: it may be in any state."""
+        runner.fail(error)
+        self._scheduler.close(runner)
 
-    def _enter(self) -> None:
-        """Let in what finds a slot, in the order of the queue."""
+    def _fill_slots(self) -> None:
+        """Move tickets from the queue into free slots, in the order of the queue."""
         full: set[Settings] = set()
-        held: set[str] = set()
-        for ticket in self._line:
-            key, client = replace(ticket.order.settings, batch_size=1), ticket.order.client
-            if key in full or client in held or ticket.done:
+        at_limit: set[str] = set()
+        for ticket in self._waiting:
+            key, client = replace(ticket.spec.settings, batch_size=1), ticket.spec.client
+            if key in full or client in at_limit or ticket.done:
                 continue
-            waiting = sum(replace(other.order.settings, batch_size=1) == key for other in self._line)
+            waiting = sum(replace(other.spec.settings, batch_size=1) == key for other in self._waiting)
             began = time.perf_counter()
             try:
-                lane = self._fleet.lane(key, waiting, client)
-            except Held:
-                held.add(client)
+                runner = self._scheduler.runner_for(key, waiting, client)
+            except ClientAtLimit:
+                at_limit.add(client)
                 continue
-            except Blocked:
+            except AllRunnersBusy:
                 return
-            except Exception as error:  # no such engine can be built
+            except Exception as error:  # the engine could not be built
                 ticket.fail(error)
             else:
-                if lane is None:
+                if runner is None:
                     full.add(key)
                     continue
-                self._admit(lane, ticket)
-            self._fleet.pay(client, time.perf_counter() - began)
-            with self._changed:  # not before it has a seat: whoever drains must see it in one or the other
-                self._line.leave(ticket)
+                self._admit(runner, ticket)
+            self._scheduler.charge(client, time.perf_counter() - began)
+            # Only now, after it has a slot: `close` must find the ticket in the queue or in a slot at any time.
+            with self._changed:
+                self._waiting.remove(ticket)
 
-    def _admit(self, lane: Lane, ticket: Ticket) -> None:
-        """Prefill. A refused prompt fails its own picture alone."""
+    def _admit(self, runner: BatchRunner, ticket: Ticket) -> None:
+        """Prefill a picture. A prompt that the target refuses fails this picture alone."""
         ticket.started = time.monotonic()
         try:
-            lane.admit(ticket)
+            runner.admit(ticket)
         except InputError as error:
             ticket.fail(error)
         except Exception as error:
-            self._break(lane, error)
+            self._discard(runner, error)
         ticket.encoded = None
 
-    def _build(self, key: Settings, rows: int) -> Lane:
+    def _build(self, key: Settings, rows: int) -> BatchRunner:
         settings = replace(self._choose(replace(key, batch_size=rows), rows), batch_size=rows)
-        return Lane(self.pipe.new_engine(settings), key, settings, self.pipe.images)
+        return BatchRunner(self.pipe.new_engine(settings), key, settings, self.pipe.images)

@@ -1,4 +1,4 @@
-"""Measuring which tree is fastest while nobody waits for a picture."""
+"""Measuring which tree is fastest while there is nothing to draw."""
 
 from __future__ import annotations
 
@@ -6,48 +6,49 @@ import logging
 from collections.abc import Callable, Generator
 
 from lanternpp.errors import InputError
-from lanternpp.serve.aside import aside
+from lanternpp.serve.fresh_thread import run_in_fresh_thread
 from lanternpp.settings import Settings
 
 log = logging.getLogger("lanternpp.serve")
-BROKEN = "measuring which tree is fastest broke; the model's own tree is used"
+BROKEN = "measuring which tree is fastest failed; the model's own tree is used"
 Choose = Callable[[Settings, int], Settings]
 Steps = Generator[tuple[int, int], None, Choose]
 
 
 class Calibration:
-    """A measurement in steps, which yields (done, total) before each and returns what to draw with.
+    """Runs a measurement one step at a time, and keeps its result in `choose`.
 
-    Made, it has begun: `choose` is there already where nothing had to be measured. What goes wrong is logged, and ends
-    the measuring alone.
+    `steps` yields (done, total) before each measurement, and returns the function that chooses the settings to draw with.
+    The constructor runs it up to the first measurement, so `choose` is set at once where nothing has to be measured. An
+    error is logged and ends the measuring, nothing else.
     """
 
-    def __init__(self, steps: Steps, tell: Callable[[str], None] = log.info):
-        """tell: called with a sentence when measuring begins, and when it ends."""
+    def __init__(self, steps: Steps, notify: Callable[[str], None] = log.info):
+        """notify: called with a sentence when measuring begins, and when it ends."""
         self.choose: Choose | None = None
         self.failed = False
         self.done = self.total = 0
-        self._steps, self._tell = steps, tell
-        self._told = False
-        aside(self._next)
+        self._steps, self._notify = steps, notify
+        self._announced = False
+        run_in_fresh_thread(self._next)
 
     @property
-    def over(self) -> bool:
-        """Whether nothing is left to measure."""
+    def finished(self) -> bool:
+        """Whether nothing is left to measure, or measuring failed."""
         return self.failed or self.choose is not None
 
     def step(self) -> None:
-        """A step of the measurement, unless it is over."""
-        if self.over:
+        """Run one step of the measurement, unless it is finished."""
+        if self.finished:
             return
-        if not self._told:
-            self._told = True
-            self._tell(
+        if not self._announced:
+            self._announced = True
+            self._notify(
                 "measuring which tree is fastest here, once, while no request waits; --no-calibrate leaves that out"
             )
         self._next()
         if self.choose is not None:
-            self._tell("measured which tree is fastest here; pictures are drawn with it from now on")
+            self._notify("measured which tree is fastest here; pictures are drawn with it from now on")
 
     def _next(self) -> None:
         try:
@@ -56,7 +57,7 @@ class Calibration:
             self.choose, self.done = end.value, self.total
         except Exception as error:
             if isinstance(error, InputError):
-                self._tell(f"which tree is fastest cannot be measured: {error}")
+                self._notify(f"which tree is fastest cannot be measured: {error}")
             else:
                 log.error(BROKEN, exc_info=error)
             self.failed = True

@@ -1,4 +1,4 @@
-"""What stands before the app: keys, a limit on bodies, and headers that keep browsers careful. Plain ASGI."""
+"""Middleware before the app: API keys, accepted hosts and origins, a limit on bodies, security headers. Plain ASGI."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lanternpp.serve.refusals import refusal
-from lanternpp.serve.terms import Terms
+from lanternpp.serve.error_responses import error_response
+from lanternpp.serve.server_config import ServerConfig
 
-HEADERS = {  # of every answer that does not say otherwise
+HEADERS = {  # added to every answer that does not set them itself
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
@@ -26,17 +26,17 @@ HEADERS = {  # of every answer that does not say otherwise
 
 
 class Guard(ABC):
-    """Passes a request on, or refuses it."""
+    """Middleware that passes a request on or refuses it."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
 
     @abstractmethod
     def refuse(self, scope: Scope) -> ASGIApp | None:
-        """The answer to a request that is not passed on; None: it is."""
+        """The answer to a request that is refused; None: pass it on."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer; a WebSocket, which takes no answer, is closed."""
+        """Pass the request on, or answer it. A refused WebSocket is closed, since it cannot be answered."""
         answer = self.refuse(scope) if scope["type"] in ("http", "websocket") else None
         if answer is None:
             await self.app(scope, receive, send)
@@ -48,43 +48,44 @@ class Guard(ABC):
 
 
 class Keys(Guard):
-    """Lets in who names one of the keys as a bearer token, which no browser sends by itself.
+    """Accepts requests with one of the keys as a bearer token, which no browser sends by itself.
 
-    `scope["state"]["client"]` then says which of the keys it was. Without keys everybody is let in.
+    `scope["state"]["client"]` is then "key N", N the number of that key. Without keys, every request is accepted.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], open: Sequence[str]):
-        """open: paths that want no key."""
+        """open: paths that need no key."""
         super().__init__(app)
         self.keys, self.open = [key.encode() for key in keys], open
 
     def refuse(self, scope: Scope) -> ASGIApp | None:
-        """401 where no key is named, or a wrong one."""
+        """401 without a key, or with a wrong one."""
         if not self.keys or scope["path"] in self.open:
             return None
-        which = self._which(told(Headers(scope=scope).get("authorization", "")))
+        which = self._which(bearer_token(Headers(scope=scope).get("authorization", "")))
         if which is not None:
             scope.setdefault("state", {})["client"] = f"key {which}"
             return None
-        message = "this server wants one of its API keys, as Authorization: Bearer KEY"
-        return refusal(401, message, "invalid_api_key", WWW_Authenticate="Bearer")
+        message = "this server needs one of its API keys, as Authorization: Bearer KEY"
+        return error_response(401, message, "invalid_api_key", WWW_Authenticate="Bearer")
 
     def _which(self, key: bytes) -> int | None:
-        """The number of the key that this is. Every key is compared, in a time that tells nothing."""
-        same = [hmac.compare_digest(key, own) for own in self.keys]
+        """The number of this key, or None. All keys are compared, in constant time, so that the time reveals nothing."""
+        same = [hmac.compare_digest(key, known) for known in self.keys]
         return same.index(True) if any(same) else None
 
 
-def told(authorization: str) -> bytes:
-    """The key in an Authorization header, or nothing."""
+def bearer_token(authorization: str) -> bytes:
+    """The key in an Authorization header; empty where it has none."""
     scheme, _, value = authorization.partition(" ")
     return value.strip().encode() if scheme.lower() == "bearer" else b""
 
 
 class Hosts(Guard):
-    """Lets in who calls the server by one of its names, so that no page elsewhere reaches it under a name of its own.
+    """Accepts requests whose Host header is one of the server's names. This prevents DNS rebinding: a page of another site
+    that points its own host name at this server.
 
-    A name is a host name, an address, or `*.` and the end of a host name.
+    A name is a host name, an address, `*.` and the end of a host name, or `*` for any.
     """
 
     def __init__(self, app: ASGIApp, names: Sequence[str]):
@@ -92,37 +93,38 @@ class Hosts(Guard):
         self.names = [name.lower() for name in names]
 
     def refuse(self, scope: Scope) -> ASGIApp | None:
-        """400 where it is called by another name."""
-        if self._known(called(Headers(scope=scope))):
+        """400 for any other name."""
+        if self._known(host_name(Headers(scope=scope))):
             return None
-        message = "this server is not called by the name in the Host header; --allow-host NAME lets it be"
-        return refusal(400, message, "unknown_host")
+        message = "the Host header is not a name of this server; --allow-host NAME adds one"
+        return error_response(400, message, "unknown_host")
 
     def _known(self, name: str) -> bool:
         return any(
-            name == own or (own.startswith("*.") and name.endswith(own[1:])) or own == "*"
-            for own in self.names
+            name == known or (known.startswith("*.") and name.endswith(known[1:])) or known == "*"
+            for known in self.names
         )
 
 
 class Origins(Guard):
-    """Refuses what pages of other sites ask for through a visitor's browser: they can neither draw here nor read.
+    """Refuses requests that pages of other sites send through a visitor's browser: they can neither draw nor read.
 
-    A browser names the site whose page asks in `Origin`, or, where nothing is sent, its kind in `Sec-Fetch-Site`. Only
-    the server's own page may ask: scheme aside (a proxy may add TLS), its address is the one in the Host header. Links
-    to the server are followed from anywhere, and programs send neither header. No answer ever has a CORS header.
+    A browser sends the site of the page in `Origin`, or, with requests that have no body, whether it is another site in
+    `Sec-Fetch-Site`. Only the server's own page is accepted: its origin is the Host header, with either scheme, since a
+    proxy may add TLS. Links from anywhere to the server work, and programs other than browsers send neither header. No
+    answer has a CORS header.
     """
 
     def refuse(self, scope: Scope) -> ASGIApp | None:
-        """403 where a page of another site asks."""
-        if not foreign(Headers(scope=scope)):
+        """403 for a page of another site."""
+        if not cross_site(Headers(scope=scope)):
             return None
-        message = "this server answers no page of another site; a proxy must pass the Host header on"
-        return refusal(403, message, "foreign_origin")
+        message = "this server does not answer pages of other sites; a proxy must pass the Host header on"
+        return error_response(403, message, "foreign_origin")
 
 
-def foreign(headers: Headers) -> bool:
-    """Whether a page of another site asks."""
+def cross_site(headers: Headers) -> bool:
+    """Whether a page of another site sent the request."""
     if origins := headers.getlist("origin"):
         return any(origin.lower() not in own_origins(headers.get("host", "")) for origin in origins)
     elsewhere = headers.get("sec-fetch-site") in ("cross-site", "same-site")
@@ -130,34 +132,34 @@ def foreign(headers: Headers) -> bool:
 
 
 def own_origins(host: str) -> set[str]:
-    """How browsers name the site of a Host header; they leave a scheme's own port out."""
+    """The values of `Origin` for pages of this host; browsers leave out the default port of a scheme."""
     host = host.lower()
     return {f"http://{host.removesuffix(':80')}", f"https://{host.removesuffix(':443')}"}
 
 
-def called(headers: Headers) -> str:
+def host_name(headers: Headers) -> str:
     """The name in the Host header, without its port."""
     try:
         return urlsplit("//" + headers.get("host", "")).hostname or ""
-    except ValueError:  # half an IPv6 address
+    except ValueError:  # an incomplete IPv6 address
         return ""
 
 
 class BodyLimit:
-    """Refuses bodies above a limit with 413, be their length announced or not."""
+    """Refuses bodies above a limit with 413, whether or not Content-Length announces them."""
 
-    def __init__(self, app: ASGIApp, most: int):
-        self.app, self.most = app, most
+    def __init__(self, app: ASGIApp, max_bytes: int):
+        self.app, self.max_bytes = app, max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, counting what is received."""
+        """Pass the request on, counting the bytes that are received."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        message = f"the body is larger than {self.most} bytes; send less"
+        message = f"the body is larger than {self.max_bytes} bytes; send less"
         length = Headers(scope=scope).get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > self.most:
-            answer = refusal(413, message, "body_too_large", Connection="close")
+        if length.isdecimal() and int(length[:20]) > self.max_bytes:
+            answer = error_response(413, message, "body_too_large", Connection="close")
             await answer(scope, receive, send)
             return
         received = 0
@@ -166,7 +168,7 @@ class BodyLimit:
             nonlocal received
             part = await receive()
             received += len(part.get("body", b""))
-            if received > self.most:
+            if received > self.max_bytes:
                 raise HTTPException(413, message, {"Connection": "close"})
             return part
 
@@ -174,13 +176,13 @@ class BodyLimit:
 
 
 class SafeHeaders:
-    """Headers of every answer."""
+    """Adds the security headers to every answer."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Add them where the answer starts."""
+        """Pass the request on, and add the headers to its answer."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -195,16 +197,16 @@ class SafeHeaders:
         await self.app(scope, receive, sent)
 
 
-def guards(terms: Terms, page: Iterable[str] = ()) -> list[tuple[Any, dict[str, Any]]]:
-    """What stands before an app under these terms, with its options; the last one is asked first.
+def guards(config: ServerConfig, page: Iterable[str] = ()) -> list[tuple[Any, dict[str, Any]]]:
+    """The middleware that a server needs, each with its options, in the order of `add_middleware`: the last runs first.
 
-    page: paths that nobody needs a key for.
+    page: paths that need no key.
     """
     found: list[tuple[Any, dict[str, Any]]] = [
-        (BodyLimit, {"most": terms.body}),
-        (Keys, {"keys": terms.keys, "open": ("/healthz", *page)}),
+        (BodyLimit, {"max_bytes": config.max_body_bytes}),
+        (Keys, {"keys": config.keys, "open": ("/healthz", *page)}),
         (Origins, {}),
     ]
-    if terms.hosts:
-        found.append((Hosts, {"names": terms.hosts}))
+    if config.hosts:
+        found.append((Hosts, {"names": config.hosts}))
     return [*found, (SafeHeaders, {})]

@@ -1,4 +1,4 @@
-"""What Prometheus may ask, in a registry of the server's own."""
+"""Metrics for Prometheus, in a registry of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lanternpp.serve.batcher import Batcher
-from lanternpp.serve.orders import Cancelled, Expired, Ticket
+from lanternpp.serve.tickets import Cancelled, Expired, Ticket
 
 CONTENT = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
@@ -19,7 +19,7 @@ ROUTES = ("/v1/images/generations", "/v1/models", "/healthz", "/metrics", "/open
 
 
 class Metrics:
-    """Counts what a batcher draws and an app answers."""
+    """Counts the pictures that a batcher draws and the requests that an app answers."""
 
     def __init__(self, batcher: Batcher):
         disable_created_metrics()
@@ -29,7 +29,7 @@ class Metrics:
         self.requests = counter("lanternpp_requests", "HTTP requests answered", ["route", "status"])
         self.pictures = counter("lanternpp_pictures", "Pictures by how they ended", ["outcome", "method"])
         self.seconds = histogram(
-            "lanternpp_picture_seconds", "Seconds from order to picture", buckets=SECONDS
+            "lanternpp_picture_seconds", "Seconds from request to picture", buckets=SECONDS
         )
         self.waited = histogram("lanternpp_waiting_seconds", "Seconds in the queue", buckets=SECONDS)
         rows = [1 << i for i in range(batcher.slots.bit_length())]
@@ -38,7 +38,7 @@ class Metrics:
         self.speed = histogram(
             "lanternpp_codes_per_pass", "Codes per pass of a picture", ["method"], buckets=codes
         )
-        self.registry.register(Glance(batcher))
+        self.registry.register(BatcherGauges(batcher))
         batcher.observers.append(self)
 
     def stepped(self, pictures: int) -> None:
@@ -47,22 +47,22 @@ class Metrics:
 
     def ended(self, ticket: Ticket) -> None:
         """A ticket is settled."""
-        method, error = ticket.order.settings.method, ticket.error
+        method, error = ticket.spec.settings.method, ticket.error
         if error is None:
-            drawn = ticket.result()
+            image = ticket.result()
             self.seconds.observe(ticket.age)
-            self.waited.observe(drawn.waited)
-            self.speed.labels(method).observe(len(drawn.codes) / len(drawn.accepted))
-        ends = {type(None): "drawn", Cancelled: "cancelled", Expired: "expired"}
-        self.pictures.labels(ends.get(type(error), "failed"), method).inc()
+            self.waited.observe(image.waited)
+            self.speed.labels(method).observe(len(image.codes) / len(image.accepted))
+        outcomes = {type(None): "drawn", Cancelled: "cancelled", Expired: "expired"}
+        self.pictures.labels(outcomes.get(type(error), "failed"), method).inc()
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
-class Glance(Collector):
-    """What the batcher is doing at the moment it is asked."""
+class BatcherGauges(Collector):
+    """What the batcher is doing at the moment of the request."""
 
     def __init__(self, batcher: Batcher):
         self.batcher = batcher
@@ -70,23 +70,25 @@ class Glance(Collector):
     def collect(self) -> Iterator[Metric]:
         """Gauges."""
         stats = self.batcher.stats
-        yield GaugeMetricFamily("lanternpp_queue_length", "Pictures that wait", stats.queued)
-        yield GaugeMetricFamily("lanternpp_queue_limit", "Most pictures that may wait", self.batcher.queue)
+        yield GaugeMetricFamily("lanternpp_queue_length", "Pictures in the queue", stats.queued)
+        yield GaugeMetricFamily(
+            "lanternpp_queue_limit", "Most pictures that the queue takes", self.batcher.queue
+        )
         yield GaugeMetricFamily("lanternpp_running", "Pictures in slots", stats.running)
-        lanes = GaugeMetricFamily("lanternpp_lanes", "Engines kept, by their rows", labels=["rows"])
-        for rows, count in sorted(stats.lanes.items()):
-            lanes.add_metric([str(rows)], count)
-        yield lanes
+        engines = GaugeMetricFamily("lanternpp_lanes", "Engines kept, by their rows", labels=["rows"])
+        for rows, count in sorted(stats.runners.items()):
+            engines.add_metric([str(rows)], count)
+        yield engines
 
 
-class Counted:
+class CountRequests:
     """Counts the answers of an app by route and status. Plain ASGI."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
         self.app, self.metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, and look at the status."""
+        """Pass the request on, and count the status of its answer."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""Pictures as bytes, finished or not."""
+"""Finished and unfinished pictures as files, and as base64 of files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch import Tensor
 from lanternpp.picture import notes as notes_of
 from lanternpp.picture import png_bytes
 from lanternpp.pipeline import Pipeline, versions
-from lanternpp.serve.aside import aside
-from lanternpp.serve.orders import Drawn, Order
+from lanternpp.serve.fresh_thread import run_in_fresh_thread
+from lanternpp.serve.tickets import FinishedImage, ImageSpec
 
 GREY = (128, 128, 128)
-QUALITY = 90  # of jpeg, where nothing is said
-SHARE = 4  # a preview took a second: the next one begins this many seconds later, or more
+QUALITY = 90  # of jpeg, unless the request gives one
+PAUSE = 4  # the pause after a preview, as a multiple of the time that it took
 
 
 def picture_size(pipe: Pipeline) -> tuple[int, int]:
@@ -30,16 +30,16 @@ def picture_size(pipe: Pipeline) -> tuple[int, int]:
 
 
 def half_drawn(pipe: Pipeline, codes: Tensor) -> Image.Image:
-    """What is decided of a picture, codes [decided]; the rest is grey. Costs what a picture's pixels cost.
+    """A picture of which the first codes, [decided], are known; the rest is grey. Takes as long as decoding a finished one.
 
-    Until they are decided, codes below stand in for themselves: each repeats the decided one above it, so that what
-    is decided looks as it will.
+    For decoding, every unknown code repeats the known one above it, so that the known part has much the same surroundings,
+    and looks much the same, as in the finished picture.
     """
     target, decided = pipe.target, len(codes)
     if not decided:
         return Image.new("RGB", picture_size(pipe), GREY)
     place = torch.arange(target.length)
-    above = (place - decided) // target.width + 1  # rows up to one that is decided
+    above = (place - decided) // target.width + 1  # rows up to a decided code
     source = place.where(place < decided, place - above * target.width).clamp(min=0)
     image = _pixels(pipe, codes.cpu()[source])
     rows = target.length // target.width
@@ -51,31 +51,34 @@ def half_drawn(pipe: Pipeline, codes: Tensor) -> Image.Image:
 
 
 class Previews:
-    """JPEGs of what is decided, for all who watch: one at a time, in at most a fifth of the time that there is."""
+    """JPEGs of unfinished pictures for all clients: one at a time, in at most a fifth of the time."""
 
     def __init__(self, pipe: Pipeline):
-        self.pipe, self._turn, self._next = pipe, asyncio.Lock(), 0.0
+        self.pipe, self._lock, self._next = pipe, asyncio.Lock(), 0.0
 
     async def draw(self, codes: Callable[[], Tensor]) -> tuple[int, str]:
-        """How many codes are seen, and base64; `codes` is asked when its turn has come."""
-        async with self._turn:
+        """The number of codes that are shown, and base64 of the JPEG.
+
+        codes: called when this preview is next, so that it shows the latest codes.
+        """
+        async with self._lock:
             await asyncio.sleep(self._next - time.monotonic())
             began, seen = time.monotonic(), codes()
             image = await run_in_threadpool(half_drawn, self.pipe, seen)
             file = await run_in_threadpool(encode, image, "jpeg")
-            self._next = time.monotonic() + SHARE * (time.monotonic() - began)
+            self._next = time.monotonic() + PAUSE * (time.monotonic() - began)
             return len(seen), file
 
 
-def png_notes(pipe: Pipeline, order: Order, drawn: Drawn) -> dict[str, str]:
-    """What a PNG says of how it was made, as those of the command line do."""
-    return notes_of(order.prompt, order.seed, pipe.name, pipe.describe(drawn.settings), versions())
+def png_notes(pipe: Pipeline, spec: ImageSpec, image: FinishedImage) -> dict[str, str]:
+    """The text chunks of a PNG that say how it was made, as the command line writes them."""
+    return notes_of(spec.prompt, spec.seed, pipe.name, pipe.describe(image.settings), versions())
 
 
 def encode(
     image: Image.Image, kind: str = "png", quality: int | None = None, notes: Mapping[str, str] | None = None
 ) -> str:
-    """A picture as base64 of a file: png, jpeg or webp (without loss, unless a quality is given)."""
+    """A picture as base64 of a png, jpeg or webp file (webp is lossless unless a quality is given)."""
     file = io.BytesIO()
     if kind == "png":
         file.write(png_bytes(image, notes or {}))
@@ -89,4 +92,4 @@ def encode(
 def _pixels(pipe: Pipeline, codes: Tensor) -> Image.Image:
     """The picture of codes [length]."""
     device = next(pipe.target.parameters()).device
-    return aside(pipe.images, codes[None].to(device))[0]
+    return run_in_fresh_thread(pipe.images, codes[None].to(device))[0]

@@ -1,7 +1,7 @@
-"""Replicas of the server over Ray Serve: each its own model and batcher, one door before all of them.
+"""Replicas of the server with Ray Serve: each has its own model and batcher, and this process passes requests to them.
 
-A request is one replica's from beginning to end; the two sides of a race on the page may be of two. The door is this
-process's: Ray's own would answer some paths to who has no key, and has no limits.
+One replica handles a request from beginning to end; the two sides of a race on the page may go to two replicas. This
+process listens itself, because Ray's own HTTP proxy has no limits and answers some paths without a key.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lanternpp.cluster import LOCAL, Share, cluster, share
 from lanternpp.errors import InputError
-from lanternpp.serve.app import Plan
-from lanternpp.serve.aside import aside
-from lanternpp.serve.entrance import url
+from lanternpp.serve.app import ServerSpec
+from lanternpp.serve.error_responses import CODES, error_response
+from lanternpp.serve.fresh_thread import run_in_fresh_thread
 from lanternpp.serve.guard import guards
 from lanternpp.serve.page import FILES
-from lanternpp.serve.refusals import CODES, refusal
-from lanternpp.serve.server import LAST_WORDS
+from lanternpp.serve.server import GRACEFUL_SECONDS
 from lanternpp.serve.server import run as serve_until_signal
+from lanternpp.serve.startup import url
 
 NAME = "lanternpp"
-MOST = 10_000  # requests that a replica is handed at once: its batcher says when it is full
-GRACE = 10.0  # seconds that a call to all replicas may take besides what it waits for
-TOLD = (  # of a request, to its replica
+MAX_REQUESTS = 10_000  # of a replica at once; so high that only its batcher's queue limits them
+GRACE = 10.0  # seconds that a call to all replicas may take beyond its own timeout
+SCOPE_KEYS = (  # the entries of the ASGI scope that are sent to the replica
     *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path"),
     *("headers", "client", "server", "state"),
 )
@@ -40,25 +40,25 @@ log = logging.getLogger("lanternpp.serve")
 
 
 @dataclass(frozen=True)
-class Opened:
-    """What a replica draws with."""
+class ReplicaInfo:
+    """What the replicas draw with."""
 
     model: str
     dtype: str
-    effect: str | None
+    effect: str | None  # of weights in 8 bits; None: they have not
     replicas: int
 
 
 class Replica:
-    """A server without a socket: the door hands it the requests."""
+    """A server without a socket: `Replicas` passes requests to it."""
 
-    def __init__(self, plan: Plan, threads: int):
+    def __init__(self, spec: ServerSpec, threads: int):
         torch.set_num_threads(threads)
-        self.batcher, self.app = plan.open(aside(plan.read))
+        self.batcher, self.app = spec.start(run_in_fresh_thread(spec.load_model))
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[Message]:
-        """The messages of an answer; who stops asking for them has gone away."""
-        gone, said = asyncio.Event(), asyncio.Queue[Message | None]()
+        """The ASGI messages of the answer. A caller that stops reading them counts as disconnected."""
+        gone, messages = asyncio.Event(), asyncio.Queue[Message | None]()
         parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Message:
@@ -67,22 +67,22 @@ class Replica:
             await gone.wait()
             return {"type": "http.disconnect"}
 
-        answering = asyncio.ensure_future(self.app(scope, receive, said.put))
-        answering.add_done_callback(lambda _: said.put_nowait(None))
+        answering = asyncio.ensure_future(self.app(scope, receive, messages.put))
+        answering.add_done_callback(lambda _: messages.put_nowait(None))
         try:
-            while (message := await said.get()) is not None:
+            while (message := await messages.get()) is not None:
                 yield message
             answering.result()
         finally:
             gone.set()
 
     def check_health(self) -> None:
-        """Ray Serve starts another replica in place of one that raises."""
+        """Called by Ray Serve, which replaces a replica that raises here."""
         if self.batcher.broken is not None:
             raise self.batcher.broken
 
     async def drain(self, seconds: float) -> bool:
-        """Take nothing new, finish what was accepted. Returns whether that was done in time."""
+        """Accept nothing new and finish the accepted pictures. Returns whether that was done in time."""
         return await asyncio.to_thread(self.batcher.close, True, seconds)
 
     def __del__(self) -> None:
@@ -91,58 +91,58 @@ class Replica:
 
 
 class Replicas:
-    """All replicas, by their handle: as an ASGI app, and as what draws behind it."""
+    """All replicas, by their handle: an ASGI app and its `Backend` in one."""
 
-    broken: Exception | None = None  # one that breaks is replaced
+    broken: Exception | None = None  # never: Ray Serve replaces a replica that breaks
 
     def __init__(self, handle: Any):
         self.handle, self.closed = handle, False
 
     def close(self, drain: bool, timeout: float) -> bool:
-        """As `Batcher.close`; without `drain` that is left to the end of Ray Serve."""
+        """As `Batcher.close`; without `drain`, the replicas end with Ray Serve."""
         self.closed = True
         if not drain:
             return True
         return all(self.handle.broadcast("drain", timeout).results(timeout_s=timeout + GRACE))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand a request to a replica, and its answer back."""
+        """Pass a request to a replica, and its answer back."""
         if scope["type"] != "http":
-            raise ValueError(f"no {scope['type']} here")
+            raise ValueError(f"{scope['type']} is not supported")
         try:
-            body = await whole(receive)
+            body = await read_body(receive)
         except HTTPException as error:
-            named = {name.replace("-", "_"): value for name, value in (error.headers or {}).items()}
-            told = refusal(error.status_code, error.detail, CODES.get(error.status_code), **named)
-            await told(scope, receive, send)
+            headers = {name.replace("-", "_"): value for name, value in (error.headers or {}).items()}
+            answer = error_response(error.status_code, error.detail, CODES.get(error.status_code), **headers)
+            await answer(scope, receive, send)
             return
         if body is None:
             return
-        request = {name: scope[name] for name in TOLD if name in scope}
+        request = {name: scope[name] for name in SCOPE_KEYS if name in scope}
         messages = self.handle.options(stream=True).answer.remote(request, body)
-        gone = asyncio.ensure_future(whole(receive))
+        gone = asyncio.ensure_future(read_body(receive))
         gone.add_done_callback(lambda task: task.cancelled() or messages.cancel())
         begun = False
         try:
             async for message in messages:
                 begun = True
                 await send(message)
-        except Exception as error:  # cancelled, or its replica ended
+        except Exception as error:  # the request was cancelled, or its replica ended
             if gone.done():
                 return
             log.error("a replica did not answer", exc_info=error)
             if begun:
                 raise
-            told = refusal(
+            answer = error_response(
                 503, "the server failed at this request; try again", "unavailable", Retry_After="5"
             )
-            await told(scope, receive, send)
+            await answer(scope, receive, send)
         finally:
             gone.cancel()
 
 
-async def whole(receive: Receive) -> bytes | None:
-    """The body of a request; None: its client went away."""
+async def read_body(receive: Receive) -> bytes | None:
+    """The body of a request; None: its client disconnected."""
     body = bytearray()
     while (message := await receive())["type"] == "http.request":
         body += message.get("body", b"")
@@ -151,47 +151,47 @@ async def whole(receive: Receive) -> bytes | None:
     return None
 
 
-def look(plan: Plan, threads: int, replicas: int) -> Opened:
-    """Read the model once, on a worker, so that what is wrong is one sentence. Raises InputError."""
+def check_model(spec: ServerSpec, threads: int, replicas: int) -> ReplicaInfo:
+    """Read the model on a worker, once before all replicas do, so that a mistake is one InputError."""
     torch.set_num_threads(threads)
-    pipe = plan.read()
-    return Opened(pipe.name, pipe.dtype, None if pipe.effect is None else str(pipe.effect), replicas)
+    pipe = spec.load_model()
+    return ReplicaInfo(pipe.name, pipe.dtype, None if pipe.effect is None else str(pipe.effect), replicas)
 
 
 def run(
     address: str,
     replicas: int | None,
-    plan: Plan,
+    spec: ServerSpec,
     bound: socket.socket,
     drain: float,
-    ready: Callable[[str, Opened], None],
+    ready: Callable[[str, ReplicaInfo], None],
     proxies: tuple[str, ...] = (),
 ) -> bool:
     """Deploy the replicas and serve at a socket until a signal; `ready` gets the URL once requests are answered.
 
-    As `server.run`, whatever the cluster: this machine alone listens. Raises InputError.
+    Otherwise as `server.run`. Only this machine listens, wherever the replicas run. Raises InputError.
     """
     with cluster(address, replicas) as ray:
-        count, part = share(ray, replicas, plan.options.device)
+        count, part = share(ray, replicas, spec.options.device)
         threads = max(1, torch.get_num_threads() // count) if address == LOCAL else part.cpus
-        opened = tried(ray, plan, part, threads, count)
-        behind = Replicas(deploy(ray, address, plan, part, threads, count))
-        door: ASGIApp = behind
-        for kind, options in guards(plan.terms, FILES if plan.page else ()):
-            door = kind(door, **options)
+        info = check_on_worker(ray, spec, part, threads, count)
+        backend = Replicas(deploy(ray, address, spec, part, threads, count))
+        app: ASGIApp = backend
+        for kind, options in guards(spec.config, FILES if spec.page else ()):
+            app = kind(app, **options)
         try:
-            return serve_until_signal(door, behind, bound, drain, lambda: ready(url(bound), opened), proxies)
+            return serve_until_signal(app, backend, bound, drain, lambda: ready(url(bound), info), proxies)
         finally:
             from ray import serve
 
             serve.shutdown()
 
 
-def tried(ray: Any, plan: Plan, part: Share, threads: int, count: int) -> Opened:
-    """What the replicas will draw with. Raises InputError."""
-    task = ray.remote(max_retries=0, max_calls=1, **part.options)(look)
+def check_on_worker(ray: Any, spec: ServerSpec, part: Share, threads: int, count: int) -> ReplicaInfo:
+    """`check_model` on a worker: what the replicas will draw with. Raises InputError."""
+    task = ray.remote(max_retries=0, max_calls=1, **part.options)(check_model)
     try:
-        found: Opened = ray.get(task.remote(plan, threads, count))
+        found: ReplicaInfo = ray.get(task.remote(spec, threads, count))
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, InputError):
             raise error.cause from None
@@ -199,15 +199,15 @@ def tried(ray: Any, plan: Plan, part: Share, threads: int, count: int) -> Opened
     return found
 
 
-def deploy(ray: Any, address: str, plan: Plan, part: Share, threads: int, count: int) -> Any:
-    """The handle of all replicas, once they answer. Raises InputError where Ray Serve runs there already."""
+def deploy(ray: Any, address: str, spec: ServerSpec, part: Share, threads: int, count: int) -> Any:
+    """The handle of all replicas, once they answer. Raises InputError where Ray Serve already runs on the cluster."""
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    there = serve.status()
-    if there.proxies or there.applications:
+    status = serve.status()
+    if status.proxies or status.applications:
         raise InputError(
-            f"Ray Serve runs already on the cluster of --ray {address}; end it with `serve shutdown`, or use another"
+            f"Ray Serve already runs on the cluster of --ray {address}; end it with `serve shutdown`, or use another cluster"
         )
     quiet = {"log_level": "ERROR", "enable_access_log": False}
     serve.start(proxy_location="Disabled", logging_config=quiet)
@@ -215,8 +215,8 @@ def deploy(ray: Any, address: str, plan: Plan, part: Share, threads: int, count:
         name=NAME,
         num_replicas=count,
         ray_actor_options=part.options,
-        max_ongoing_requests=MOST,
-        graceful_shutdown_timeout_s=LAST_WORDS,
+        max_ongoing_requests=MAX_REQUESTS,
+        graceful_shutdown_timeout_s=GRACEFUL_SECONDS,
         graceful_shutdown_wait_loop_s=0.2,
     )(Replica)
-    return serve.run(made.bind(plan, threads), name=NAME, route_prefix=None, logging_config=quiet)
+    return serve.run(made.bind(spec, threads), name=NAME, route_prefix=None, logging_config=quiet)

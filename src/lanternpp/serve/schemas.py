@@ -1,4 +1,4 @@
-"""What requests and responses look like: the OpenAI Images API, and a few fields of our own."""
+"""The JSON of requests and responses: the OpenAI Images API, and a few fields of our own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lanternpp.dials import DRAFT, MEASURE, RULE, SAMPLING, Dial, dials
 Name = Annotated[str, Field(max_length=100)]
 
 
-class _ImagesRequest(BaseModel):
-    """A request for pictures. Fields that OpenAI's models heed and ours do not are taken and ignored."""
+class _RequestFields(BaseModel):
+    """A request for pictures. Fields that only OpenAI's models use are accepted and ignored."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -30,10 +30,11 @@ class _ImagesRequest(BaseModel):
     )
     stream: bool | None = Field(None, description="Server-sent events, a picture as soon as it is finished.")
     partial_images: Annotated[int, Field(ge=0, le=3)] | None = Field(
-        None, description="With stream: pictures of what is decided, spread evenly."
+        None, description="With stream: so many unfinished pictures, evenly spaced."
     )
     progress: bool | None = Field(
-        None, description="With stream: figures of what is decided, and a JPEG of it, while it is drawn."
+        None,
+        description="With stream: while a picture is drawn, its figures and a JPEG of the part that is decided.",
     )
     background: Literal["auto", "opaque"] | None = None
     moderation: Name | None = None
@@ -43,49 +44,49 @@ class _ImagesRequest(BaseModel):
     safety_identifier: Annotated[str, Field(max_length=1000)] | None = None
 
     seed: Annotated[int, Field(ge=0, le=2**62)] | None = Field(
-        None, description="Of the first picture; default: drawn by the server, and told in the answer."
+        None, description="Of the first picture; default: a random one, which the answer has."
     )
     deadline: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Seconds after which the pictures are of no use."
+        None, description="Seconds after which pictures that are not finished are given up."
     )
     method: Name | None = Field(None, description="A method by name; default: the server's.")
 
     def overrides(self) -> dict[str, Any]:
         """The dials that were given."""
-        return {dial.name: value for dial in OWN if (value := getattr(self, dial.name)) is not None}
+        return {dial.name: value for dial in REQUEST_DIALS if (value := getattr(self, dial.name)) is not None}
 
 
 def field(dial: Dial) -> Any:
-    """The type of a dial's field and what is said of it, for pydantic."""
+    """The type of a dial's field, and its description and limits, for pydantic."""
     kind: Any = Name if dial.kind is str else dial.kind
     limits: dict[str, Any] = {} if dial.low is None else {"gt" if dial.above else "ge": dial.low}
     limits |= {"le": dial.high} if dial.high < math.inf else {}
     return kind | None, Field(None, description=dial.about, **limits)
 
 
-OWN = dials(DRAFT, RULE, MEASURE, SAMPLING)
-if TYPE_CHECKING:  # its own fields; those of dials are read by name
+REQUEST_DIALS = dials(DRAFT, RULE, MEASURE, SAMPLING)
+if TYPE_CHECKING:  # without the fields of dials, which are read by name
 
-    class ImagesRequest(_ImagesRequest):
-        """A request for pictures, with a field for each dial of `OWN`."""
+    class ImagesRequest(_RequestFields):
+        """A request for pictures, with a field for each dial of `REQUEST_DIALS`."""
 
 else:
-    made = {dial.name: field(dial) for dial in OWN}
-    ImagesRequest = create_model("ImagesRequest", __base__=_ImagesRequest, __module__=__name__, **made)
-    ImagesRequest.__doc__ = _ImagesRequest.__doc__
+    made = {dial.name: field(dial) for dial in REQUEST_DIALS}
+    ImagesRequest = create_model("ImagesRequest", __base__=_RequestFields, __module__=__name__, **made)
+    ImagesRequest.__doc__ = _RequestFields.__doc__
 
 
 class Facts(BaseModel):
-    """How a picture was drawn: enough to draw it again, and what it took."""
+    """How a picture was drawn: what is needed to draw it again, and its figures."""
 
     seed: int
     method: str
-    rows: int = Field(description="Rows of the lane that it was drawn in.")
+    rows: int = Field(description="Batch size of the engine that drew it.")
     codes: int
     passes: int
     codes_per_pass: float
     accepted_per_pass: list[int]
-    seconds: float = Field(description="That its lane computed while it was there.")
+    seconds: float = Field(description="Seconds that the engine computed while the picture was in it.")
     waited: float = Field(description="Seconds in the queue.")
     tv_spent: float | None = None
     settings: dict[str, Any]
@@ -127,7 +128,7 @@ class ImagesResponse(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A model that can be asked for."""
+    """A model that requests can name."""
 
     id: str
     object: Literal["model"] = "model"
@@ -136,17 +137,17 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All models that can be asked for."""
+    """All models that requests can name."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class CalibrationState(BaseModel):
-    """How far measuring is, which tree is fastest here; it goes on while no picture is drawn."""
+    """How far the server is with measuring which tree is fastest here; it measures while it draws nothing."""
 
     state: Literal["measuring", "paused", "done", "failed"]
-    done: int = Field(description="Measurements.")
+    done: int = Field(description="Finished measurements.")
     total: int
 
 

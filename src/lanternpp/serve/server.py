@@ -1,4 +1,4 @@
-"""The process: uvicorn, and an end in which accepted requests finish and new ones hear that it is over."""
+"""Running uvicorn, and shutting down: accepted pictures are finished while new requests get 503."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from starlette.types import ASGIApp
 
 from lanternpp.serve.connections import Limits, connection, raise_soft_limit
 
-LAST_WORDS = 5  # seconds in which answers may still be written once nothing is drawn any more
+GRACEFUL_SECONDS = 5  # for writing the last answers after drawing has ended
 
 
 def configured(app: ASGIApp, proxies: Sequence[str] = (), limits: Limits | None = None) -> uvicorn.Config:
-    """How uvicorn serves an app. proxies: whose X-Forwarded-For is believed; nobody's unless they are named."""
+    """The configuration of uvicorn for an app. proxies: addresses or networks whose X-Forwarded-For is trusted."""
     limits = limits or Limits()
     limits.connections = raise_soft_limit(limits.connections)
     return uvicorn.Config(
@@ -30,28 +30,28 @@ def configured(app: ASGIApp, proxies: Sequence[str] = (), limits: Limits | None 
         proxy_headers=bool(proxies),
         forwarded_allow_ips=list(proxies),
         timeout_keep_alive=int(limits.idle),
-        timeout_graceful_shutdown=LAST_WORDS,
+        timeout_graceful_shutdown=GRACEFUL_SECONDS,
     )
 
 
-class Drawing(Protocol):
-    """What draws behind an app: a batcher, or several elsewhere."""
+class Backend(Protocol):
+    """What draws the pictures of an app: a batcher, or the batchers of all replicas."""
 
     @property
     def closed(self) -> bool:
-        """Whether it takes nothing new."""
+        """Whether nothing new is accepted."""
 
     @property
     def broken(self) -> Exception | None:
-        """Why it ended by itself; None: it did not."""
+        """The error that ended it; None: it runs, or was closed."""
 
     def close(self, drain: bool, timeout: float) -> bool:
-        """End it, at once or within so many seconds; whether all that was accepted was finished."""
+        """Stop; with `drain`, wait up to `timeout` seconds for accepted pictures. Whether all were finished."""
 
 
 def run(
     app: ASGIApp,
-    batcher: Drawing,
+    backend: Backend,
     bound: socket.socket,
     drain: float,
     ready: Callable[[], None],
@@ -59,44 +59,44 @@ def run(
 ) -> bool:
     """Serve until SIGTERM or SIGINT; `ready` is called once requests are answered.
 
-    From the signal on, accepted orders have `drain` seconds to finish and new ones get 503. A second signal ends it
-    at once. Returns whether all that was accepted was finished. Where the batcher ends by itself so does the server,
-    and its error is raised: whatever supervises the process starts a fresh one.
+    After the signal, accepted pictures have `drain` seconds to finish and new requests get 503. A second signal ends the
+    server at once. Returns whether all accepted pictures were finished. If the backend breaks, the server ends and its
+    error is raised, so that a supervisor can start a new process.
     """
     finished = True
 
     class Server(uvicorn.Server):
-        """uvicorn, except that it keeps listening while the batcher drains."""
+        """uvicorn, except that it keeps listening while the backend drains."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            """As ever, then say so."""
+            """Call `ready` once uvicorn has started."""
             await super().startup(sockets)
             if self.started:
                 ready()
 
         async def on_tick(self, counter: int) -> bool:
             """Ten times a second: whether to stop."""
-            return await super().on_tick(counter) or batcher.broken is not None
+            return await super().on_tick(counter) or backend.broken is not None
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            """The first signal drains, the second ends."""
-            if batcher.closed:
+            """Drain at the first signal, end at the second."""
+            if backend.closed:
                 self.should_exit = self.force_exit = True
             else:
                 nonlocal finished
-                finished = False  # until they are
+                finished = False  # until `drain` says otherwise
                 threading.Thread(target=self.drain, name="lanternpp-drain", daemon=True).start()
 
         def drain(self) -> None:
-            """Let the batcher finish, then uvicorn stop."""
+            """Let the backend finish, then stop uvicorn."""
             nonlocal finished
-            finished = batcher.close(True, drain)
+            finished = backend.close(True, drain)
             self.should_exit = True
 
     try:
         Server(configured(app, proxies)).run(sockets=[bound])
     finally:
-        batcher.close(False, 0)
-    if batcher.broken is not None:
-        raise batcher.broken
+        backend.close(False, 0)
+    if backend.broken is not None:
+        raise backend.broken
     return finished

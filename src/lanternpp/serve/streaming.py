@@ -1,4 +1,4 @@
-"""Pictures as server-sent events: what is decided of them now and then, and each as soon as it is finished."""
+"""Pictures as server-sent events: their progress while they are drawn, and each as soon as it is finished."""
 
 from __future__ import annotations
 
@@ -12,38 +12,42 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from lanternpp.serve.desk import Desk, usage
-from lanternpp.serve.orders import Ticket
+from lanternpp.serve.error_responses import response_for
 from lanternpp.serve.pictures import encode, half_drawn
-from lanternpp.serve.refusals import explain
+from lanternpp.serve.request_mapping import RequestMapper, usage
 from lanternpp.serve.schemas import ImagesRequest
+from lanternpp.serve.tickets import Ticket
 
-QUIET = 15.0  # seconds without an event after which a comment keeps the connection open
-SNAPSHOT = 0.02  # least seconds between two looks at a picture
-EVERY = 0.3  # least seconds between two events of its progress
-STALLED = 30.0  # seconds in which a client takes nothing, after which its pictures are given up
+KEEPALIVE = 15.0  # seconds without an event after which a comment is sent to keep the connection open
+SNAPSHOT = 0.02  # least seconds between two looks at a picture, to see whether a partial image is due
+EVERY = 0.3  # least seconds between two progress events of a picture
+STALLED = 30.0  # seconds in which a client reads nothing, after which its pictures are cancelled
 
 Event = dict[str, Any]
 
 
 class PictureStream(StreamingResponse):
-    """The events of a request. Its pictures are given up when the client goes away, or stops reading.
+    """The events of a request. Its pictures are cancelled when the client disconnects or stops reading.
 
-    What a slow client has not read yet is bounded: of a picture's progress only the latest is kept.
+    What is kept for a slow client is bounded: of a picture's progress and previews only the latest.
     """
 
-    def __init__(self, desk: Desk, asked: ImagesRequest, tickets: list[Ticket], warned: Sequence[str] = ()):
-        """warned: what the target says of the prompt; told first where progress is asked for."""
-        self.desk, self.asked, self.tickets = desk, asked, tickets
-        self._news: dict[tuple[str, int, int], Event] = {}  # events to be sent, by kind, picture and number
-        self._fresh = asyncio.Event()
+    def __init__(
+        self, mapper: RequestMapper, body: ImagesRequest, tickets: list[Ticket], warnings: Sequence[str] = ()
+    ):
+        """warnings: the target's warnings of the prompt; sent first where the request has `progress`."""
+        self.mapper, self.image_request, self.tickets = mapper, body, tickets
+        self._pending: dict[
+            tuple[str, int, int], Event
+        ] = {}  # events to be sent, by kind, index of the picture, number
+        self._changed = asyncio.Event()
         self._running = len(tickets)
-        if asked.progress:
-            self._tell("accepted", 0, warnings=list(warned))
+        if body.progress:
+            self._send("accepted", 0, warnings=list(warnings))
         super().__init__(self._lines(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer; whatever ends the answer ends the drawing."""
+        """Send the events. However that ends, unfinished pictures are cancelled."""
 
         async def sent(message: Message) -> None:
             timer = asyncio.get_running_loop().call_later(STALLED, self._give_up)
@@ -65,15 +69,15 @@ class PictureStream(StreamingResponse):
         """The events as text, in the order in which they happen."""
         drawing = [asyncio.create_task(self._draw(i)) for i in range(len(self.tickets))]
         try:
-            while self._running or self._news:
+            while self._running or self._pending:
                 try:
-                    await asyncio.wait_for(self._fresh.wait(), QUIET)
+                    await asyncio.wait_for(self._changed.wait(), KEEPALIVE)
                 except TimeoutError:
                     yield ": still at it\n\n"
                     continue
-                self._fresh.clear()
-                while self._news:
-                    event = self._news.pop(next(iter(self._news)))
+                self._changed.clear()
+                while self._pending:
+                    event = self._pending.pop(next(iter(self._pending)))
                     yield f"event: {event.get('type', 'error')}\ndata: {json.dumps(event)}\n\n"
                     if "error" in event:
                         return
@@ -82,79 +86,80 @@ class PictureStream(StreamingResponse):
                 task.cancel()
 
     async def _draw(self, index: int) -> None:
-        """The events of one picture."""
+        """Send all events of one picture; an error is an event too."""
         try:
             await self._picture(index, self.tickets[index])
         except Exception as error:
-            self._news["error", index, 0] = json.loads(bytes(explain(error).body))
+            self._pending["error", index, 0] = json.loads(bytes(response_for(error).body))
         self._running -= 1
-        self._fresh.set()
+        self._changed.set()
 
     async def _picture(self, index: int, ticket: Ticket) -> None:
-        desk, asked = self.desk, self.asked
-        previews = asyncio.create_task(self._preview(index, ticket)) if asked.progress else None
+        """Send the events of one picture. Raises what drawing it raised."""
+        mapper, body = self.mapper, self.image_request
+        previews = asyncio.create_task(self._preview(index, ticket)) if body.progress else None
         try:
-            if asked.progress or asked.partial_images:
-                await self._watch(index, ticket)
-            drawn = await ticket.drawn()
+            if body.progress or body.partial_images:
+                await self._follow(index, ticket)
+            image = await ticket.finished()
         finally:
             if previews:
                 previews.cancel()
-        file = await run_in_threadpool(desk.file, asked, ticket.order, drawn)
-        facts = desk.facts(ticket.order, drawn).model_dump(exclude_none=True)
-        counted = usage(asked.prompt, len(drawn.codes)).model_dump()
+        file = await run_in_threadpool(mapper.file, body, ticket.spec, image)
+        facts = mapper.facts(ticket.spec, image).model_dump(exclude_none=True)
+        tokens = usage(body.prompt, len(image.codes)).model_dump()
         for outdated in ("progress", "preview"):
-            self._news.pop((outdated, index, 0), None)
-        self._show("completed", index, file, usage=counted, lanternpp=facts)
+            self._pending.pop((outdated, index, 0), None)
+        self._send_image("completed", index, file, usage=tokens, lanternpp=facts)
 
-    async def _watch(self, index: int, ticket: Ticket) -> None:
-        """The events of a picture while it is drawn, but for previews."""
-        desk, asked = self.desk, self.asked
-        parts, length = asked.partial_images or 0, desk.pipe.target.length
-        due = [length * (i + 1) / (parts + 1) for i in range(parts)]
+    async def _follow(self, index: int, ticket: Ticket) -> None:
+        """Send the progress and partial images of a picture while it is drawn; `_preview` sends the previews."""
+        mapper, body = self.mapper, self.image_request
+        parts, length = body.partial_images or 0, mapper.pipe.target.length
+        due = [length * (i + 1) / (parts + 1) for i in range(parts)]  # codes at which a partial image is sent
         sent = 0
-        async for progress in ticket.follow(EVERY if asked.progress else SNAPSHOT):
-            if asked.progress:
+        async for progress in ticket.follow(EVERY if body.progress else SNAPSHOT):
+            if body.progress:
                 passes = list(progress.accepted)
-                self._tell("progress", index, accepted_per_pass=passes, seconds=progress.seconds)
+                self._send("progress", index, accepted_per_pass=passes, seconds=progress.seconds)
             passed = sum(len(progress.codes) >= mark for mark in due)
             if passed > sent:
-                image = await run_in_threadpool(half_drawn, desk.pipe, progress.codes)
-                file = await run_in_threadpool(encode, image, self.kind, asked.output_compression)
-                self._show("partial_image", index, file, partial_image_index=sent)
+                image = await run_in_threadpool(half_drawn, mapper.pipe, progress.codes)
+                file = await run_in_threadpool(encode, image, self.kind, body.output_compression)
+                self._send_image("partial_image", index, file, partial_image_index=sent)
                 sent = passed
-            if sent == len(due) and not asked.progress:
+            if sent == len(due) and not body.progress:
                 return
 
     async def _preview(self, index: int, ticket: Ticket) -> None:
-        """A picture as it grows, again and again."""
+        """Send a JPEG of the codes decided so far, again and again, until this task is cancelled."""
         seen = 0
         while True:
             await asyncio.sleep(EVERY)
-            if (news := ticket.news) is not None and len(news.codes) > seen:
-                seen, file = await self.desk.previews.draw(lambda: (ticket.news or news).codes)
-                self._tell("preview", index, codes=seen, b64_json=file, output_format="jpeg")
+            if (latest := ticket.progress) is not None and len(latest.codes) > seen:
+                seen, file = await self.mapper.previews.draw(lambda: (ticket.progress or latest).codes)
+                self._send("preview", index, codes=seen, b64_json=file, output_format="jpeg")
 
     @property
     def kind(self) -> str:
-        """The format of the files."""
-        return self.asked.output_format or "png"
+        """The format of the pictures: png, jpeg or webp."""
+        return self.image_request.output_format or "png"
 
-    def _show(self, what: str, index: int, file: str, **more: Any) -> None:
-        """An event of OpenAI's, with a picture."""
+    def _send_image(self, what: str, index: int, file: str, **more: Any) -> None:
+        """Queue an event of OpenAI's API, which has a picture."""
         event = {
             "b64_json": file,
             "created_at": int(time.time()),
-            "size": self.desk.size,
+            "size": self.mapper.size,
             "quality": "auto",
             "background": "opaque",
             "output_format": self.kind,
         }
-        self._tell(what, index, **event, **more)
+        self._send(what, index, **event, **more)
 
-    def _tell(self, what: str, index: int, **event: Any) -> None:
-        """An event to be sent; of its kind, picture and number only the latest is."""
+    def _send(self, what: str, index: int, **event: Any) -> None:
+        """Queue an event; it replaces an unsent one of the same kind, picture and number."""
         key = what, index, event.get("partial_image_index", 0)
-        self._news.pop(key, None)
-        self._news[key] = {"type": f"image_generation.{what}", "index": index, **event}
-        self._fresh.set()
+        self._pending.pop(key, None)
+        self._pending[key] = {"type": f"image_generation.{what}", "index": index, **event}
+        self._changed.set()

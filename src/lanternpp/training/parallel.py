@@ -195,7 +195,11 @@ class ParallelTask(Task):
         level = torch.arange(1, self.hparams.levels, device=next_inputs.device)
         before = gather_slots(next_inputs, batch.anchors[..., None] + level)
         return torch.cat(
-            (gather_slots(first_level, batch.anchors[..., None]), drafter.condition_on(further_levels, before)), 2
+            (
+                gather_slots(first_level, batch.anchors[..., None]),
+                drafter.condition_on(further_levels, before),
+            ),
+            2,
         )
 
     def cost(self, logits: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:

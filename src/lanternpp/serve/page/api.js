@@ -1,4 +1,4 @@
-/** Requests of the server's API, with the key that this tab was given. */
+/** Requests to the server's API, with the API key that the user gave to this tab. */
 
 const KEY = "lanternpp-key"; // of the session's storage
 
@@ -7,7 +7,7 @@ export const key = {
   set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
 };
 
-/** A request; throws an Error whose message is a sentence for the user, with the status of a refusal. */
+/** Send a request. Throws an Error with a message for the user and, if the server answered, its `status`. */
 export async function call(path, body, signal) {
   const headers = {};
   if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
@@ -15,8 +15,8 @@ export async function call(path, body, signal) {
   const given = body ? { method: "POST", body: JSON.stringify(body) } : {};
   const answer = await fetch(path, { ...given, headers, signal }).catch(unreachable);
   if (answer.ok) return answer;
-  const told = await answer.json().catch(() => ({}));
-  const message = told.error?.message ?? `the server answered with status ${answer.status}`;
+  const failure = await answer.json().catch(() => ({}));
+  const message = failure.error?.message ?? `the server answered with status ${answer.status}`;
   throw Object.assign(new Error(message), { status: answer.status });
 }
 
@@ -25,7 +25,7 @@ function unreachable(error) {
   throw new Error("the server cannot be reached; see whether it still runs");
 }
 
-/** The events of a streamed answer. */
+/** The server-sent events of a streamed answer, as objects. */
 export async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

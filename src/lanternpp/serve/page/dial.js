@@ -1,9 +1,9 @@
-/** A field of a request that can be set: a number of a range, or a choice. */
+/** A dial of the page: a number within a range, or a choice. */
 
 import { fresh } from "./side.js";
 
 export class Dial {
-  /** row: its name, label, info and range or choices, as the server says. */
+  /** row: its name, label, info, and range or choices, from /page/setup. */
   constructor(row) {
     this.row = row;
     this.root = fresh(row.choices.length ? "choice" : "number");
@@ -19,26 +19,26 @@ export class Dial {
     this.reset.title = `Reset ${row.label}`;
     this.reset.setAttribute("aria-label", this.reset.title);
     this.range.setAttribute("aria-label", `${row.label}, slider`);
-    this.reset.onclick = () => this.set(this.own);
+    this.reset.onclick = () => this.set(this.default);
     this.range.oninput = () => this.set(this.range.value);
     this.field.oninput = () => this.moved();
   }
 
-  /** Show a method's own value; undefined: the method does not read it, null: the value has no name. */
-  adopt(own) {
-    this.own = own;
-    this.root.hidden = this.field.disabled = own === undefined;
+  /** Show the value that a method has; undefined: the method does not read this dial, null: the value has no name. */
+  adopt(value) {
+    this.default = value;
+    this.root.hidden = this.field.disabled = value === undefined;
     if (this.range) {
       const { low, high, step } = this.row;
-      const limits = { min: Math.min(low, own ?? low), max: Math.max(high, own ?? high) };
+      const limits = { min: Math.min(low, value ?? low), max: Math.max(high, value ?? high) };
       Object.assign(this.range, { ...limits, step });
       Object.assign(this.field, { ...limits, step: step === 1 ? 1 : "any" });
       this.root.querySelectorAll(".range span").forEach((end, i) => (end.textContent = i ? limits.max : limits.min));
     } else {
-      const unnamed = own === null ? [new Option("the method's own", "")] : [];
+      const unnamed = value === null ? [new Option("the method's own", "")] : [];
       this.field.replaceChildren(...unnamed, ...this.row.choices.map((choice) => new Option(choice)));
     }
-    this.set(own);
+    this.set(value);
   }
 
   set(value) {
@@ -46,15 +46,15 @@ export class Dial {
     if (this.range) this.moved();
   }
 
-  /** The number was changed: slider and reset follow. */
+  /** Update the slider and the reset button after the number has changed. */
   moved() {
     this.range.value = this.field.value || this.row.low;
     this.reset.disabled = !this.changed;
   }
 
-  /** Whether it is set to something else than the method has; an empty one is the method's own. */
+  /** Whether it is set to something else than the method has; an empty one is the method's value. */
   get changed() {
-    return !this.field.disabled && this.field.value !== "" && this.field.value !== String(this.own);
+    return !this.field.disabled && this.field.value !== "" && this.field.value !== String(this.default);
   }
 
   get value() {

@@ -1,66 +1,66 @@
-/** The page: a race is two streamed requests of the server's API, beside each other. Nothing comes from elsewhere. */
+/** The page: a race is two streamed requests of the server's API, shown side by side. Nothing is loaded from other hosts. */
 
 import { call, key } from "./api.js";
 import { Dial } from "./dial.js";
 import { Side, fresh } from "./side.js";
 
 const IMAGES = "v1/images/generations";
-const KEPT = 24; // pictures of the session
-const BOTH = ["cfg", "temperature"]; // dials of both sides; a change of the method leaves them alone
+const MAX_SHOTS = 24; // pictures that the session keeps
+const BOTH = ["cfg", "temperature"]; // dials that apply to both sides; they keep their values when the method changes
 
-const at = (id) => document.getElementById(id);
+const byId = (id) => document.getElementById(id);
 const dials = new Map(); // name -> Dial
 let setup; // what the server says of its model
 let plain, drafted; // the sides
 let racing = null; // the AbortController of a running race
 
-/** Ask what there is to show; where that wants a key, ask for the key. */
+/** Load what the page shows; where the server needs a key, ask for it. */
 async function start() {
-  at("trouble").textContent = "";
+  byId("trouble").textContent = "";
   try {
     setup = await (await call("page/setup")).json();
   } catch (error) {
-    if (error.status === 401) ask();
-    else at("trouble").textContent = sentence(error.message);
+    if (error.status === 401) askForKey();
+    else byId("trouble").textContent = sentence(error.message);
     return;
   }
   build();
-  at("door").hidden = true;
-  at("order").hidden = false;
+  byId("key-form").hidden = true;
+  byId("race-form").hidden = false;
   watch();
 }
 
-/** While the server measures which tree is fastest, say so. */
+/** Show how far the server is with measuring which tree is fastest, as long as it measures. */
 async function watch() {
   const health = await call("healthz").then((answer) => answer.json(), () => ({}));
   const { state, done, total } = health.calibration ?? {};
   const going = ["measuring", "paused"].includes(state);
-  at("calibration").textContent = going
+  byId("calibration").textContent = going
     ? `The server measures which tree is fastest here, while no picture is drawn: ${done} of ${total}.`
     : "";
   if (going) setTimeout(watch, 5000);
 }
 
-function ask() {
-  if (key.get()) at("trouble").textContent = "That is not one of this server's keys.";
+function askForKey() {
+  if (key.get()) byId("trouble").textContent = "That is not one of this server's keys.";
   key.set("");
-  at("order").hidden = true;
-  at("door").hidden = false;
-  at("key").focus();
+  byId("race-form").hidden = true;
+  byId("key-form").hidden = false;
+  byId("key").focus();
 }
 
 function build() {
   document.title = `lantern++ · ${setup.model}`;
-  at("intro").textContent =
+  byId("intro").textContent =
     `${setup.model} draws a picture of ${setup.length} codes, one pass of the network for each. ` +
     "Drafting decides several in one pass.";
-  at("prompt").maxLength = setup.prompt;
-  at("prompt").value = setup.examples[0] ?? "";
-  at("examples").replaceChildren(...(setup.examples.length > 1 ? setup.examples.map(chip) : []));
-  at("method").replaceChildren(...Object.keys(setup.methods).map((name) => new Option(name)));
-  at("method").value = setup.method;
-  at("sides").replaceChildren(fresh("panel"), fresh("panel"));
-  const [base, side] = at("sides").children;
+  byId("prompt").maxLength = setup.prompt;
+  byId("prompt").value = setup.examples[0] ?? "";
+  byId("examples").replaceChildren(...(setup.examples.length > 1 ? setup.examples.map(chip) : []));
+  byId("method").replaceChildren(...Object.keys(setup.methods).map((name) => new Option(name)));
+  byId("method").value = setup.method;
+  byId("sides").replaceChildren(fresh("panel"), fresh("panel"));
+  const [base, side] = byId("sides").children;
   [base.id, side.id] = ["base", "side"];
   const hooks = { changed: lead, warned: note, finished: keep };
   plain = new Side(base, "Plain decoding", setup, hooks);
@@ -68,34 +68,34 @@ function build() {
   for (const dial of dials.values()) dial.root.remove();
   for (const row of setup.dials) {
     dials.set(row.name, new Dial(row));
-    if (row.more) at("measuring").before(dials.get(row.name).root);
-    else at("few").append(dials.get(row.name).root);
+    if (row.more) byId("measuring").before(dials.get(row.name).root);
+    else byId("few").append(dials.get(row.name).root);
   }
   choose();
   plain.clear(setup.baseline);
   drafted.clear(setup.method);
   for (const [kind, words] of Object.entries(setup.words)) {
-    at("words").hidden = false;
+    byId("words").hidden = false;
     const [term, list] = [document.createElement("dt"), document.createElement("dd")];
     [term.textContent, list.textContent] = [kind, words.join(", ")];
-    at("words").lastElementChild.append(term, list);
+    byId("words").lastElementChild.append(term, list);
   }
-  at("words").firstElementChild.textContent = `Words that ${setup.model} knows`;
-  at("forget").hidden = !key.get();
+  byId("words").firstElementChild.textContent = `Words that ${setup.model} knows`;
+  byId("forget").hidden = !key.get();
   say("idle", "Plain decoding and your method draw the same seed side by side. Press Race.");
 }
 
 function chip(prompt) {
   const made = document.createElement("button");
   Object.assign(made, { type: "button", className: "chip", textContent: prompt.replace(/^a photo of /, "") });
-  made.onclick = () => (at("prompt").value = prompt);
+  made.onclick = () => (byId("prompt").value = prompt);
   return made;
 }
 
-/** Show the dials that the method reads, where it has them. */
+/** Show the dials that the method reads, at the method's values. */
 function choose() {
-  const method = setup.methods[at("method").value];
-  at("about").textContent = method.about;
+  const method = setup.methods[byId("method").value];
+  byId("about").textContent = method.about;
   for (const [name, dial] of dials) {
     const moved = BOTH.includes(name) && dial.changed ? dial.value : null;
     dial.adopt(method.dials[name]);
@@ -103,41 +103,41 @@ function choose() {
   }
 }
 
-/** What the two sides ask for. */
+/** The bodies of the requests of the two sides. */
 function requests() {
   const changed = [...dials].filter(([, dial]) => dial.changed).map(([name, dial]) => [name, dial.value]);
   const both = {
-    prompt: at("prompt").value.trim(),
-    seed: at("seed").valueAsNumber,
-    n: Number(at("order").elements.count.value),
+    prompt: byId("prompt").value.trim(),
+    seed: byId("seed").valueAsNumber,
+    n: Number(byId("race-form").elements.count.value),
     stream: true,
     progress: true,
-    ...setup.methods[at("method").value].sampling,
+    ...setup.methods[byId("method").value].sampling,
     ...Object.fromEntries(changed.filter(([name]) => BOTH.includes(name))),
   };
-  const mine = { method: at("method").value, measure: at("measure").checked };
-  return [{ ...both, method: setup.baseline }, { ...both, ...Object.fromEntries(changed), ...mine }];
+  const drafting = { method: byId("method").value, measure: byId("measure").checked };
+  return [{ ...both, method: setup.baseline }, { ...both, ...Object.fromEntries(changed), ...drafting }];
 }
 
 async function race() {
   if (racing) return;
-  const asked = requests();
+  const bodies = requests();
   const control = (racing = new AbortController());
   say("running", "Drawing …");
-  at("notes").replaceChildren();
+  byId("notes").replaceChildren();
   try {
     const sides = [plain, drafted];
-    const answers = await Promise.all(asked.map((body) => call(IMAGES, body, control.signal)));
-    sides.forEach((side, i) => side.clear(asked[i].method, asked[i].n, asked[i].seed));
+    const answers = await Promise.all(bodies.map((body) => call(IMAGES, body, control.signal)));
+    sides.forEach((side, i) => side.clear(bodies[i].method, bodies[i].n, bodies[i].seed));
     lead();
-    await Promise.all(sides.map((side, i) => side.follow(answers[i], asked[i].prompt)));
+    await Promise.all(sides.map((side, i) => side.follow(answers[i], bodies[i].prompt)));
     judge();
   } catch (error) {
     if (control.signal.aborted) say("stopped", "Stopped.");
     else say("wrong", sentence(error.message));
-    if (error.status === 401) ask();
+    if (error.status === 401) askForKey();
   } finally {
-    control.abort(); // one side may be drawn still
+    control.abort(); // the other side may still be running
     racing = null;
   }
 }
@@ -146,25 +146,25 @@ const sentence = (text) => text[0].toUpperCase() + text.slice(1) + (/[.…]$/.te
 
 /** The line above the pictures; kind: idle, running, stopped, won or wrong. Wrong is read out at once. */
 function say(kind, text, figure) {
-  at("board").className = kind;
-  at("lead").textContent = "";
-  at("problem").textContent = kind === "wrong" ? text : "";
-  at("verdict").textContent = kind === "wrong" ? "" : text;
+  byId("board").className = kind;
+  byId("lead").textContent = "";
+  byId("problem").textContent = kind === "wrong" ? text : "";
+  byId("verdict").textContent = kind === "wrong" ? "" : text;
   if (!figure) return;
   const large = document.createElement("strong");
   large.textContent = figure;
-  at("verdict").prepend(large, " ");
+  byId("verdict").prepend(large, " ");
 }
 
-/** Who leads; never read out, for it changes all the time. */
+/** Show how far both sides are. Screen readers do not read this out, since it changes all the time. */
 function lead() {
   const shares = [plain.percent, drafted.percent];
-  at("lead").textContent = shares.some(Boolean)
+  byId("lead").textContent = shares.some(Boolean)
     ? `Plain decoding ${shares[0]}\u00a0%, ${drafted.method} ${shares[1]}\u00a0%`
-    : "Waiting for a free place.";
+    : "Waiting in the queue.";
 }
 
-/** Who won. */
+/** Show which side won. */
 function judge() {
   const times = plain.seconds / drafted.seconds;
   const each = plain.pictures.length > 1 ? " a picture" : "";
@@ -175,18 +175,18 @@ function judge() {
   else say("won", `Plain decoding won: ${drafted.method} took ${took}.`, `${times.toFixed(2)}×`);
 }
 
-/** What the model says of the prompt; both sides may say the same. */
+/** Show the model's warnings about the prompt, each once: both sides report the same ones. */
 function note(warnings) {
-  const told = [...at("notes").children].map((line) => line.textContent);
+  const shown = [...byId("notes").children].map((line) => line.textContent);
   for (const warning of new Set(warnings.map(sentence))) {
-    if (told.includes(warning)) continue;
+    if (shown.includes(warning)) continue;
     const line = document.createElement("p");
     line.textContent = warning;
-    at("notes").append(line);
+    byId("notes").append(line);
   }
 }
 
-/** A finished picture joins the session's. */
+/** Add a finished picture to those of the session. */
 function keep(prompt, { image, facts, seed }) {
   const shot = fresh("shot");
   const words = prompt.toLowerCase().match(/[\p{L}\p{N}]+/gu) ?? [];
@@ -197,29 +197,29 @@ function keep(prompt, { image, facts, seed }) {
   const figures = `${facts.seconds.toFixed(2)} s · ${facts.codes_per_pass.toFixed(2)} codes per pass`;
   shot.querySelector(".prompt").textContent = prompt;
   shot.querySelector(".facts").textContent = `${facts.method} · seed ${seed} · ${figures}`;
-  at("none").hidden = true;
-  at("gallery").prepend(shot);
-  for (const old of [...at("gallery").children].slice(KEPT)) {
+  byId("none").hidden = true;
+  byId("gallery").prepend(shot);
+  for (const old of [...byId("gallery").children].slice(MAX_SHOTS)) {
     URL.revokeObjectURL(old.querySelector("a").href);
     old.remove();
   }
 }
 
-at("order").onsubmit = (event) => {
+byId("race-form").onsubmit = (event) => {
   event.preventDefault();
   race();
 };
-at("door").onsubmit = (event) => {
+byId("key-form").onsubmit = (event) => {
   event.preventDefault();
-  key.set(at("key").value);
-  at("key").value = "";
+  key.set(byId("key").value);
+  byId("key").value = "";
   start();
 };
-at("more").addEventListener("invalid", () => (at("more").open = true), true); // a closed field cannot be shown
-at("stop").onclick = () => racing?.abort();
-at("method").onchange = choose;
-at("dice").onclick = () => (at("seed").value = Math.floor(Math.random() * 1e6));
-at("forget").onclick = () => {
+byId("more").addEventListener("invalid", () => (byId("more").open = true), true); // the browser cannot show an invalid field that is folded away
+byId("stop").onclick = () => racing?.abort();
+byId("method").onchange = choose;
+byId("dice").onclick = () => (byId("seed").value = Math.floor(Math.random() * 1e6));
+byId("forget").onclick = () => {
   key.set("");
   location.reload();
 };

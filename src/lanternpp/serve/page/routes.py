@@ -1,4 +1,4 @@
-"""The page's files, which say nothing about the server, and what they ask it first."""
+"""The routes of the page: its files, which are the same on every server, and /page/setup, which describes this one."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from fastapi.responses import JSONResponse, Response
 
 from lanternpp.pipeline import Pipeline
 from lanternpp.serve.page.setup import setup
-from lanternpp.serve.terms import Terms
+from lanternpp.serve.server_config import ServerConfig
 
 FOLDER = Path(__file__).parent
 SCRIPTS = ("api.js", "dial.js", "page.js", "side.js")
-FILES = {  # path -> file and its type; open to everybody, for the page itself asks for a key
+FILES = {  # path -> file and its type; served without a key, since the page asks for the key itself
     "/": ("index.html", "text/html"),
     "/page/style.css": ("style.css", "text/css"),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
     **{f"/page/{name}": (name, "text/javascript") for name in SCRIPTS},
 }
-POLICY = (  # scripts and styles are files of the server; pictures come with its answers
+POLICY = (  # scripts and styles only from files of the server; pictures from its answers, as blobs
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
 
 
-def router(pipe: Pipeline, terms: Terms) -> APIRouter:
+def router(pipe: Pipeline, config: ServerConfig) -> APIRouter:
     """The routes of the page for a model; /page/setup is what it shows, as JSON."""
-    routes, shown = APIRouter(include_in_schema=False), setup(pipe, terms)
+    routes, shown = APIRouter(include_in_schema=False), setup(pipe, config)
 
     @routes.get("/page/setup")
-    async def ask() -> JSONResponse:
+    async def describe() -> JSONResponse:
         return JSONResponse(shown)
 
     for path, (name, kind) in FILES.items():

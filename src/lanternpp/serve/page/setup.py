@@ -1,4 +1,4 @@
-"""What the page shows of a model: its methods, their dials, prompts to begin with, and the words it knows."""
+"""What the page shows of a model: its methods and their dials, example prompts, and the words that it knows."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from lanternpp.evaluation.prompts import PROMPTS, read_prompts
 from lanternpp.methods import BASELINE, METHODS
 from lanternpp.pipeline import Pipeline
 from lanternpp.serve.pictures import picture_size
-from lanternpp.serve.terms import Terms
+from lanternpp.serve.server_config import ServerConfig
 from lanternpp.settings import Settings, dials_read
 from lanternpp.targets.base import Target
 from lanternpp.trees import TREES
 
-EXAMPLES = 5  # prompts offered
-
+EXAMPLES = 5  # prompts
 
 DIALS = tuple(dial for dial in dials(*EVERY) if dial.label)
 
 
-def setup(pipe: Pipeline, terms: Terms) -> dict[str, Any]:
-    """All of it, as JSON can say it. `columns` and `rows` are of codes; `width` counts those that end a row too."""
-    offered = methods(pipe, terms)
-    own = (pipe.chosen(terms.method).method, pipe.chosen().method)
+def setup(pipe: Pipeline, config: ServerConfig) -> dict[str, Any]:
+    """All of it as a JSON object.
+
+    `columns` and `rows` count the codes of a picture; `width` is `columns` and, where a row ends with codes that are not
+    drawn, those too.
+    """
+    offered = methods(pipe, config)
+    preferred = (pipe.chosen(config.method).method, pipe.chosen().method)
     columns, rows = grid(pipe.target, picture_size(pipe))
     return {
         "model": pipe.name,
@@ -32,32 +35,32 @@ def setup(pipe: Pipeline, terms: Terms) -> dict[str, Any]:
         "width": pipe.target.width,
         "columns": columns,
         "rows": rows,
-        "prompt": terms.prompt,
-        "keys": bool(terms.keys),
+        "prompt": config.max_prompt_chars,
+        "keys": bool(config.keys),
         "examples": examples(pipe),
         "words": {kind: list(words) for kind, words in pipe.target.words.items()},
         "baseline": BASELINE,
-        "method": next(name for name in (*own, *offered) if name in offered),
-        "methods": {name: shown(pipe, terms, name) for name in offered},
+        "method": next(name for name in (*preferred, *offered) if name in offered),
+        "methods": {name: shown(pipe, config, name) for name in offered},
         "dials": [row(dial) for dial in DIALS],
     }
 
 
 def row(dial: Dial) -> dict[str, Any]:
-    """A field of a request that the page shows: a number of a range, or one of `choices`; more: under More dials."""
+    """A dial on the page: a number within a range, or one of `choices`. more: whether it is under "More dials"."""
     low, high, step = dial.slider
     shown = {"name": dial.name, "label": dial.label, "info": dial.help, "choices": choices(dial)}
     return shown | {"low": low, "high": high, "step": step, "more": dial.folded}
 
 
 def choices(dial: Dial) -> tuple[str, ...]:
-    """The names that a dial may have on the page."""
+    """The values that the page offers for a dial; empty for a number."""
     return tuple(TREES) if dial.name == "tree" else dial.choices
 
 
-def shown(pipe: Pipeline, terms: Terms, method: str) -> dict[str, Any]:
-    """A method: a sentence on it, the values of its dials, and of the sampling. A dial it does not read is left out."""
-    settings = terms.settings(pipe, method, {})
+def shown(pipe: Pipeline, config: ServerConfig, method: str) -> dict[str, Any]:
+    """A method: a sentence about it, and the values of its sampling and of the dials that it reads."""
+    settings = config.settings(pipe, method, {})
     about = METHODS[method].about
     return {
         "about": f"{about[:1].upper()}{about[1:]}.",
@@ -66,41 +69,41 @@ def shown(pipe: Pipeline, terms: Terms, method: str) -> dict[str, Any]:
     }
 
 
-def methods(pipe: Pipeline, terms: Terms) -> list[str]:
-    """The methods that draft and whose network this model has."""
-    return [name for name in METHODS if name != BASELINE and _possible(pipe, terms, name)]
+def methods(pipe: Pipeline, config: ServerConfig) -> list[str]:
+    """The drafting methods for which this model has the network."""
+    return [name for name in METHODS if name != BASELINE and _possible(pipe, config, name)]
 
 
-def _possible(pipe: Pipeline, terms: Terms, method: str) -> bool:
-    """Whether a method's parts are there; a rule of neighbours needs a codebook."""
+def _possible(pipe: Pipeline, config: ServerConfig, method: str) -> bool:
+    """Whether this model has the parts that a method needs: a drafter, or a codebook for a rule of neighbours."""
     try:
-        settings = terms.settings(pipe, method, {})
+        settings = config.settings(pipe, method, {})
     except InputError:
         return False
     return pipe.can_draft(settings)
 
 
 def _read(settings: Settings) -> frozenset[str]:
-    """The fields of a request that change what these settings draw."""
+    """The dials that have an effect with these settings."""
     return dials_read(settings.proposer, settings.accept) | frozenset(names(SAMPLING))
 
 
 def _value(dial: Dial, settings: Settings) -> float | str | None:
-    """What a dial shows; None: what the method has cannot be named, such as a tree that was tuned."""
+    """The value that a dial shows; None: the value has no name, such as a tree that was tuned."""
     value = getattr(settings, dial.name)
     known = choices(dial)
     return None if known and value not in known else value
 
 
 def grid(target: Target, size: tuple[int, int]) -> tuple[int, int]:
-    """Columns and rows of codes in a picture of this size in pixels; a code that ends a row is no column."""
+    """Columns and rows of codes in a picture of this size in pixels, without the codes that only end a row."""
     rows = target.length // target.width
     width, height = size
     return min(target.width, round(rows * width / height)), rows
 
 
 def examples(pipe: Pipeline) -> list[str]:
-    """A few prompts that the model brings, from all over its list, short ones."""
+    """A few short prompts, evenly spread over the list that comes with the model."""
     if not (pipe.folder / PROMPTS).is_file():
         return list(pipe.target.conditions[:EXAMPLES])
     prompts = read_prompts(None, pipe.folder)[::-1]

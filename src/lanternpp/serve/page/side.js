@@ -1,4 +1,4 @@
-/** One side of a race: the panel that shows what is known of its pictures. */
+/** One side of a race: the panel with its pictures and figures. */
 
 import { events } from "./api.js";
 
@@ -6,17 +6,17 @@ const sum = (numbers) => numbers.reduce((all, one) => all + one, 0);
 const mean = (numbers) => sum(numbers) / numbers.length;
 export const fresh = (id) => document.getElementById(id).content.firstElementChild.cloneNode(true);
 
-/** The address of a picture that came as base64; it holds memory until it is revoked. */
+/** An object URL for a picture in base64; it must be revoked to free its memory. */
 function address(base64, type) {
   const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
   return URL.createObjectURL(new Blob([bytes], { type: `image/${type}` }));
 }
 
 /**
- * Which codes came in one pass, as two SVG paths: neighbouring passes in alternating tints.
+ * The codes of each pass as rectangles in two SVG paths, for passes of odd and of even number.
  *
- * accepted: codes by each pass, of which the first `seen` can be seen. width: codes of a row; those beyond `columns` end
- * it and are not drawn.
+ * accepted: number of codes by pass. seen: number of codes that the picture shows. width: codes of a row; those beyond
+ * `columns` only end the row and are not drawn.
  */
 export function bands(accepted, seen, columns, width) {
   const paths = ["", ""];
@@ -35,7 +35,7 @@ export function bands(accepted, seen, columns, width) {
 }
 
 export class Side {
-  /** setup: what the server says of its model. hooks: `changed()`, `warned(sentences)`, `finished(prompt, picture)`. */
+  /** setup: the answer of /page/setup. hooks: `changed()`, `warned(sentences)`, `finished(prompt, picture)`. */
   constructor(panel, title, setup, hooks) {
     Object.assign(this, { panel, title, setup, hooks, pictures: [] });
     this.one(".title").textContent = title;
@@ -46,7 +46,7 @@ export class Side {
     return this.panel.querySelector(selector);
   }
 
-  /** Empty places for so many pictures of a method. */
+  /** Show empty frames for so many pictures of a method. */
   clear(method, count = 1, seed = 0) {
     const { columns, rows } = this.setup;
     this.method = method;
@@ -64,18 +64,18 @@ export class Side {
     this.figures();
   }
 
-  /** Show pictures grow as the events of an answer tell; throws as `call` does. */
+  /** Update the pictures with the events of an answer; throws as `call` does. */
   async follow(answer, prompt) {
     for await (const event of events(answer)) {
       if (event.error) throw new Error(event.error.message);
-      this.hear(event, this.pictures[event.index], prompt);
+      this.handle(event, this.pictures[event.index], prompt);
       this.figures();
       this.hooks.changed();
     }
     if (!this.pictures.every((picture) => picture.facts)) throw new Error("the server ended before the pictures were finished");
   }
 
-  hear(event, picture, prompt) {
+  handle(event, picture, prompt) {
     switch (event.type) {
       case "image_generation.accepted":
         this.hooks.warned(event.warnings);
@@ -105,17 +105,17 @@ export class Side {
     frame.querySelectorAll("path").forEach((path, i) => path.setAttribute("d", paths[i]));
   }
 
-  /** Codes of all its pictures. */
+  /** Number of decided codes of all its pictures. */
   get decided() {
     return sum(this.pictures.map((picture) => sum(picture.accepted)));
   }
 
-  /** Of the codes that its pictures will have. */
+  /** The decided codes in per cent of all codes. */
   get percent() {
     return Math.round((100 * this.decided) / (this.setup.length * this.pictures.length));
   }
 
-  /** Mean of its pictures: what their lanes computed from each one's first pass to its last. */
+  /** Mean over its pictures of the seconds that the engine computed from the first pass to the last. */
   get seconds() {
     return mean(this.pictures.map((picture) => picture.seconds));
   }

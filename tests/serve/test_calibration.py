@@ -13,9 +13,9 @@ from served import PacedPipe, batcher_of, until
 from lanternpp import Pipeline
 from lanternpp.cli.serve import measuring
 from lanternpp.serve.app import create_app
-from lanternpp.serve.batcher import Order
+from lanternpp.serve.batcher import ImageSpec
 from lanternpp.serve.calibration import Calibration
-from lanternpp.serve.terms import Terms
+from lanternpp.serve.server_config import ServerConfig
 from lanternpp.tuning import batches
 from lanternpp.tuning.batches import BatchChoice, Cell
 
@@ -30,25 +30,25 @@ def pipe(tmp_path, monkeypatch) -> Pipeline:
 
 def test_it_serves_at_once_measures_while_nobody_waits_and_knows_at_the_second_start(pipe) -> None:
     """Measuring goes on a step at a time, only when there is nothing to draw, and says how far it is."""
-    terms, told = Terms("lantern++", {"proposer": "parallel"}), []
+    config, messages = ServerConfig("lantern++", {"proposer": "parallel"}), []
     paced = PacedPipe(pipe)  # steps of pictures and of measuring alike
-    first = Calibration(measuring(paced, terms, 2), told.append)
-    assert not first.over and not told, "nothing is measured before the server is there"
+    first = Calibration(measuring(paced, config, 2), messages.append)
+    assert not first.finished and not messages, "nothing is measured before the server is there"
     with batcher_of(paced, slots=2, calibration=first) as batcher, TestClient(app_of(batcher)) as http:
 
         def health() -> dict:
             return http.get("/healthz").json()["calibration"]
 
-        until(lambda: told)
-        assert "while no request waits" in told[0] and health() == {
+        until(lambda: messages)
+        assert "while no request waits" in messages[0] and health() == {
             "state": "measuring",
             "done": 0,
             "total": 14,
         }
-        plain, tickets = Order("a red tulip", 1, pipe.settings("ar")), []
+        plain, tickets = ImageSpec("a red tulip", 1, pipe.settings("ar")), []
         asking = threading.Thread(target=lambda: tickets.append(batcher.submit(plain)))
         asking.start()
-        until(lambda: batcher._kept == 1)
+        until(lambda: batcher._reserved == 1)
         paced.allow(1)  # the step that was under way
         asking.join(120)
         until(lambda: batcher.stats.running == 1)
@@ -58,13 +58,13 @@ def test_it_serves_at_once_measures_while_nobody_waits_and_knows_at_the_second_s
         until(lambda: health()["state"] == "measuring")
         paced.allow(1 << 20)
         until(lambda: health() == {"state": "done", "done": 14, "total": 14})
-        assert len(told) == 2
-        settings = terms.settings(pipe, None, {})
-        drawn = batcher.submit(Order("a red tulip", 1, settings)).result(300)
+        assert len(messages) == 2
+        settings = config.settings(pipe, None, {})
+        drawn = batcher.submit(ImageSpec("a red tulip", 1, settings)).result(300)
         assert drawn.settings == replace(first.choose(settings, 1), batch_size=1)
     assert {cell.rows for cell in first.choose.cells} == {1, 2}
-    second = Calibration(measuring(pipe, terms, 2), told.append)
-    assert second.choose == first.choose and len(told) == 2
+    second = Calibration(measuring(pipe, config, 2), messages.append)
+    assert second.choose == first.choose and len(messages) == 2
 
 
 def test_measuring_that_breaks_breaks_nothing_else(pipe, caplog) -> None:
@@ -74,10 +74,10 @@ def test_measuring_that_breaks_breaks_nothing_else(pipe, caplog) -> None:
 
     broken = Calibration(steps())
     with batcher_of(pipe, calibration=broken) as batcher, TestClient(app_of(batcher)) as http:
-        until(lambda: broken.over)
+        until(lambda: broken.finished)
         assert http.get("/healthz").json()["calibration"] == {"state": "failed", "done": 0, "total": 2}
         assert "out of memory" in caplog.text and batcher.broken is None
-        assert batcher.submit(Order("a red tulip", 1, pipe.settings("ar"))).result(300)
+        assert batcher.submit(ImageSpec("a red tulip", 1, pipe.settings("ar"))).result(300)
 
 
 def app_of(batcher):
@@ -95,8 +95,8 @@ def test_pictures_are_those_of_the_settings_they_say(pipe) -> None:
         4: ("ar", None),
     }.items():
         with batcher_of(pipe, slots=4, choose=choice) as batcher:
-            orders = [Order("a red tulip", seed, settings) for seed in range(rows)]
-            drawn = [ticket.result(300) for ticket in batcher.submit_all(orders)]
+            specs = [ImageSpec("a red tulip", seed, settings) for seed in range(rows)]
+            drawn = [ticket.result(300) for ticket in batcher.submit_all(specs)]
         assert {(one.rows, one.settings.method, one.settings.tree) for one in drawn} == {(rows, method, tree)}
         given = {"proposer": "parallel", "tree": tree} if tree else {}
         alone = pipe("a red tulip", n=rows, method=method, batch_size=rows, **given)

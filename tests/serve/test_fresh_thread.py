@@ -19,16 +19,16 @@ from lanternpp import Pipeline
 from lanternpp.cli import main
 from lanternpp.serve import server
 from lanternpp.serve.app import create_app
-from lanternpp.serve.aside import aside
+from lanternpp.serve.fresh_thread import run_in_fresh_thread
 from lanternpp.serve.pictures import half_drawn
 
 LEFT = """
 import os, time, torch
-from lanternpp.serve.aside import aside
+from lanternpp.serve.fresh_thread import run_in_fresh_thread
 def threads(): return len(os.listdir("/proc/self/task"))
 def compute(): torch.rand(10**6).exp(); return threads()
 before = threads()
-inside = aside(compute)
+inside = run_in_fresh_thread(compute)
 end = time.monotonic() + 60  # a thread's own end takes a moment
 while threads() > before and time.monotonic() < end: time.sleep(0.01)
 print(before, inside, threads(), compute())
@@ -37,14 +37,14 @@ print(before, inside, threads(), compute())
 
 ENDLESS = """
 import signal, torch
-from lanternpp.serve.aside import aside
+from lanternpp.serve.fresh_thread import run_in_fresh_thread
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def endless():
     try:
         print("begun", flush=True)
         while True: torch.rand(10**6).exp()
     finally: print("ended")
-try: aside(endless)
+try: run_in_fresh_thread(endless)
 except KeyboardInterrupt: print("interrupted")
 """
 
@@ -52,10 +52,10 @@ except KeyboardInterrupt: print("interrupted")
 def test_it_returns_raises_and_knows_the_context() -> None:
     name = contextvars.ContextVar("name", default="nobody")
     name.set("somebody")
-    ran, got = aside(lambda more: (threading.current_thread(), name.get() + more), more="!")
+    ran, got = run_in_fresh_thread(lambda more: (threading.current_thread(), name.get() + more), more="!")
     assert got == "somebody!" and ran is not threading.current_thread() and not ran.is_alive()
     with pytest.raises(ZeroDivisionError):
-        aside(lambda: 1 / 0)
+        run_in_fresh_thread(lambda: 1 / 0)
 
 
 def test_it_leaves_no_thread_of_openmp() -> None:

@@ -1,4 +1,7 @@
-"""Who may come in, and where: API keys and the address. Nothing here loads torch, so that refusals are quick."""
+"""What is checked before a server starts: its packages, API keys and address.
+
+Nothing here imports torch, so that a mistake is reported quickly.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from pathlib import Path
 
 from lanternpp.errors import InputError
 
-KEYS = "LANTERNPP_API_KEYS"  # keys separated by commas or blanks
+KEYS = "LANTERNPP_API_KEYS"  # environment variable: keys separated by commas or blanks
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 EXTRA = "serving needs {name}, which is not installed; run pip install 'lanternpp[serve]'"
-SHORTEST = 16  # characters of a key
+MIN_KEY_CHARS = 16
 
 
 def require() -> None:
-    """InputError unless what serving needs is installed; nothing is imported, which takes seconds."""
+    """Raise InputError unless the packages for serving are installed. They are not imported: that takes seconds."""
     for name in PACKAGES:
         if find_spec(name) is None:
             raise InputError(EXTRA.format(name=name))
@@ -40,32 +43,32 @@ def check_proxies(given: str | None) -> tuple[str, ...]:
 
 
 def check_keys(keys: Sequence[str]) -> None:
-    """InputError unless each can be sent in a header and is not soon guessed."""
+    """Raise InputError unless each key can be sent in a header and is long enough not to be guessed."""
     for key in keys:
-        if len(key) < SHORTEST or not key.isascii() or any(c.isspace() for c in key):
+        if len(key) < MIN_KEY_CHARS or not key.isascii() or any(c.isspace() for c in key):
             raise InputError(
-                f"an API key of {len(key)} characters will not do; use {SHORTEST} or more ASCII characters without blanks"
+                f"an API key of {len(key)} characters cannot be used; take {MIN_KEY_CHARS} or more ASCII characters without blanks"
             )
 
 
 def gather_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
-    """API keys from options, from a file of one a line, and from the environment. Raises InputError."""
+    """API keys from options, from a file with one key per line, and from the environment. Raises InputError."""
     found = [*given, *os.environ.get(KEYS, "").replace(",", " ").split()]
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as error:
             raise InputError(f"--api-key-file {str(file)!r} cannot be read: {error}") from None
-        own = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not own:
-            raise InputError(f"--api-key-file {str(file)!r} has no keys; write one a line")
-        found += own
+        in_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not in_file:
+            raise InputError(f"--api-key-file {str(file)!r} has no keys; write one per line")
+        found += in_file
     check_keys(found)
     return tuple(dict.fromkeys(found))
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at this address, which does not listen yet; port 0: any free one. Raises InputError."""
+    """A socket bound to this address; uvicorn listens on it later. port 0: any free one. Raises InputError."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -86,7 +89,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url(bound: socket.socket) -> str:
-    """How a browser on this machine reaches it."""
+    """The URL at which a browser on this machine reaches the server."""
     host, port = bound.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"

@@ -1,0 +1,108 @@
+"""Error responses, in the format of OpenAI's API: one sentence for the user, never a traceback."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from lanternpp.errors import InputError
+from lanternpp.serve.schemas import Fault, Refusal
+from lanternpp.serve.tickets import Cancelled, Closed, Expired, Full
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+log = logging.getLogger("lanternpp.serve")
+BROKEN = "the server failed at this request; its log has the error"
+MAX_VALUE_CHARS = 300  # longest value that a message repeats
+CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; only the log and the metrics see it
+
+
+def error_response(
+    status: int, message: str, code: str | None = None, param: str | None = None, **headers: str
+) -> JSONResponse:
+    """A response with this status and an error as its body; keyword arguments are headers, with _ for -."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    body = Refusal(error=Fault(message=printable(message), type=kind, param=param, code=code))
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return JSONResponse(body.model_dump(), status, headers=named)
+
+
+def response_for(error: Exception) -> JSONResponse:
+    """The response for an error that drawing a picture raised."""
+    match error:
+        case Full():
+            return error_response(429, str(error), "queue_full", Retry_After=str(error.retry_after))
+        case Closed():
+            return error_response(503, str(error), "shutting_down", Retry_After="5", Connection="close")
+        case Expired():
+            return error_response(504, str(error), "deadline")
+        case Cancelled():
+            return error_response(CLIENT_CLOSED, str(error), "cancelled")
+        case InputError():
+            return error_response(400, str(error), "invalid_value")
+    log.error("a request failed", exc_info=error)
+    return error_response(500, BROKEN, "internal_error")
+
+
+def validation_error_response(errors: list[dict[str, Any]]) -> JSONResponse:
+    """The response for a body that does not follow the schema: names the first of pydantic's errors."""
+    first = errors[0]
+    place = [str(part) for part in first["loc"][1:]]
+    param = place[0] if place else None
+    reason = first["msg"][:1].lower() + first["msg"][1:]
+    if first["type"] == "json_invalid":
+        return error_response(
+            400, f"the body is not JSON: {first.get('ctx', {}).get('error', reason)}", "invalid_json"
+        )
+    if param is None:
+        return error_response(400, f"the body is not valid: {reason}; send a JSON object", "invalid_body")
+    if first["type"] == "extra_forbidden":
+        return error_response(
+            400, f"field {short(param)} is unknown", "unknown_parameter", param[:MAX_VALUE_CHARS]
+        )
+    if first["type"] == "missing":
+        return error_response(400, f"field {param!r} is missing", "missing_parameter", param)
+    return error_response(
+        400, f"{param} {short(first.get('input'))} is not valid: {reason}", "invalid_value", param
+    )
+
+
+def short(value: object) -> str:
+    """A value as a message can repeat it: cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= MAX_VALUE_CHARS else text[:MAX_VALUE_CHARS] + "..."
+
+
+def printable(message: str) -> str:
+    """A message on one line, cut where it is long, without anything that UTF-8 cannot encode."""
+    clean = " ".join(message.encode("utf-8", "backslashreplace").decode().split())
+    return clean if len(clean) <= 5 * MAX_VALUE_CHARS else clean[: 5 * MAX_VALUE_CHARS] + "..."
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Give an app these responses for errors outside its routes: invalid bodies, unknown paths, exceptions."""
+    from fastapi.exceptions import RequestValidationError
+
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return validation_error_response(list(error.errors()))
+
+    async def http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        answer = error_response(error.status_code, str(error.detail), CODES.get(error.status_code))
+        answer.headers.update(error.headers or {})
+        return answer
+
+    async def broken(request: Request, error: Exception) -> JSONResponse:
+        return error_response(500, BROKEN, "internal_error")  # starlette raises it again, and uvicorn logs it
+
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, broken)

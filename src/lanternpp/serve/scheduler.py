@@ -1,0 +1,121 @@
+"""The scheduler: which batch runner a picture enters, and which batch runner steps next.
+
+Batch runners have 1, 2, 4 ... `slots` rows; there is at most one for each pair of settings and size. Where w pictures of
+the same settings wait, the fitting size is the smallest one that is at least w (at most `slots`). A picture enters
+
+1. the largest running batch runner of its settings that has a free slot, if it is of the fitting size or larger (a small
+   one is not refilled while many pictures wait) and at least half of its rows would then be in use (a large one is not
+   kept running for a few pictures);
+2. else an idle or new batch runner of the smallest size, from the fitting one up, that is not running;
+3. else none yet: it waits. At most `max_runners` engines are kept; the idle one that was used longest ago is closed to
+   make room. While a picture waits for such room, no picture behind it in the queue enters anything, so that the running
+   ones empty.
+
+The last of the `max_runners` batch runners is not given to a client that has pictures in all others. Its pictures wait,
+but those of other clients do not.
+
+Steps are shared out by client. A step is one client's: its seconds are charged to that client, though pictures of others
+may advance in it too. The next step is given to the client that was charged the fewest seconds, so clients with pictures
+get equal time, however many batch runners one of them uses. Of a client's batch runners the one with the smallest virtual
+time (seconds per picture) steps, so that all of its pictures advance evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lanternpp.serve.batch_runner import BatchRunner
+from lanternpp.serve.tickets import Ticket
+from lanternpp.settings import Settings
+
+
+class AllRunnersBusy(Exception):  # noqa: N818 - a state, not a fault
+    """The picture must wait until one of the batch runners is idle."""
+
+
+class ClientAtLimit(AllRunnersBusy):
+    """The picture must wait until its client uses fewer batch runners."""
+
+
+class Scheduler:
+    """All batch runners, and the seconds charged to clients.
+
+    One thread alone may change it; `runners` may be read by any.
+    """
+
+    def __init__(self, build: Callable[[Settings, int], BatchRunner], slots: int, max_runners: int):
+        """build: makes a batch runner for these settings with so many rows; slots: most rows that one may have."""
+        self.build, self.slots, self.max_runners = build, slots, max_runners
+        self.runners: tuple[BatchRunner, ...] = ()
+        self._charged: dict[str, float] = {}  # seconds by client; a new client starts at the least of them
+
+    @property
+    def running(self) -> list[BatchRunner]:
+        """The batch runners with pictures, the smallest virtual time first."""
+        return sorted(
+            (runner for runner in self.runners if runner.occupied), key=lambda runner: runner.virtual_time
+        )
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """The tickets in all slots."""
+        return [ticket for runner in self.runners for ticket, _ in list(runner.occupied.values())]
+
+    def next_step(self) -> tuple[BatchRunner, str] | None:
+        """The batch runner that steps next, and the client to charge for it; None: there is no picture to draw."""
+        running = self.running
+        clients = list(dict.fromkeys(client for runner in running for client in runner.clients))
+        if not clients:
+            return None
+        known = {client: self._charged[client] for client in clients if client in self._charged}
+        least = min(known.values(), default=0.0)
+        self._charged = {client: known.get(client, least) for client in clients}
+        client = min(clients, key=self._charged.__getitem__)
+        return next(runner for runner in running if client in runner.clients), client
+
+    def charge(self, client: str, seconds: float) -> None:
+        """Charge a client for seconds of computing."""
+        least = min(self._charged.values(), default=0.0)
+        self._charged[client] = self._charged.get(client, least) + seconds
+
+    def runner_for(self, key: Settings, waiting: int, client: str = "") -> BatchRunner | None:
+        """The batch runner that the first of `waiting` pictures of these settings enters; None: all that fit are full.
+
+        Raises ClientAtLimit, AllRunnersBusy, or whatever building an engine raises.
+        """
+        runner = self._find(key, waiting, client)
+        if runner is not None and not runner.occupied and (running := self.running):
+            # The time in which it was idle gives it no precedence now.
+            runner.virtual_time = max(runner.virtual_time, running[0].virtual_time)
+        return runner
+
+    def _find(self, key: Settings, waiting: int, client: str) -> BatchRunner | None:
+        size = min(self.slots, 1 << (waiting - 1).bit_length())
+        by_size = {runner.rows: runner for runner in self.runners if runner.key == key}
+        for rows in sorted(by_size, reverse=True):
+            runner = by_size[rows]
+            filled = len(runner.occupied) + waiting
+            if rows >= size and runner.occupied and runner.free and 2 * filled >= rows:
+                return runner
+        while size <= self.slots:
+            if size not in by_size or not by_size[size].occupied:
+                idle = [runner for runner in self.runners if not runner.occupied]
+                if len(self.runners) >= self.max_runners and not idle:
+                    raise AllRunnersBusy
+                if sum(client in runner.clients for runner in self.runners) >= max(1, self.max_runners - 1):
+                    raise ClientAtLimit
+                return by_size[size] if size in by_size else self._open(key, size, idle)
+            size *= 2
+        return None
+
+    def _open(self, key: Settings, rows: int, idle: list[BatchRunner]) -> BatchRunner:
+        """A new batch runner; where there are `max_runners` already, the idle one used longest ago is closed."""
+        if len(self.runners) >= self.max_runners:
+            self.close(min(idle, key=lambda runner: runner.last_used))
+        runner = self.build(key, rows)
+        self.runners = (*self.runners, runner)
+        return runner
+
+    def close(self, runner: BatchRunner) -> None:
+        """Forget a batch runner, which frees the memory of its engine."""
+        self.runners = tuple(other for other in self.runners if other is not runner)

@@ -1,0 +1,51 @@
+"""The defaults and limits of a server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lanternpp.dials import DRAFT, PARTS, RULE, names
+from lanternpp.errors import InputError
+from lanternpp.methods import AUTO, check_method
+from lanternpp.pipeline import Pipeline
+from lanternpp.serve.startup import check_keys
+from lanternpp.settings import Settings
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The defaults and limits of a server. Without keys, everybody who can connect may draw."""
+
+    method: str = AUTO
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # fields of `Settings`, as `Pipeline.settings`
+    keys: Sequence[str] = ()  # API keys
+    hosts: Sequence[str] = ()  # accepted names in the Host header; empty: any
+    deadline: float | None = None  # seconds for a picture, whatever a request asks for
+    max_body_bytes: int = 1 << 20
+    max_prompt_chars: int = 1000
+
+    def __post_init__(self) -> None:
+        check_method(self.method)
+        for name, value in (
+            ("deadline", self.deadline),
+            ("body limit", self.max_body_bytes),
+            ("prompt limit", self.max_prompt_chars),
+        ):
+            if value is not None and value <= 0:
+                raise InputError(f"{name} {value} is not above 0")
+        check_keys(self.keys)
+
+    def settings(self, pipe: Pipeline, method: str | None, given: Mapping[str, Any]) -> Settings:
+        """The settings of a request: what the request gives, else what the server was started with.
+
+        method: the request's; None: the server's. given: the dials of the request. The parts and dials that the server was
+        started with belong to its own method, so a request for another method gets that method's defaults. Raises
+        InputError.
+        """
+        default = pipe.chosen(self.method).method
+        chosen = pipe.chosen(check_method(method)).method if method else default
+        of_the_method = names(PARTS, DRAFT, RULE)
+        base = {k: v for k, v in self.overrides.items() if chosen == default or k not in of_the_method}
+        return pipe.settings(method or self.method, **{**base, **given, "batch_size": 1})

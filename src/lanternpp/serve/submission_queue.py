@@ -1,0 +1,137 @@
+"""The queue of a batcher, and how any thread puts pictures into it.
+
+Places in the queue are reserved before a prompt is encoded, so a request that finds the queue full costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from lanternpp.arguments import EMPTY
+from lanternpp.engine.guidance import Guidance
+from lanternpp.errors import InputError
+from lanternpp.pipeline import Pipeline
+from lanternpp.serve.fair_queue import FairQueue
+from lanternpp.serve.fresh_thread import run_in_fresh_thread
+from lanternpp.serve.tickets import Closed, Full, ImageSpec, Ticket
+from lanternpp.types import Prompt
+
+RECENT = 0.2  # weight of the latest value in the moving average of the seconds between two finished pictures
+
+
+class Observer(Protocol):
+    """Is called when a batcher has done something, in the thread that did it."""
+
+    def stepped(self, pictures: int) -> None:
+        """A step advanced so many pictures."""
+
+    def ended(self, ticket: Ticket) -> None:
+        """A ticket is settled: finished, failed, cancelled or expired."""
+
+
+class SubmissionQueue:
+    """A queue of at most `queue` pictures for one model. A subclass takes them out and draws them."""
+
+    def __init__(self, pipe: Pipeline, queue: int):
+        if queue < 1:
+            raise InputError(f"a queue of {queue} is below 1; use 1 or more")
+        self.pipe, self.queue = pipe, queue
+        self.observers: list[Observer] = []
+        self._waiting = FairQueue()
+        self._changed = threading.Condition()  # guards the queue and the flags; wakes the drawing thread
+        self._encoding = threading.Lock()  # a target encodes one prompt at a time
+        self._reserved = 0  # places in the queue for pictures whose prompts are being encoded
+        self._closed = False
+        self._seconds_between: float | None = None  # moving average between two finished pictures
+        self._last_finish: float | None = None  # time.monotonic(); None: nothing was left to draw after it
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing new is accepted."""
+        return self._closed
+
+    def submit(self, spec: ImageSpec) -> Ticket:
+        """Put a picture into the queue. Raises Full where there is no room, Closed, or InputError."""
+        return self.submit_all([spec])[0]
+
+    def submit_all(self, specs: Sequence[ImageSpec]) -> list[Ticket]:
+        """Put all of these into the queue, or none; raises as `submit`."""
+        with self.reserve(len(specs)) as submit:
+            return submit(specs)
+
+    @contextmanager
+    def reserve(self, count: int) -> Iterator[Callable[[Sequence[ImageSpec]], list[Ticket]]]:
+        """Reserve places in the queue while the block runs; gives the function that submits so many pictures.
+
+        Reserving is quick. It raises Full, Closed, or InputError where the queue is shorter than `count`. The function
+        encodes the prompts, which may take a second; it raises Closed or InputError.
+        """
+        if count > self.queue:
+            raise InputError(f"{count} pictures do not fit the queue of {self.queue}; ask for fewer")
+        with self._changed:
+            self._refuse_closed()
+            taken = len(self._waiting) + self._reserved
+            if taken + count > self.queue:
+                raise Full(taken, self._retry_after(count))
+            self._reserved += count
+        try:
+            yield self._submit
+        finally:
+            with self._changed:
+                self._reserved -= count
+                self._changed.notify_all()
+
+    def _submit(self, specs: Sequence[ImageSpec]) -> list[Ticket]:
+        """Encode the prompts, each once, and put a ticket for every picture into the queue."""
+        tickets = [Ticket(spec, self._wake) for spec in specs]
+        encoded: dict[tuple[str, int], Prompt] = {}
+        for ticket in tickets:
+            key = ticket.spec.prompt, Guidance(ticket.spec.settings.cfg).branches
+            ticket.encoded = encoded[key] if key in encoded else encoded.setdefault(key, self._encode(*key))
+        with self._changed:
+            self._refuse_closed()
+            for ticket in tickets:
+                self._waiting.add(ticket)
+                for observer in self.observers:
+                    ticket.when_done(observer.ended)
+            self._changed.notify_all()
+        return tickets
+
+    def _encode(self, prompt: str, branches: int) -> Prompt:
+        """The target's encoding of a prompt, computed outside the drawing thread. Raises InputError."""
+        if not prompt.strip():
+            raise InputError(EMPTY)
+        with self._encoding:
+            return run_in_fresh_thread(self._encoded, prompt, branches)
+
+    @torch.inference_mode()
+    def _encoded(self, prompt: str, branches: int) -> Prompt:
+        return self.pipe.target.prompt([prompt], branches)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise Closed("the server is shutting down")
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _retry_after(self, count: int) -> int:
+        """Whole seconds, 1 to 60, until the queue probably has room for `count` more pictures."""
+        return max(1, min(60, math.ceil(count * (self._seconds_between or 1.0))))
+
+    def _record_finish(self, busy: bool) -> None:
+        """A picture was finished: update the average time between two. busy: whether there are more to draw."""
+        now = time.monotonic()
+        if self._last_finish is not None:
+            seconds = now - self._last_finish
+            old = self._seconds_between
+            self._seconds_between = seconds if old is None else old + RECENT * (seconds - old)
+        self._last_finish = now if busy else None

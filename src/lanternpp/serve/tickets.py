@@ -1,0 +1,198 @@
+"""A picture from its request to its result: what to draw, the handle on it, its progress, and the finished image."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from lanternpp.settings import Settings
+from lanternpp.types import Prompt
+
+
+class Full(Exception):  # noqa: N818 - names a state of the server, as queue.Full does
+    """The queue has no room. `retry_after`: whole seconds until it probably has room again."""
+
+    def __init__(self, waiting: int, retry_after: int):
+        super().__init__(f"{waiting} pictures are waiting already; try again in {retry_after} s")
+        self.retry_after = retry_after
+
+
+class Closed(Exception):  # noqa: N818
+    """The server is shutting down and accepts nothing new."""
+
+
+class Expired(Exception):  # noqa: N818
+    """The picture was not finished by its deadline."""
+
+
+class Cancelled(Exception):  # noqa: N818
+    """The picture was given up by the client that asked for it."""
+
+
+def retrieve_error(future: asyncio.Future[Any]) -> None:
+    """Retrieve the error of a future when it is done; asyncio logs errors that nobody has retrieved."""
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """One picture to draw."""
+
+    prompt: str
+    seed: int
+    settings: (
+        Settings  # as Pipeline.settings gives them; their batch size is ignored: the batch runner decides it
+    )
+    deadline: float | None = None  # seconds from its submission after which it has failed
+    client: str = ""  # clients take turns in the queue; within one client it is first come, first served
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A picture that is being drawn, after a step of its batch runner."""
+
+    codes: Tensor  # [decided] int64, on the CPU
+    accepted: tuple[int, ...]  # codes decided by each pass so far, the prefill first
+    seconds: float  # computed by its batch runner since the picture entered it
+
+
+@dataclass(frozen=True)
+class FinishedImage:
+    """A finished picture."""
+
+    image: Image.Image
+    codes: Tensor  # [length] int64, on the CPU
+    accepted: tuple[int, ...]  # codes decided by each pass, the prefill first
+    seconds: float  # computed by its batch runner from the picture's prefill to its pixels
+    waited: float  # seconds in the queue
+    rows: int  # of its batch runner
+    settings: Settings  # that it was drawn with; batch_size is `rows`
+    tv_spent: float | None = None  # None: not measured
+
+
+class Ticket:
+    """The handle of a submitted picture; any thread may use it.
+
+    A ticket is settled once: with a picture (`finish`) or with an error (`fail`, `cancel`).
+    """
+
+    def __init__(self, spec: ImageSpec, on_cancel: Callable[[], None] = lambda: None):
+        """on_cancel: called once when `cancel` settles the ticket."""
+        self.spec = spec
+        self.submitted = time.monotonic()
+        self.started: float | None = None  # time.monotonic() when it left the queue
+        self.encoded: Prompt | None = None  # the target's encoding of the prompt, until it is in a slot
+        self.interval: float | None = (
+            None  # least seconds between two progress reports; None: nobody follows it
+        )
+        self._on_cancel = on_cancel
+        self._future: Future[FinishedImage] = Future()
+        self._settling = threading.RLock()
+        self._progress: Progress | None = None
+        self._unseen = False  # whether `follow` has not yielded the latest progress yet
+        self._reported = 0.0  # time.monotonic() of the latest progress
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether it is settled: there is a picture or an error."""
+        return self._future.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Of a settled ticket: why there is no picture; None: there is one."""
+        return self._future.exception()
+
+    @property
+    def progress(self) -> Progress | None:
+        """The latest progress; None: there was none yet, or nobody follows it."""
+        return self._progress
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was submitted."""
+        return time.monotonic() - self.submitted
+
+    def when_done(self, call: Callable[[Ticket], None]) -> None:
+        """Call `call` with this ticket once it is settled, in the thread that settles it."""
+        self._future.add_done_callback(lambda _: call(self))
+
+    def cancel(self) -> None:
+        """Give the picture up; its slot is free within a step. Does nothing if the ticket is settled."""
+        if self.fail(Cancelled("the picture was cancelled")):
+            self._on_cancel()
+
+    def result(self, timeout: float | None = None) -> FinishedImage:
+        """The picture, once it is finished.
+
+        Raises Expired, Cancelled, Closed, whatever drawing it raised, or TimeoutError after `timeout` seconds.
+        """
+        return self._future.result(timeout)
+
+    async def finished(self) -> FinishedImage:
+        """`result` for a coroutine. If the coroutine is cancelled, so is the picture."""
+        future = asyncio.wrap_future(self._future)
+        retrieve_error(future)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    async def follow(self, every: float = 0.0) -> AsyncIterator[Progress]:
+        """The progress of the picture until it is settled. A slow reader misses some: only the latest is kept.
+
+        every: least seconds between two of them. Only one coroutine at a time may follow a ticket.
+        """
+        loop, awake = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(awake.set)
+
+        self._listeners.append(wake)
+        self._future.add_done_callback(lambda _: wake())
+        self.interval = every
+        try:
+            while not self.done:
+                await awake.wait()
+                awake.clear()
+                if self._unseen and self._progress is not None and not self.done:
+                    self._unseen = False
+                    yield self._progress
+        finally:
+            self._listeners.remove(wake)
+
+    def due(self, now: float) -> bool:
+        """For the batcher: whether somebody follows the picture and the next progress report is due."""
+        return self.interval is not None and now - self._reported >= self.interval
+
+    def report(self, progress: Progress) -> None:
+        """For the batcher: report progress to whoever follows the picture."""
+        self._reported = time.monotonic()
+        self._progress, self._unseen = progress, True
+        for listener in list(self._listeners):
+            listener()
+
+    def finish(self, image: FinishedImage) -> bool:
+        """For the batcher: settle the ticket with its picture. Returns False if it was settled before."""
+        return self._settle(lambda: self._future.set_result(image))
+
+    def fail(self, error: Exception) -> bool:
+        """Settle the ticket with an error. Returns False if it was settled before."""
+        return self._settle(lambda: self._future.set_exception(error))
+
+    def _settle(self, settle: Callable[[], None]) -> bool:
+        with self._settling:
+            if self.done:
+                return False
+            settle()
+            return True

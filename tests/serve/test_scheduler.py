@@ -1,0 +1,160 @@
+"""Which batch runner a picture enters, and which one steps next."""
+
+from __future__ import annotations
+
+import pytest
+from served import settings
+
+from lanternpp.serve.scheduler import AllRunnersBusy, ClientAtLimit, Scheduler
+
+AR, OTHER = settings("ar"), settings("ar", temperature=0.5)
+
+
+class Stub:
+    """A batch runner without an engine."""
+
+    def __init__(self, key, rows):
+        self.key, self.rows, self.occupied, self.virtual_time, self.last_used = key, rows, {}, 0.0, 0.0
+
+        self.clients, self.steps = [], 0
+
+    @property
+    def free(self):
+        return self.rows - len(self.occupied)
+
+    def fill(self, count, *clients):
+        self.occupied = dict.fromkeys(range(count), (None, 0.0))
+        self.clients = list(clients or [""])
+        return self
+
+    def step(self, seconds):
+        self.steps += 1
+        self.virtual_time += seconds / len(self.occupied)
+
+
+@pytest.fixture
+def scheduler():
+    return Scheduler(Stub, slots=8, max_runners=4)
+
+
+@pytest.mark.parametrize(("waiting", "rows"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (40, 8)])
+def test_an_empty_server_opens_the_smallest_runner_that_holds_what_waits(scheduler, waiting, rows):
+    assert scheduler.runner_for(AR, waiting).rows == rows
+
+
+def test_a_free_slot_of_a_running_runner_comes_first(scheduler):
+    runner = scheduler.runner_for(AR, 3).fill(3)
+    assert scheduler.runner_for(AR, 1) is runner
+    assert scheduler.runner_for(OTHER, 1) is not runner
+
+
+def test_a_full_runner_gets_a_larger_sister(scheduler):
+    scheduler.runner_for(AR, 1).fill(1)
+    assert scheduler.runner_for(AR, 1).rows == 2
+
+
+def test_a_small_runner_is_not_refilled_while_a_crowd_waits(scheduler):
+    small = scheduler.runner_for(AR, 2).fill(1)
+    large = scheduler.runner_for(AR, 8)
+    assert large is not small and large.rows == 8
+    large.fill(8)
+    assert scheduler.runner_for(AR, 8) is None
+
+
+def test_a_large_runner_is_not_kept_up_for_a_few(scheduler):
+    large = scheduler.runner_for(AR, 8).fill(1)
+    assert scheduler.runner_for(AR, 1).rows == 1
+    assert scheduler.runner_for(AR, 3) is large
+
+
+def test_the_idle_runner_used_longest_ago_makes_room(scheduler):
+    scheduler.max_runners = 2
+    first, second = scheduler.runner_for(AR, 1), scheduler.runner_for(AR, 2)
+    first.last_used, second.last_used = 2.0, 1.0
+    third = scheduler.runner_for(OTHER, 1)
+    assert scheduler.runners == (first, third)
+
+
+def test_a_picture_waits_where_all_engines_are_busy(scheduler):
+    scheduler.max_runners = 1
+    scheduler.runner_for(AR, 2).fill(1)
+    with pytest.raises(AllRunnersBusy):
+        scheduler.runner_for(OTHER, 1)
+    with pytest.raises(AllRunnersBusy):
+        scheduler.runner_for(AR, 8)
+
+
+def test_the_runner_furthest_behind_steps_next_and_idleness_saves_nothing(scheduler):
+    busy, other = scheduler.runner_for(AR, 1).fill(1), scheduler.runner_for(OTHER, 1).fill(1)
+    busy.virtual_time, other.virtual_time = 5.0, 7.0
+    assert scheduler.running[0] is busy
+    late = scheduler.runner_for(AR, 4)
+    assert late.virtual_time == 5.0
+
+
+def shared(scheduler, *costs, turns=1200):
+    """The steps of each batch runner after so many turns, where a step of each costs so many seconds."""
+    for _ in range(turns):
+        runner, client = scheduler.next_step()
+        seconds = costs[scheduler.runners.index(runner)]
+        runner.step(seconds)
+        scheduler.charge(client, seconds)
+    return [runner.steps for runner in scheduler.runners]
+
+
+def opened(scheduler, *clients):
+    """A batch runner of one row for each client; all have other settings, as after a changed dial in every request."""
+    for client in clients:
+        runner = scheduler.runner_for(
+            settings("ar", temperature=0.1 + len(scheduler.runners) / 100), 1, client
+        )
+        runner.fill(1, client)
+
+
+def test_a_client_that_opens_runners_gets_no_more_time(scheduler):
+    opened(scheduler, "many", "many", "many", "one")
+    assert shared(scheduler, 1, 1, 1, 1) == [200, 200, 200, 600]
+
+
+def test_time_is_shared_whatever_a_step_takes(scheduler):
+    opened(scheduler, "slow", "slow", "quick")
+    assert shared(scheduler, 4, 4, 1, turns=1000) == [100, 100, 800]
+
+
+def test_who_pays_for_a_step_of_a_shared_runner_takes_turns_and_nobody_starves(scheduler):
+    scheduler.runner_for(AR, 8, "many").fill(8, "many", "one")
+    scheduler.runner_for(OTHER, 1, "many").fill(1, "many")
+    scheduler.runner_for(settings("ar", cfg=2), 1, "third").fill(1, "third")
+    both, own, third = shared(scheduler, 8, 8, 8)
+    assert third == 400 and both + own == 800 and own > 80  # pictures of one client advance evenly
+
+
+def test_who_comes_late_has_nothing_saved_and_nothing_owed(scheduler):
+    opened(scheduler, "early")
+    shared(scheduler, 5, turns=100)
+    opened(scheduler, "late")
+    first, second = scheduler.runners
+    before = first.steps
+    shared(scheduler, 1, 1, turns=100)
+    assert (first.steps - before, second.steps) == (50, 50)
+
+
+def test_prefills_are_paid_for(scheduler):
+    opened(scheduler, "one")
+    shared(scheduler, 1, turns=5)
+    opened(scheduler, "many")
+    scheduler.charge("many", 30.5)
+    assert shared(scheduler, 1, 1, turns=30) == [5 + 30, 0]
+
+
+def test_the_last_runner_is_not_for_a_client_that_has_all_others(scheduler):
+    opened(scheduler, "many", "many", "many")
+    with pytest.raises(ClientAtLimit):
+        scheduler.runner_for(AR, 1, "many")
+    runner = scheduler.runner_for(AR, 1, "one").fill(1, "one")
+    with pytest.raises(AllRunnersBusy) as waits:
+        scheduler.runner_for(OTHER, 1, "many")
+    assert not isinstance(waits.value, ClientAtLimit)  # all are busy: pictures behind it wait as well
+    runner.occupied = {}
+    scheduler.runners[0].fill(1, "third")
+    assert scheduler.runner_for(OTHER, 1, "many")
