@@ -130,8 +130,8 @@ def drafter(
             raise InputError(
                 "--rollouts is for drafters of --kind parallel: an EAGLE drafter hears nothing of them."
             )
-        settings = eagle.DrafterSettings(**shared, **only)
-        leave(eagle.train(data, model, layers, settings, where, crops, limit, drawn, cfg is None, keep))
+        eagle_hparams = eagle.DrafterSettings(**shared, **only)
+        leave(eagle.train(data, model, layers, eagle_hparams, where, crops, limit, drawn, cfg is None, keep))
         say_how(model, out, "eagle")
         return
     only |= given(cache_features=cache_features)
@@ -139,13 +139,13 @@ def drafter(
         raise InputError(
             f"--{next(iter(only)).replace('_', '-')} is for drafters of --kind eagle: leave it out."
         )
-    settings = parallel.ParallelSettings(**shared)
+    hparams = parallel.ParallelSettings(**shared)
     if rollouts is not None and rollouts < 1:
         raise InputError(f"--rollouts {rollouts} must be at least 1.")
     if rollouts is None:
-        leave(parallel.train(data, model, layers, settings, where, crops, limit, drawn, follow=cfg is None))
+        leave(parallel.train(data, model, layers, hparams, where, crops, limit, drawn, follow=cfg is None))
     else:
-        leave(runs.train(data, model, settings, where, rollouts, drawn, follow=cfg is None, layers=layers))
+        leave(runs.train(data, model, hparams, where, rollouts, drawn, follow=cfg is None, layers=layers))
     say_how(model, out, kind)
 
 
