@@ -18,7 +18,7 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self, root: Path):
         super().__init__(("127.0.0.1", 0), Answer)
-        self.root, self.asked, self.cut = root, [], None
+        self.root, self.requested, self.cut = root, [], None
 
     @property
     def address(self) -> str:
@@ -30,7 +30,7 @@ class Answer(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
-        self.server.asked.append((self.command, self.path, self.headers.get("Range")))
+        self.server.requested.append((self.command, self.path, self.headers.get("Range")))
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -75,14 +75,14 @@ class Answer(BaseHTTPRequestHandler):
     def file(self, path: Path) -> None:
         if not path.is_file():
             return self.refuse("EntryNotFound")
-        body, asked = path.read_bytes(), self.headers.get("Range")
-        first = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
-        self.send_response(206 if asked else 200)
+        body, requested = path.read_bytes(), self.headers.get("Range")
+        first = int(requested.removeprefix("bytes=").split("-")[0]) if requested else 0
+        self.send_response(206 if requested else 200)
         self.send_header("ETag", f'"{etag(path)}"')
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("Content-Length", str(len(body) - first))
-        if asked:
+        if requested:
             self.send_header("Content-Range", f"bytes {first}-{len(body) - 1}/{len(body)}")
         self.end_headers()
         if self.command == "HEAD":

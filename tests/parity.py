@@ -57,12 +57,12 @@ def gaps(target: LanguageTarget, peer: Peer, conditions: list[str | None]) -> di
     assert len(set(prompt.start.tolist())) > 1
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(target.codes, (count, 6), generator=generator)
-    wanted = torch.stack([peer.steps(row, own) for row, own in zip(rows, codes.tolist(), strict=True)])
+    expected = torch.stack([peer.steps(row, own) for row, own in zip(rows, codes.tolist(), strict=True)])
 
     cache = Cache(target.decoder.config, count, slots + 32, prompt.embeds)
     memory = cache.rows(torch.arange(count), prompt.start, slots)
     features = target(prompt.embeds, memory.nodes(), memory)
-    found = {"prefill": distance(target.head(features[:, -1]), wanted[:, 0])}
+    found = {"prefill": distance(target.head(features[:, -1]), expected[:, 0])}
     one = torch.ones(count, 1, 1, dtype=torch.bool)
     steps = []
     for i in range(codes.shape[1]):
@@ -70,7 +70,7 @@ def gaps(target: LanguageTarget, peer: Peer, conditions: list[str | None]) -> di
         features = target(target.embed(codes[:, i : i + 1]), nodes, cache)
         steps.append(target.head(features[:, 0]))
         cache.used += 1
-    found["steps"] = distance(torch.stack(steps, 1), wanted[:, 1:])
+    found["steps"] = distance(torch.stack(steps, 1), expected[:, 1:])
     found["tree"] = distance(*tree(target, peer, cache, rows, codes, generator))
     return found
 

@@ -135,10 +135,10 @@ def test_a_method_is_compared_with_plain_decoding(name: str, method: str, models
 
     options = dials | ({"cfg": 1.0} if batch == 3 else {}) | {"batch_size": batch}
     base, side = race(draw, method, options, 1, False, None)
-    told = [one.row()["settings"] for one in (base, side)]
-    assert [one["method"] for one in told] == ["ar", method]
-    assert {one["cfg"] for one in told} == {options.get("cfg", pipe.defaults["cfg"])}
-    assert {one["batch_size"] for one in told} == {batch}
+    reported = [one.row()["settings"] for one in (base, side)]
+    assert [one["method"] for one in reported] == ["ar", method]
+    assert {one["cfg"] for one in reported} == {options.get("cfg", pipe.defaults["cfg"])}
+    assert {one["batch_size"] for one in reported} == {batch}
     assert base.last.codes.shape == side.last.codes.shape
 
 

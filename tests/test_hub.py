@@ -35,45 +35,49 @@ def lanternpp(tmp_path: Path, address: str, *args: object, **more: str) -> subpr
 
 
 def test_a_model_is_fetched_once_and_drawn_without_a_network_after(shelf, tmp_path):
-    asked = ("generate", "a red tulip", "--model", "lamp/tiny", "--json", "-o", "a.png")
+    requested = ("generate", "a red tulip", "--model", "lamp/tiny", "--json", "-o", "a.png")
     with hub(shelf) as server:
-        first = lanternpp(tmp_path, server.address, *asked)
+        first = lanternpp(tmp_path, server.address, *requested)
         assert first.returncode == 0, first.stderr
-        got = {path.split("/resolve/")[1] for verb, path, _ in server.asked if "/resolve/" in path}
+        got = {path.split("/resolve/")[1] for verb, path, _ in server.requested if "/resolve/" in path}
         assert f"{COMMIT}/target/model.safetensors" in got and f"{COMMIT}/defaults.json" in got
         assert not any(name.endswith((".onnx", ".pt")) for name in got)
         address = server.address
-    again = lanternpp(tmp_path, address, *asked)  # nobody answers there now
+    again = lanternpp(tmp_path, address, *requested)  # nobody answers there now
     assert again.returncode == 0, again.stderr
-    offline = lanternpp(tmp_path, address, *asked, HF_HUB_OFFLINE="1")
-    told = [json.loads(run.stdout) for run in (first, again, offline)]
-    assert told[0]["accepted_per_pass"] == told[1]["accepted_per_pass"] == told[2]["accepted_per_pass"]
-    assert told[0]["model"] == "lamp/tiny"
+    offline = lanternpp(tmp_path, address, *requested, HF_HUB_OFFLINE="1")
+    reported = [json.loads(run.stdout) for run in (first, again, offline)]
+    assert (
+        reported[0]["accepted_per_pass"]
+        == reported[1]["accepted_per_pass"]
+        == reported[2]["accepted_per_pass"]
+    )
+    assert reported[0]["model"] == "lamp/tiny"
 
 
 def test_a_line_that_goes_dead_is_taken_up_where_it_stopped(shelf, tmp_path):
     large = shelf / "lamp" / "tiny" / "large.safetensors"
     large.write_bytes(bytes(24 << 20))  # more than the hub's library writes at a time
-    asked = ("generate", "a red tulip", "--model", f"lamp/tiny@{COMMIT}", "-o", "a.png")
+    requested = ("generate", "a red tulip", "--model", f"lamp/tiny@{COMMIT}", "-o", "a.png")
     with hub(shelf) as server:
         server.cut = ("large.safetensors", 15 << 20, 1)
-        whole = lanternpp(tmp_path, server.address, *asked)
+        whole = lanternpp(tmp_path, server.address, *requested)
         assert whole.returncode == 0 and whole.stderr == ""
-        spans = [span for verb, path, span in server.asked if verb == "GET" and path.endswith(large.name)]
+        spans = [span for verb, path, span in server.requested if verb == "GET" and path.endswith(large.name)]
         assert len(spans) == 2 and int(spans[1].removeprefix("bytes=").split("-")[0]) >= 10 << 20
 
 
 def test_a_fetch_that_fails_keeps_the_files_it_has(shelf, tmp_path):
-    asked = ("generate", "a red tulip", "--model", "lamp/tiny", "-o", "a.png")
+    requested = ("generate", "a red tulip", "--model", "lamp/tiny", "-o", "a.png")
     with hub(shelf) as server:
         server.cut = ("model.safetensors", 0, 100)
-        broken = lanternpp(tmp_path, server.address, *asked, HF_HUB_DOWNLOAD_TIMEOUT="1")
+        broken = lanternpp(tmp_path, server.address, *requested, HF_HUB_DOWNLOAD_TIMEOUT="1")
         assert broken.returncode == 2 and "run it again" in broken.stderr and broken.stderr.count("\n") == 1
         assert not (tmp_path / "a.png").exists()
         server.cut = None
-        server.asked.clear()
-        assert lanternpp(tmp_path, server.address, *asked).returncode == 0
-        got = [path for verb, path, _ in server.asked if verb == "GET" and "/resolve/" in path]
+        server.requested.clear()
+        assert lanternpp(tmp_path, server.address, *requested).returncode == 0
+        got = [path for verb, path, _ in server.requested if verb == "GET" and "/resolve/" in path]
         assert got and all(path.endswith("model.safetensors") for path in got)
 
 

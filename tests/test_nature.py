@@ -186,9 +186,9 @@ def test_a_very_long_prompt_has_a_short_refusal(prompt: str) -> None:
 
 
 def test_a_very_long_prompt_has_a_short_warning() -> None:
-    with pytest.warns(PromptWarning, match="zebra0, .* and 1988 more; it knows") as told:
+    with pytest.warns(PromptWarning, match="zebra0, .* and 1988 more; it knows") as reported:
         pipeline("auto").target.word_ids("tulip " + " ".join(f"zebra{i}" for i in range(2000)) + "z" * 9000)
-    assert len(str(told[0].message)) < 600
+    assert len(str(reported[0].message)) < 600
 
 
 @pytest.mark.parametrize(

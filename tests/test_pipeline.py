@@ -48,8 +48,8 @@ class StopError(Exception):
 
 
 def test_eight_threads_draw_what_each_would_draw_alone(folder: Path, pipe: Pipeline) -> None:
-    asked = list(product(range(10), WAYS))
-    alone = [pipe(PROMPT, seed=seed, **way) for seed, way in asked]
+    requested = list(product(range(10), WAYS))
+    alone = [pipe(PROMPT, seed=seed, **way) for seed, way in requested]
     shared = Pipeline.from_pretrained(folder, device="cpu", dtype="float32")
     together = threading.Barrier(8)
 
@@ -61,8 +61,8 @@ def test_eight_threads_draw_what_each_would_draw_alone(folder: Path, pipe: Pipel
         torch.set_num_threads(1)
         together.wait()
         for turn in range(25):
-            place = (7 * thread + turn) % len(asked)
-            seed, way = asked[place]
+            place = (7 * thread + turn) % len(requested)
+            seed, way = requested[place]
             if turn == 12 + thread % 3:  # an error on the way must not be seen in anyone's pictures
                 with pytest.raises(StopError):
                     shared(PROMPT, seed=seed + 100, progress=stop, **way)

@@ -94,12 +94,12 @@ def fetched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], H
     env = os.environ | {"HF_HOME": str(place / "home"), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
     env |= {"XDG_CACHE_HOME": str(place / "cache"), "OMP_NUM_THREADS": "1"}
     with hub(place / "hub") as server:
-        asked = json.dumps(list(orders.values()))
+        requested = json.dumps(list(orders.values()))
         ran = subprocess.run(
             [sys.executable, "-c", SCRIPT],
             env=env | {"HF_ENDPOINT": server.address},
             cwd=place,
-            input=asked,
+            input=requested,
             capture_output=True,
             text=True,
         )
@@ -121,11 +121,13 @@ def test_a_family_is_fetched_with_its_drafter_drawn_and_compared(name: str, fetc
 
 
 def test_a_file_of_llamagen_comes_with_the_tokenizer_like_it_and_nothing_else(fetched) -> None:
-    asked = {
-        path.split("/resolve/")[1].split("/", 1)[1] for _, path, _ in fetched[1].asked if "/resolve/" in path
+    requested = {
+        path.split("/resolve/")[1].split("/", 1)[1]
+        for _, path, _ in fetched[1].requested
+        if "/resolve/" in path
     }
-    assert {"vq_ds16_c2i.pt", "vq_ds16_t2i.pt"} <= asked
-    assert not asked & {"vq_ds8_other.pt", "another.pt"}
+    assert {"vq_ds16_c2i.pt", "vq_ds16_t2i.pt"} <= requested
+    assert not requested & {"vq_ds8_other.pt", "another.pt"}
 
 
 def test_a_target_whose_repository_has_no_tokenizer_is_converted_with_one_of_another(fetched) -> None:

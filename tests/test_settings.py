@@ -52,8 +52,10 @@ def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
     assert resolve("lantern++", {}, relaxed | {"residual": "paper"}).verify == "token"
     assert resolve("jacobi", {}, {"coupling": "maximal"}).verify == "token"
     assert resolve("parallel", {}, {"verify": "token"}).verify == "token"
-    told = {"methods": {"parallel": {"verify": "block"}}}
-    assert resolve("parallel", told, {"tree": "eagle-25"}).verify != "block", "a default that no longer fits"
+    reported = {"methods": {"parallel": {"verify": "block"}}}
+    assert resolve("parallel", reported, {"tree": "eagle-25"}).verify != "block", (
+        "a default that no longer fits"
+    )
 
 
 @pytest.mark.parametrize(

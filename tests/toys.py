@@ -147,8 +147,8 @@ class OtherMarkovDrafter(NoisyMarkovDrafter):
     def __init__(self, target: MarkovTarget, table: Tensor):
         super().__init__(target)
         # head(x) = x @ logp of the target, which is invertible: ask it for log(table)
-        wanted = table.double().log().clamp(min=-1e4)
-        self.maps = torch.linalg.solve(target.logp.T, wanted.T).T
+        expected = table.double().log().clamp(min=-1e4)
+        self.maps = torch.linalg.solve(target.logp.T, expected.T).T
 
     def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         codes = next_embeds[..., : len(self.maps)].argmax(-1)

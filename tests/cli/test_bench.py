@@ -20,19 +20,19 @@ def prompts(elsewhere: Path) -> Path:
 
 
 def test_a_bench_writes_figures_plots_and_pictures(run, model, prompts):
-    asked = ("--prompts", prompts, "--methods", "eagle, lantern++ lambda=3", "-n", 2, "-o", "b")
-    outcome = run("bench", "--model", model, *asked, "--json")
+    requested = ("--prompts", prompts, "--methods", "eagle, lantern++ lambda=3", "-n", 2, "-o", "b")
+    outcome = run("bench", "--model", model, *requested, "--json")
     assert outcome.code == 0, outcome.err
-    told = json.loads(outcome.out)
-    assert told == json.loads(Path("b/bench.json").read_text())
-    assert [row["method"] for row in told["methods"]] == ["ar", "eagle", "lantern++ lambda=3"]
-    assert told["prompts"] == ["a red tulip", "a tulip"]
-    for row in told["methods"]:
+    reported = json.loads(outcome.out)
+    assert reported == json.loads(Path("b/bench.json").read_text())
+    assert [row["method"] for row in reported["methods"]] == ["ar", "eagle", "lantern++ lambda=3"]
+    assert reported["prompts"] == ["a red tulip", "a tulip"]
+    for row in reported["methods"]:
         assert row["images"] == 4 and row["codes"] == 4 * 16 and row["codes_per_pass"] >= 1
         assert row["efficiency"] == pytest.approx(row["speedup"] / row["codes_per_pass"])
         assert sum(row["phases"].values()) == pytest.approx(1, abs=1e-6)
         assert len(list(Path("b/pictures").glob("*/*.png"))) == 12
-    assert told["methods"][0]["speedup"] == 1 and told["methods"][2]["settings"]["lam"] == 3
+    assert reported["methods"][0]["speedup"] == 1 and reported["methods"][2]["settings"]["lam"] == 3
     assert Path("b/table.md").read_text().count("`") == 6
     for plot in ("rows.png", "passes.png", "speed.png"):
         with Image.open(f"b/{plot}") as image:
@@ -41,16 +41,16 @@ def test_a_bench_writes_figures_plots_and_pictures(run, model, prompts):
 
 def test_without_matplotlib_there_are_figures_and_no_plots(run, model, prompts, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    asked = ("bench", "--model", model, "--prompts", prompts, "--methods", "ar", "-n", 1, "-o", "b")
-    refused = run(*asked, "--plots")
+    requested = ("bench", "--model", model, "--prompts", prompts, "--methods", "ar", "-n", 1, "-o", "b")
+    refused = run(*requested, "--plots")
     assert refused.code == 2 and "install lanternpp[eval]" in refused.err and not Path("b").exists()
-    outcome = run(*asked)
+    outcome = run(*requested)
     assert outcome.code == 0 and outcome.err.count("\n") == 1 and "need matplotlib" in outcome.err
     assert Path("b/table.md").exists() and not list(Path("b").glob("*.png"))
 
 
 def test_a_finished_bench_is_told_again_by_resume_and_never_overwritten(run, model, prompts):
-    asked = (
+    requested = (
         "bench",
         "--model",
         model,
@@ -64,11 +64,11 @@ def test_a_finished_bench_is_told_again_by_resume_and_never_overwritten(run, mod
         "b",
         "--no-plots",
     )
-    first = run(*asked, "--json")
-    again = run(*asked)
+    first = run(*requested, "--json")
+    again = run(*requested)
     assert again.code == 2 and "--resume" in again.err and again.err.count("\n") == 1
-    assert json.loads(run(*asked, "--resume", "--json").out) == json.loads(first.out)
-    assert "table.md" in run(*asked, "--resume").out
+    assert json.loads(run(*requested, "--resume", "--json").out) == json.loads(first.out)
+    assert "table.md" in run(*requested, "--resume").out
 
 
 @pytest.mark.parametrize(
@@ -94,13 +94,14 @@ def test_pictures_too_few_to_measure_are_refused_if_asked_for_and_else_only_time
     run, model, prompts, tmp_path
 ):
     judged = write_classifier(Path(shutil.copytree(model, tmp_path / "judged")))
-    asked = ("--model", judged, "--prompts", prompts, "--methods", "ar", "--no-plots", "--no-measure")
+    requested = ("--model", judged, "--prompts", prompts, "--methods", "ar", "--no-plots", "--no-measure")
     (tmp_path / "red").mkdir()
-    refused = run("bench", *asked, "-n", 1, "-o", "few", "--reference", tmp_path / "red")
+    refused = run("bench", *requested, "-n", 1, "-o", "few", "--reference", tmp_path / "red")
     assert refused.code == 2 and "2 pictures of each method are too few" in refused.err
     assert not Path("few").exists()
     few, enough = (
-        json.loads(run("bench", *asked, "-n", n, "-o", f"b{n}", "--json").out)["methods"][0] for n in (1, 2)
+        json.loads(run("bench", *requested, "-n", n, "-o", f"b{n}", "--json").out)["methods"][0]
+        for n in (1, 2)
     )
     assert "frechet" not in few
     assert enough["frechet"] > 0 and {"precision", "recall", "prompt_accuracy"} <= enough.keys()

@@ -26,8 +26,8 @@ class FakePipeline:
         self.seconds, self.calls, self.turn = seconds, [], {name: count() for name in seconds}
 
     def __call__(self, prompt: str, **options: Any) -> Result:
-        asked, n = options["method"], options["n"]
-        method = "lantern++" if asked == "auto" else asked
+        requested, n = options["method"], options["n"]
+        method = "lantern++" if requested == "auto" else requested
         self.calls.append(options | {"method": method})
         seconds = self.seconds[method][next(self.turn[method])]
         passes = {"ar": 256}.get(method, 64) * n
@@ -46,7 +46,7 @@ class FakePipeline:
             shared,
             {},
             tv_spent=1.25 if options.get("measure") else None,
-            auto="the model's own default" if asked == "auto" else None,
+            auto="the model's own default" if requested == "auto" else None,
         )
         return Result([Image.new("RGB", (8, 8), "teal")] * n, None, stats)
 

@@ -33,8 +33,8 @@ def test_what_was_chosen_is_told(run, model, monkeypatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     assert " in float32 on cpu, " in run(*DRAW, model).out
     assert " in bfloat16 on cpu, " in run(*DRAW, model, "--dtype", "bfloat16").out
-    told = run("compare", "a red tulip", "--model", model, "--dtype", "float64", "--runs", 1).out
-    assert "float64 on cpu" in told
+    reported = run("compare", "a red tulip", "--model", model, "--dtype", "float64", "--runs", 1).out
+    assert "float64 on cpu" in reported
 
 
 def test_8_bits_draw_and_tell_what_they_do_to_the_logits(run, model) -> None:

@@ -70,8 +70,8 @@ def test_prompts_of_a_file_are_taken_in_turn(run, judged, elsewhere: Path) -> No
     (elsewhere / "prompts.txt").write_text("a tulip\n\na red tulip\n")
     arguments = ("--model", judged, "--prompts", "prompts.txt", "-o", "kept")
     assert run("eval", "ar", *arguments, "-n", 5).code == 0
-    told = [Image.open(path).text for path in sorted((elsewhere / "kept").iterdir())]
-    pairs = [(text["prompt"], text["seed"]) for text in told]
+    reported = [Image.open(path).text for path in sorted((elsewhere / "kept").iterdir())]
+    pairs = [(text["prompt"], text["seed"]) for text in reported]
     assert pairs == [
         ("a tulip", "0"),
         ("a red tulip", "0"),

@@ -25,7 +25,7 @@ PROMPTS = ["red tulip", "a tulip", "a photo of a red tulip", "a photo of a tulip
 
 
 @pytest.fixture
-def asked(elsewhere: Path) -> Path:
+def requested(elsewhere: Path) -> Path:
     """A file of prompts, with a comment, an empty line and one prompt twice."""
     file = elsewhere / "prompts.txt"
     file.write_text("\n".join([PROMPTS[0], "", "# not this", *PROMPTS[1:], PROMPTS[0]]) + "\n")
@@ -33,9 +33,9 @@ def asked(elsewhere: Path) -> Path:
 
 
 @pytest.fixture
-def job(run, model, asked):
+def job(run, model, requested):
     """Runs the job."""
-    return lambda *more: run("generate", "--prompts", asked, "--model", model, "-n", 2, *more)
+    return lambda *more: run("generate", "--prompts", requested, "--model", model, "-n", 2, *more)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -64,13 +64,13 @@ def test_a_picture_of_a_job_is_the_one_of_its_prompt_alone(job, run, model, else
     assert same.read_bytes() == (elsewhere / "alone.png").read_bytes()
 
 
-def test_what_is_there_is_not_drawn_again(job, asked, elsewhere: Path) -> None:
+def test_what_is_there_is_not_drawn_again(job, requested, elsewhere: Path) -> None:
     job("--out", "out")
     before = contents(elsewhere / "out")
     times = {path: path.stat().st_mtime_ns for path in (elsewhere / "out").iterdir()}
     outcome = job("--out", "out")
     assert outcome.code == 0 and outcome.out == "out: nothing to draw, all 10 pictures are there\n"
-    asked.write_text("one more red tulip\n" + asked.read_text())
+    requested.write_text("one more red tulip\n" + requested.read_text())
     figures = json.loads(job("--out", "out", "--json").out)
     assert (figures["images"], figures["skipped"], figures["codes"]) == (2, 10, 32)
     after = contents(elsewhere / "out")
@@ -78,10 +78,10 @@ def test_what_is_there_is_not_drawn_again(job, asked, elsewhere: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
-def test_the_order_and_what_was_there_decide_nothing(job, asked, elsewhere: Path) -> None:
+def test_the_order_and_what_was_there_decide_nothing(job, requested, elsewhere: Path) -> None:
     job("--out", "one", "--batch-size", 3)
     whole = contents(elsewhere / "one")
-    asked.write_text("\n".join(reversed(PROMPTS)))
+    requested.write_text("\n".join(reversed(PROMPTS)))
     assert job("--out", "two", "--batch-size", 3).code == 0
     assert contents(elsewhere / "two") == whole
     for path in sorted((elsewhere / "two").iterdir())[::2]:
@@ -133,8 +133,8 @@ def test_a_picture_damaged_inside_is_drawn_again(job, elsewhere: Path) -> None:
     assert contents(elsewhere / "out") == whole
 
 
-def test_a_job_has_its_folder_for_itself(job, run, model, asked, elsewhere: Path, monkeypatch) -> None:
-    told = []
+def test_a_job_has_its_folder_for_itself(job, run, model, requested, elsewhere: Path, monkeypatch) -> None:
+    reported = []
 
     def second(renderer: Renderer, prompts: list[str]) -> tuple[list[RefusedPrompt], list[str]]:
         """Another process begins while the first is about to draw."""
@@ -146,13 +146,13 @@ def test_a_job_has_its_folder_for_itself(job, run, model, asked, elsewhere: Path
             "--out",
             "new/out",
         ]
-        command += ["--prompts", asked, "--model", model, "--temperature", "0.5"]
-        told.append(subprocess.run(command, capture_output=True, text=True))
+        command += ["--prompts", requested, "--model", model, "--temperature", "0.5"]
+        reported.append(subprocess.run(command, capture_output=True, text=True))
         return [], []
 
     monkeypatch.setattr(Renderer, "check", second)
     assert job("--out", "new/out").code == 0
-    (other,) = told
+    (other,) = reported
     assert (other.returncode, other.stdout, other.stderr.count("\n")) == (2, "", 1)
     assert f"new/out is being filled by another process ({os.getpid()} on " in other.stderr
     assert len(contents(elsewhere / "new/out")) == 10  # and nothing else
@@ -203,18 +203,18 @@ def test_other_settings_do_not_mix(job, elsewhere: Path) -> None:
     assert "nothing to draw" in job("--out", "out", "--temperature", 0.75, "--overwrite").out
 
 
-def test_a_line_that_cannot_be_drawn_is_named_before_anything_is(job, asked, elsewhere: Path) -> None:
-    asked.write_text("red tulip\n\na pine tree\na red tulip\na rose\n")
+def test_a_line_that_cannot_be_drawn_is_named_before_anything_is(job, requested, elsewhere: Path) -> None:
+    requested.write_text("red tulip\n\na pine tree\na red tulip\na rose\n")
     outcome = job("--out", "out")
     assert outcome.code == 2 and outcome.err.count("\n") == 1
     assert "prompts.txt, line 3: prompt 'a pine tree' names no subject" in outcome.err
     assert "1 more" in outcome.err and not (elsewhere / "out").exists()
 
 
-def test_unknown_words_are_told_of_a_few_prompts(job, asked) -> None:
-    asked.write_text("".join(f"a red tulip in year {i}\n" for i in range(20)))
-    told = job("--out", "out").err.splitlines()
-    assert len(told) == 6 and "in, year, 4" in told[4] and "15 more prompts" in told[5]
+def test_unknown_words_are_told_of_a_few_prompts(job, requested) -> None:
+    requested.write_text("".join(f"a red tulip in year {i}\n" for i in range(20)))
+    reported = job("--out", "out").err.splitlines()
+    assert len(reported) == 6 and "in, year, 4" in reported[4] and "15 more prompts" in reported[5]
 
 
 def test_a_full_disk_leaves_whole_pictures(job, elsewhere: Path, monkeypatch) -> None:

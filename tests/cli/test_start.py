@@ -149,14 +149,14 @@ def test_models_names_everything_whole_however_narrow_the_terminal(columns: int,
 
 
 def test_models_says_what_each_method_draws_with_on_a_model(run, broken: Path) -> None:
-    told = json.loads(run("models", "--json").out)
-    rows = {row["name"]: row for row in told["methods"]}
+    reported = json.loads(run("models", "--json").out)
+    rows = {row["name"]: row for row in reported["methods"]}
     lossless = {name for name, row in rows.items() if row["lossless"]}
     assert lossless == {"ar", "eagle", "eagle2", "ddd", "independent", "parallel", "jacobi", "jacobi-coupled"}
     mine = rows["lantern++"]
     assert (mine["proposer"], mine["tree"], mine["dials"]["lam"]) == ("parallel", "chain-7", 2.0)
-    assert told["auto"]["method"] == "lantern++" and rows["independent"]["missing"] == "independent"
-    assert {row["name"]: row["nodes"] for row in told["trees"]}["lantern-57"] == 57
+    assert reported["auto"]["method"] == "lantern++" and rows["independent"]["missing"] == "independent"
+    assert {row["name"]: row["nodes"] for row in reported["trees"]}["lantern-57"] == 57
     shutil.rmtree(broken / "parallel")
     other = json.loads(run("models", "--json", "--model", broken).out)
     rows = {row["name"]: row for row in other["methods"]}
@@ -189,8 +189,8 @@ def test_a_model_without_a_drafter_draws_without_a_word_on_methods(run, broken: 
     outcome = run("generate", "a red tulip", "--model", broken)
     assert (outcome.code, outcome.err) == (0, "")
     assert "jacobi-coupled (auto: no drafter, lossless)" in outcome.out
-    told = json.loads(run("generate", "a red tulip", "--model", broken, "--json").out)
-    assert (told["method"], told["auto"]) == ("jacobi-coupled", "no drafter, lossless")
+    reported = json.loads(run("generate", "a red tulip", "--model", broken, "--json").out)
+    assert (reported["method"], reported["auto"]) == ("jacobi-coupled", "no drafter, lossless")
     Path("prompts").write_text("a red tulip")
     args = ["--no-plots", "--no-quality", "--no-measure", "--prompts", "prompts", "-n", 1, "--json"]
     raced = run("bench", "--model", broken, *args)

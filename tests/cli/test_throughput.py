@@ -27,22 +27,32 @@ def own(model, tmp_path, elsewhere, monkeypatch) -> Path:
 
 
 def test_every_way_is_measured_at_every_size_and_a_stop_loses_one_turn(run, own, monkeypatch):
-    asked = ("throughput", "--model", own, *SMALL, "--proposer", "parallel", "--tree", "chain-3", "--json")
+    requested = (
+        "throughput",
+        "--model",
+        own,
+        *SMALL,
+        "--proposer",
+        "parallel",
+        "--tree",
+        "chain-3",
+        "--json",
+    )
     turns = []
     turn = BatchRunner.turn
     monkeypatch.setattr(BatchRunner, "turn", lambda self: turns.append(self.engine.batch) or turn(self))
-    outcome = run(*asked)
+    outcome = run(*requested)
     assert outcome.code == 0, outcome.err
-    told = json.loads(outcome.out)
-    assert told == json.loads(Path("t/throughput.json").read_text())
-    assert [(rate["rows"], rate["kind"]) for rate in told["rates"]] == [
+    reported = json.loads(outcome.out)
+    assert reported == json.loads(Path("t/throughput.json").read_text())
+    assert [(rate["rows"], rate["kind"]) for rate in reported["rates"]] == [
         (rows, kind) for rows in (1, 2) for kind in ("plain", "fixed", "chosen")
     ]
-    for plain, fixed, chosen in (told["rates"][:3], told["rates"][3:]):
+    for plain, fixed, chosen in (reported["rates"][:3], reported["rates"][3:]):
         assert plain["speedup"] == 1 and plain["codes"] == 1 and plain["method"] == "ar"
         assert fixed["tree"] == "chain-3" and 1 <= fixed["codes"] <= 4 and fixed["pictures"] > 0
         assert chosen["method"] in ("ar", "lantern++")
-    assert {(cell["rows"], cell["tree"]) for cell in told["trees"]} >= {(1, "chain-3"), (2, "chain-8")}
+    assert {(cell["rows"], cell["tree"]) for cell in reported["trees"]} >= {(1, "chain-3"), (2, "chain-8")}
     table = Path("t/table.md").read_text().splitlines()
     assert len(table) == 4 and all(line.count("|") == 10 for line in table)
     with Image.open("t/throughput.png") as image:
@@ -51,12 +61,12 @@ def test_every_way_is_measured_at_every_size_and_a_stop_loses_one_turn(run, own,
     lines = log.read_text().splitlines(keepends=True)
     assert len(lines) == drawn >= 2 * 2 * 2
     log.write_text("".join(lines[:-1]) + lines[-1][:20])
-    again = json.loads(run(*asked).out)
+    again = json.loads(run(*requested).out)
     assert len(turns) == drawn + 1 and len(again["rates"]) == 6
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    shown = run(*asked[:-1]).out
+    shown = run(*requested[:-1]).out
     assert len(turns) == drawn + 1 and "by batch size" in shown and "chain-3" in shown
-    assert run(*asked[:-1], "--no-plots", "--restart").code == 0 and len(turns) >= 2 * drawn - 3
+    assert run(*requested[:-1], "--no-plots", "--restart").code == 0 and len(turns) >= 2 * drawn - 3
 
 
 @pytest.mark.parametrize(

@@ -187,17 +187,17 @@ def test_a_full_disk_is_one_sentence_and_the_training_goes_on_later(
     enter = checkpoints.replacing.__enter__
 
     def full(self: checkpoints.replacing) -> Path:
-        if self.path.name == wanted:
+        if self.path.name == expected:
             self.temporary.symlink_to("/dev/full")
         return enter(self)
 
     monkeypatch.setattr(checkpoints.replacing, "__enter__", full)
-    for wanted in ("state.pt", "config.json"):
+    for expected in ("state.pt", "config.json"):
         outcome = run(*train)
         last = outcome.err.splitlines()[-1]
-        assert outcome.code == 2 and f"{wanted} could not be written, the disk is full: free some" in last
+        assert outcome.code == 2 and f"{expected} could not be written, the disk is full: free some" in last
         assert not (place / "config.json").exists() and not list(place.glob(".*"))
-    wanted = ""
+    expected = ""
     assert run(*train).code == 0
     assert run("compare", PROMPT["janus"], "--model", "janus", "--runs", 1, "--method", kind).code == 0
 

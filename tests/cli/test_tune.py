@@ -27,21 +27,21 @@ def own(model, tmp_path, elsewhere) -> Path:
 def test_what_is_found_becomes_the_default(run, own):
     outcome = run("tune", "--model", own, *SMALL, "-o", "t", "--json")
     assert outcome.code == 0, outcome.err
-    told = json.loads(outcome.out)
-    assert told == json.loads(Path("t/tune.json").read_text()) | {"file": str(own / "tuned.json")}
+    reported = json.loads(outcome.out)
+    assert reported == json.loads(Path("t/tune.json").read_text()) | {"file": str(own / "tuned.json")}
     names = ["tuned", "deep-8", "eagle-25", "lantern-57"]
-    assert [tree["name"] for tree in told["trees"]] == names
-    assert all(tree["measured"]["speedup"] > 0 < tree["speedup"] for tree in told["trees"])
-    assert told["predicted"] == told["trees"][0]["speedup"] and told["plain"]["speedup"] == 1
-    assert len(told["sizes"]) == 5 and all(size["depth"] <= 3 for size in told["sizes"])
+    assert [tree["name"] for tree in reported["trees"]] == names
+    assert all(tree["measured"]["speedup"] > 0 < tree["speedup"] for tree in reported["trees"])
+    assert reported["predicted"] == reported["trees"][0]["speedup"] and reported["plain"]["speedup"] == 1
+    assert len(reported["sizes"]) == 5 and all(size["depth"] <= 3 for size in reported["sizes"])
     with Image.open("t/tune.png") as image:
         assert image.width > 400 and len(image.convert("L").getcolors()) > 8
     entry = json.loads((own / "tuned.json").read_text())["tuned"][0]
     assert entry["machine"]["threads"] >= 1 and entry["acceptance"]["tried"] and entry["measured"] > 0
-    asked = ("generate", "a red tulip", "--model", own, "--dtype", "float32", "--json")
-    drawn = json.loads(run(*asked).out)["settings"]
-    assert json.loads(drawn["tree"]) == told["trees"][0]["tree"] and drawn["tuned"]
-    assert json.loads(run(*asked, "--tree", "chain-2").out)["settings"]["tree"] == "chain-2"
+    requested = ("generate", "a red tulip", "--model", own, "--dtype", "float32", "--json")
+    drawn = json.loads(run(*requested).out)["settings"]
+    assert json.loads(drawn["tree"]) == reported["trees"][0]["tree"] and drawn["tuned"]
+    assert json.loads(run(*requested, "--tree", "chain-2").out)["settings"]["tree"] == "chain-2"
 
 
 def test_the_figures_are_shown_without_matplotlib_too(run, own, monkeypatch):
@@ -60,43 +60,43 @@ def test_no_figure_is_cut_on_a_narrow_terminal(run, own, monkeypatch):
     monkeypatch.setenv("COLUMNS", "25")
     outcome = run("tune", "--model", own, *SMALL, "--no-race", "--no-save", "--no-plots")
     assert outcome.code == 0 and "…" not in outcome.out
-    told = json.loads(Path("out/tune/own-lantern++/tune.json").read_text())
-    costs = told["costs"]["look"]
+    reported = json.loads(Path("out/tune/own-lantern++/tune.json").read_text())
+    costs = reported["costs"]["look"]
     for seconds in costs["cost"]:
         assert f"{1000 * seconds:.3g}" in outcome.out
 
 
 def test_a_stop_loses_at_most_one_measurement(run, own, monkeypatch):
-    asked = ("tune", "--model", own, *SMALL, "-o", "t", "--json", "--no-race", "--no-plots")
-    first = json.loads(run(*asked).out)
+    requested = ("tune", "--model", own, *SMALL, "-o", "t", "--json", "--no-race", "--no-plots")
+    first = json.loads(run(*requested).out)
     lines = Path("t", LINES).read_text().splitlines(keepends=True)
     Path("t", LINES).write_text("".join(lines[:2]) + lines[2][:50])
     drawn = []
     probe = tuning.probe
     monkeypatch.setattr(tuning, "probe", lambda *args: drawn.append(args[2]) or probe(*args))
-    again = json.loads(run(*asked).out)
+    again = json.loads(run(*requested).out)
     assert Path("t", LINES).read_text().splitlines(keepends=True)[:2] == lines[:2]
     assert len(drawn) == len(Path("t", LINES).read_text().splitlines()) - 2
     assert again["acceptance"]["tried"][0][0] > 0
     drawn.clear()
-    whole = json.loads(run(*asked).out)
+    whole = json.loads(run(*requested).out)
     assert not drawn and whole == again and whole["model"] == first["model"]
-    run(*asked, "--restart")
+    run(*requested, "--restart")
     assert len(drawn) >= len(lines) - tuning.MAX_REPROBES > 2
 
 
 def test_a_folder_of_something_else_is_left_alone(run, own):
-    asked = ("tune", "--model", own, *SMALL, "--no-race", "--no-plots", "-o")
-    assert run(*asked, "t").code == 0
-    other = run(*asked, "t", "--lambda", 4)
+    requested = ("tune", "--model", own, *SMALL, "--no-race", "--no-plots", "-o")
+    assert run(*requested, "t").code == 0
+    other = run(*requested, "t", "--lambda", 4)
     assert other.code == 2 and "other settings" in other.err and other.err.count("\n") == 1
     Path("b").mkdir()
     Path("b/run.json").write_text('{"methods": {}}')
-    refused = run(*asked, "b", "--restart")
+    refused = run(*requested, "b", "--restart")
     assert refused.code == 2 and "something else" in refused.err and Path("b/run.json").exists()
     text = Path("t", LINES).read_text().splitlines(keepends=True)
     Path("t", LINES).write_text("{}\n" + "".join(text))
-    damaged = run(*asked, "t")
+    damaged = run(*requested, "t")
     assert damaged.code == 2 and "line 1, is damaged" in damaged.err and "--restart" in damaged.err
 
 
@@ -135,23 +135,26 @@ def test_a_damaged_tuning_is_refused_by_every_verb(run, own):
 
 
 def test_a_budget_of_variation_picks_the_dials(run, own):
-    asked = ("tune", "--model", own, *SMALL, "--no-plots", "--no-race", "--budget-pictures", 2, "--json")
-    told = json.loads(run(*asked, "-o", "t", "--budget-tv", 1000).out)
-    assert told["settings"]["lam"] == 10 and told["settings"]["neighbours"] in (5, 10)
-    assert told["budget"]["spent"] <= told["budget"]["limit"] == 1000 and told["budget"]["spread"] >= 0
+    requested = ("tune", "--model", own, *SMALL, "--no-plots", "--no-race", "--budget-pictures", 2, "--json")
+    reported = json.loads(run(*requested, "-o", "t", "--budget-tv", 1000).out)
+    assert reported["settings"]["lam"] == 10 and reported["settings"]["neighbours"] in (5, 10)
+    assert (
+        reported["budget"]["spent"] <= reported["budget"]["limit"] == 1000
+        and reported["budget"]["spread"] >= 0
+    )
     entry = json.loads((own / "tuned.json").read_text())["tuned"][0]
-    assert entry["settings"] == told["settings"]
-    none = run(*asked, "-o", "u", "--budget-tv", 0)
+    assert entry["settings"] == reported["settings"]
+    none = run(*requested, "-o", "u", "--budget-tv", 0)
     assert none.code == 2 and "the least was" in none.err and none.err.count("\n") == 1
 
 
 def test_a_budget_of_distance_is_measured_against_plain_decoding(run, own):
     write_classifier(own)
-    asked = ("tune", "--model", own, *SMALL, "--no-plots", "--no-race", "--neighbours", 5, "--lambda", 2)
-    outcome = run(*asked, "--budget-frechet", 1e6, "--budget-pictures", 4, "-o", "t")
+    requested = ("tune", "--model", own, *SMALL, "--no-plots", "--no-race", "--neighbours", 5, "--lambda", 2)
+    outcome = run(*requested, "--budget-frechet", 1e6, "--budget-pictures", 4, "-o", "t")
     assert outcome.code == 0, outcome.err
     assert "k 5, lambda 2: spends" in outcome.out and "Plain AR, on which" in outcome.out
-    told = json.loads(Path("t/tune.json").read_text())
-    assert told["budget"]["limit"] == pytest.approx(told["budget"]["plain"]["value"] * 10_001)
-    assert [row["own_tree"] for row in told["budget"]["looked"]] == [False, True]
+    reported = json.loads(Path("t/tune.json").read_text())
+    assert reported["budget"]["limit"] == pytest.approx(reported["budget"]["plain"]["value"] * 10_001)
+    assert [row["own_tree"] for row in reported["budget"]["looked"]] == [False, True]
     assert len(list(Path("t/pictures").glob("*.png"))) == 3 * 4

@@ -55,10 +55,10 @@ def test_it_sees_code_0_where_the_prompt_is(target: Target, tmp_path: Path) -> N
     start = int(prompt.start)
     next_embeds = target.embed(torch.tensor([[0, 0, 0, 0, 0, 9]]))
     assert 0 < start < 5
-    wanted = drafter.forward_sequence(
+    expected = drafter.forward_sequence(
         next_embeds[:, start:], features[:, start:]
     )  # rows of prompt slots are all alike
-    assert torch.allclose(proposer.features[:, 0], wanted[:, -1], atol=1e-5)
+    assert torch.allclose(proposer.features[:, 0], expected[:, -1], atol=1e-5)
 
 
 def test_another_targets_drafter_is_refused(target: Target, tmp_path: Path) -> None:

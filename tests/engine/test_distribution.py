@@ -252,8 +252,8 @@ def test_two_levels_follow_the_joint_law(children):
 def test_the_verdict_lists_the_kept_nodes_and_the_code_after_each():
     tree = chain_tree(1, 3, torch.device("cpu"))
     codes = torch.tensor([[2, 1, 0, 3]])
-    wanted = torch.tensor([[1, 0, 2, 0]])  # what the target says after each node: 1, 0, then 2 and not 3
-    logits = torch.nn.functional.one_hot(wanted, 4).double()
+    expected = torch.tensor([[1, 0, 2, 0]])  # what the target says after each node: 1, 0, then 2 and not 3
+    logits = torch.nn.functional.one_hot(expected, 4).double()
     verdict = verify(Draft(tree, codes, None), logits, Sampling(0), Exact(), noise(1))
     assert verdict.kept.tolist() == [3]
     assert verdict.path.tolist() == [[0, 1, 2, 2]]

@@ -32,8 +32,8 @@ def test_top_p_keeps_the_smallest_set_of_that_mass(top_p, codes):
     p = torch.tensor([0.1, 0.4, 0.2, 0.3])
     kept = Sampling(top_p=top_p).probs(p.log())
     best = p.argsort(descending=True)[:codes]
-    wanted = torch.zeros(4).scatter(0, best, p[best] / p[best].sum())
-    assert torch.allclose(kept, wanted)
+    expected = torch.zeros(4).scatter(0, best, p[best] / p[best].sum())
+    assert torch.allclose(kept, expected)
 
 
 def test_top_p_always_keeps_a_code_and_ties_do_not_all_come_along():
@@ -51,8 +51,8 @@ def test_top_p_counts_what_top_k_left():
 def test_temperature_is_a_power():
     p = torch.tensor([0.1, 0.4, 0.2, 0.3])
     for temperature in (0.5, 2.0):
-        wanted = p ** (1 / temperature)
-        assert torch.allclose(Sampling(temperature).probs(p.log()), wanted / wanted.sum())
+        expected = p ** (1 / temperature)
+        assert torch.allclose(Sampling(temperature).probs(p.log()), expected / expected.sum())
 
 
 def test_greedy_keeps_the_plain_softmax_and_takes_its_argmax():

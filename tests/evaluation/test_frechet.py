@@ -78,8 +78,8 @@ def test_the_spread_is_the_standard_deviation_over_new_pictures() -> None:
     reference = gaussian(draws(400, 6, 9) + 0.7)
     sets = [draws(160, 6, seed) for seed in range(100, 160)]
     real = torch.tensor([distance(gaussian(points), reference) for points in sets]).std().item()
-    told = torch.tensor([standard_error(points, reference) for points in sets]).mean().item()
-    assert told == pytest.approx(real, rel=0.3)
+    reported = torch.tensor([standard_error(points, reference) for points in sets]).mean().item()
+    assert reported == pytest.approx(real, rel=0.3)
 
 
 def test_too_few_pictures_have_no_spread() -> None:

@@ -90,10 +90,10 @@ def test_the_norm_divides_by_the_root_mean_square(dtype):
     norm.weight.data.uniform_(0.5, 2)
     x = (torch.randn(4, 16) * 30).to(dtype)
     wide = x.double()
-    wanted = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
     out = norm(x)
     assert out.dtype == dtype
-    assert torch.allclose(out.double(), wanted, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert torch.allclose(out.double(), expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
 SHAPES = {
@@ -167,8 +167,8 @@ def by_hand(decoder: Decoder, x: torch.Tensor) -> torch.Tensor:
 def test_the_network_is_the_one_written_by_hand(shape):
     decoder = network(shape)
     x = torch.randn(2, 9, shape.dim, dtype=torch.float64)
-    wanted = torch.stack([by_hand(decoder, one) for one in x])
-    assert torch.allclose(decoder.forward_sequence(x), wanted, atol=1e-10)
+    expected = torch.stack([by_hand(decoder, one) for one in x])
+    assert torch.allclose(decoder.forward_sequence(x), expected, atol=1e-10)
 
 
 @every_shape

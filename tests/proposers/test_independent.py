@@ -49,8 +49,8 @@ def test_children_are_drawn_from_what_the_smaller_target_says_there(cfg, steps):
         features = drafter.decoder.forward_sequence(torch.cat((prompt.embeds, drafter.embed(codes)), 1))[
             :, -1:
         ]
-        wanted = SAMPLING.probs(guidance.merge(drafter.head(features)))[:, 0]
-        assert torch.allclose(draft.probs[:, node], wanted, atol=1e-10), node
+        expected = SAMPLING.probs(guidance.merge(drafter.head(features)))[:, 0]
+        assert torch.allclose(draft.probs[:, node], expected, atol=1e-10), node
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_a_drafter_knows_what_the_format_forces(builder):
     """The target as its own drafter: were the drafts free of the format, some would be refused."""
     target = RowsEnd()
     plain = Engine(target, NoDraft(), Exact(), Sampling(0), Guidance(3.0), 2)
-    wanted = [h.codes.tolist() for h in generate(plain, ["sea", None], [1, 2])]
-    assert all(codes[3::4] == [0, 0, 0, 0] for codes in wanted)
+    expected = [h.codes.tolist() for h in generate(plain, ["sea", None], [1, 2])]
+    assert all(codes[3::4] == [0, 0, 0, 0] for codes in expected)
     engine = Engine(target, Independent(target, builder()), Exact(), Sampling(0), Guidance(3.0), 2)
-    for sample, codes in zip(generate(engine, ["sea", None], [1, 2]), wanted, strict=True):
+    for sample, codes in zip(generate(engine, ["sea", None], [1, 2]), expected, strict=True):
         assert sample.codes.tolist() == codes and sample.accepted == [1, 4, 4, 4, 3]
 
 

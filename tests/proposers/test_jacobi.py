@@ -130,19 +130,19 @@ def test_a_fresh_guess_is_drawn_from_what_was_asked_for():
         seen = {}
         for _ in range(6):
             count = int(engine.count[0])
-            wanted = proposer.p.where(
+            expected = proposer.p.where(
                 (proposer._offsets < proposer.seen[:, None])[..., None], proposer._fresh()
             )[0]
             for i in range(5):
                 place = count + i
                 if place in seen and i < int(proposer.seen[0]):
-                    assert torch.equal(wanted[i], seen[place])
+                    assert torch.equal(expected[i], seen[place])
                 elif not seen or fresh == "uniform":
-                    assert torch.equal(wanted[i], torch.full((12,), 1 / 12, dtype=torch.float64))
+                    assert torch.equal(expected[i], torch.full((12,), 1 / 12, dtype=torch.float64))
                 elif (fresh == "above" or (fresh == "mixed" and place % 2 == 0)) and place - 4 >= 1:
-                    assert torch.equal(wanted[i], seen[place - 4])
+                    assert torch.equal(expected[i], seen[place - 4])
                 else:
-                    assert torch.equal(wanted[i], seen[max(seen)])
+                    assert torch.equal(expected[i], seen[max(seen)])
             outputs = []
             observe, proposer.observe = proposer.observe, lambda output, to=outputs: to.append(output)
             engine.step()

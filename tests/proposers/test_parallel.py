@@ -80,18 +80,18 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
     )
     ahead = torch.cat((prompt.embeds[:1], target.embed(codes)), 1)[:, 1:]
     anchor = torch.tensor([[features.shape[1] - 1]])
-    told = hints[:, : features.shape[1] + 4]
+    reported = hints[:, : features.shape[1] + 4]
     if steps:
-        told[0, features.shape[1] :] = hint[1:]
-    first, more = drafter.forward_sequence(ahead, features, anchor, 4, prompt.start[:1], told)
+        reported[0, features.shape[1] :] = hint[1:]
+    first, more = drafter.forward_sequence(ahead, features, anchor, 4, prompt.start[:1], reported)
     for node in draft.probs[0].sum(-1).nonzero()[:, 0].tolist():  # every node with children
         depth = int(draft.tree.depth[0, node])
         if depth == 0:
             guess = first[:, -1]
         else:
             guess = drafter.condition_on(more[:, 0, depth - 1], target.embed(draft.codes[:, node]))
-        wanted = SAMPLING.probs(target.head(guess))
-        assert torch.allclose(draft.probs[:, node], wanted, atol=1e-10), node
+        expected = SAMPLING.probs(target.head(guess))
+        assert torch.allclose(draft.probs[:, node], expected, atol=1e-10), node
 
 
 def test_a_newcomer_leaves_the_others_drafts_alone():

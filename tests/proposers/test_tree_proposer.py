@@ -63,8 +63,8 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
             if i < drafted.shape[1]:
                 features = torch.cat((features, guess), 1)
                 decided = torch.cat((decided, target.embed(drafted[:, i : i + 1])), 1)
-        wanted = SAMPLING.probs(guidance.merge(target.head(guess)))[:, 0]
-        assert torch.allclose(draft.probs[:, node], wanted, atol=1e-10), node
+        expected = SAMPLING.probs(guidance.merge(target.head(guess)))[:, 0]
+        assert torch.allclose(draft.probs[:, node], expected, atol=1e-10), node
 
 
 def test_after_a_pass_the_drafter_hears_the_targets_features_of_the_kept_path():

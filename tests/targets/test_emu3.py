@@ -35,9 +35,9 @@ def test_logits_and_pixels_are_those_of_transformers(tmp_path: Path, hub: bool) 
     found = gaps(target, peer(model, target), ["a photo of the red tulip", "red sea", None])
     codes = torch.randint(64, (2, target.length), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        wanted = model.model.vqmodel.decode(target.raster.grid(codes)).clamp(-1, 1)
-    assert wanted.std() > 0.2
-    found["pixels"] = float((target.pixels(codes) - wanted).abs().max())
+        expected = model.model.vqmodel.decode(target.raster.grid(codes)).clamp(-1, 1)
+    assert expected.std() > 0.2
+    found["pixels"] = float((target.pixels(codes) - expected).abs().max())
     print(found)
     assert max(found[x] for x in ("prefill", "steps", "tree")) <= 1e-4
     assert found["pixels"] <= 1e-3

@@ -36,9 +36,9 @@ def test_logits_and_pixels_are_those_of_transformers(tmp_path: Path, authors: bo
     found = gaps(target, peer(model), ["a photo of the red tulip", "red sea", None])
     codes = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        wanted = model.model.vqmodel.decode(codes).clamp(-1, 1)
-    assert wanted.std() > 0.2
-    found["pixels"] = float((target.pixels(codes) - wanted).abs().max())
+        expected = model.model.vqmodel.decode(codes).clamp(-1, 1)
+    assert expected.std() > 0.2
+    found["pixels"] = float((target.pixels(codes) - expected).abs().max())
     print(found)
     assert max(found[x] for x in ("prefill", "steps", "tree")) <= 1e-4
     assert found["pixels"] <= 1e-3
@@ -54,7 +54,7 @@ def test_guidance_leads_away_from_the_padded_prompt_as_transformers_pads_it(tmp_
     assert (ids[0], ids[-1]) == (first, draw) and ids == target.conditional("a photo of the red tulip")
     assert target.unconditional("a photo of the red tulip") == [first, *[pad] * (len(ids) - 2), draw]
     assert target.unconditional(None) == target.unconditional("")
-    wanted = model.generate(
+    expected = model.generate(
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
         generation_mode="image",
@@ -69,7 +69,7 @@ def test_guidance_leads_away_from_the_padded_prompt_as_transformers_pads_it(tmp_
     )
     drawn = pipe("a photo of the red tulip", method="ar", temperature=0.0)
     assert drawn.stats.settings["cfg"] == 5.0
-    assert torch.equal(drawn.codes, wanted)
+    assert torch.equal(drawn.codes, expected)
 
 
 def test_a_table_of_codes_alone_makes_no_janus(tmp_path: Path) -> None:

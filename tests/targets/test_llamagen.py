@@ -74,7 +74,7 @@ def test_pixels_are_the_authors(tmp_path: Path) -> None:
     checkpoints.write_llamagen(tmp_path, grid=2)
     codes = torch.arange(2 * 4).view(2, 4) * 5 % checkpoints.VOCAB
     pixels = read_target(tmp_path, torch.float32).pixels(codes)
-    wanted = GOLDEN["vq pixels"].clamp(-1, 1)
+    expected = GOLDEN["vq pixels"].clamp(-1, 1)
     assert pixels.shape == (2, 3, 32, 32)
-    assert wanted.std() > 0.1
-    assert (pixels[:, :, ::2] - wanted).abs().max() < 1e-3
+    assert expected.std() > 0.1
+    assert (pixels[:, :, ::2] - expected).abs().max() < 1e-3

@@ -124,8 +124,8 @@ def test_stored_features_stand_in_for_the_encoder(encoder: Path, tmp_path: Path)
     T5Text(encoder).store(tmp_path / FEATURES, ["a tulip", "a red tulip"])
     text = text_of(tmp_path, {"text": str(tmp_path / "nowhere")})
     assert isinstance(text, StoredText)
-    wanted = T5Text(encoder).features("a red tulip", torch.empty(0, dtype=torch.bfloat16)).float()
-    assert torch.equal(text.features("a red tulip", torch.empty(0)), wanted)
+    expected = T5Text(encoder).features("a red tulip", torch.empty(0, dtype=torch.bfloat16)).float()
+    assert torch.equal(text.features("a red tulip", torch.empty(0)), expected)
     with pytest.raises(InputError, match="cannot be loaded"):
         text.features("a blue tulip", torch.empty(0))
 

@@ -71,8 +71,8 @@ def test_soft_cross_entropy_is_least_where_the_two_agree() -> None:
     law = torch.distributions.Categorical(logits=p)
     assert losses.soft_cross_entropy(p, p).item() == pytest.approx(law.entropy().mean().item(), abs=1e-5)
     gap = losses.soft_cross_entropy(q, p) - losses.soft_cross_entropy(p, p)
-    wanted = torch.distributions.kl_divergence(law, torch.distributions.Categorical(logits=q)).mean()
-    assert gap.item() == pytest.approx(wanted.item(), abs=1e-5)
+    expected = torch.distributions.kl_divergence(law, torch.distributions.Categorical(logits=q)).mean()
+    assert gap.item() == pytest.approx(expected.item(), abs=1e-5)
 
 
 def test_lessons_pair_a_feature_with_the_input_one_ahead(ready: Path) -> None:
@@ -132,8 +132,8 @@ def test_a_second_round_reads_the_drafters_own_features(ready: Path) -> None:
         predicted = torch.cat((features[:, :3], first[:, 2:-1]), 1)
         second = made.model.forward_sequence(next_inputs, predicted)[:, 3:]
         p, q = (Guidance(3.0).merge(made.target.head(x)) for x in (features[:, 4:], second))
-    wanted = (found[1] + losses.soft_cross_entropy(q, p).item()) / 2
-    assert found[2] == pytest.approx(wanted, rel=1e-5)
+    expected = (found[1] + losses.soft_cross_entropy(q, p).item()) / 2
+    assert found[2] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(InputError, match="rounds 0 must be at least 1"):
         DrafterSettings(rounds=0)
 
@@ -168,9 +168,9 @@ def test_captions_in_two_branches_are_beside_the_null_prompt(ready: Path) -> Non
     texts = ("a blue square", "a photo", "a red square")
     captions = CaptionPrompts(target, Split(torch.zeros(3, 1, 16, dtype=torch.uint16), texts, ("",) * 3))
     assert captions.known_texts == ["a blue square", "a red square"]
-    wanted = target.prompt(["a red square", None], 2).embeds
+    expected = target.prompt(["a red square", None], 2).embeds
     prompts, start = captions(torch.tensor([2, 1]), 2)
-    assert torch.equal(prompts, wanted) and start is None
+    assert torch.equal(prompts, expected) and start is None
     with pytest.raises(InputError, match="none of the captions"):
         CaptionPrompts(target, Split(torch.zeros(1, 1, 16, dtype=torch.uint16), ("a photo",), ("",)))
 

@@ -54,10 +54,12 @@ def test_teacher_forced_features_are_those_of_the_engines_drafter(name: str, tmp
     next_inputs, features = drafter_inputs(target, prompts, codes, start)
     guess = drafter.forward_sequence(next_inputs, features[:, :-1], causal_mask(start, next_inputs.shape[1]))
     assert guess.isfinite().all()
-    for count, wanted in seen.items():
+    for count, expected in seen.items():
         if count < target.length:
             here = guess[:, prompts.shape[1] + count - 2]
-            assert (here - wanted).abs().max() < 1e-6, f"after {count} codes"  # rotations are kept in float32
+            assert (here - expected).abs().max() < 1e-6, (
+                f"after {count} codes"
+            )  # rotations are kept in float32
     assert len(seen) > 4
 
 

@@ -100,13 +100,13 @@ def test_a_command_killed_at_any_moment_ends_as_if_nothing_had_happened(
     print(f"{name}: {count} of {times} kills met it at work, {work:.1f} s of it")
     assert count >= times / 2
     if name == "tune":  # what it measures differs, what follows from it does not
-        told, lines = (other / "out/tune/tiny-lantern++/tune.json"), measured(other)
-        before = json.loads(told.read_text())
+        reported, lines = (other / "out/tune/tiny-lantern++/tune.json"), measured(other)
+        before = json.loads(reported.read_text())
         last = start(obey, name, str(other))
         last.join()
-        assert json.loads(told.read_text()) == before and measured(other) == lines
+        assert json.loads(reported.read_text()) == before and measured(other) == lines
         keys = [json.dumps(json.loads(x[x.index("{") :]).get("key")) for x in lines if "measurements" in x]
         assert len(keys) == len(set(keys)) > 2
     else:
-        wanted = results(whole)
-        assert len(wanted) > 3 and results(other) == wanted
+        expected = results(whole)
+        assert len(expected) > 3 and results(other) == expected

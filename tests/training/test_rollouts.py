@@ -31,8 +31,8 @@ def test_a_run_holds_the_features_of_the_picture_it_drew() -> None:
         prompt = target.prompt([run.text], 2)
         codes = run.codes[None].long().expand(2, -1)
         whole = drafter_inputs(target, prompt.embeds, codes, prompt.start)[1]
-        wanted = Guidance(3.0).merge(whole)[0]
-        assert torch.allclose(features.double(), wanted, atol=1e-9)
+        expected = Guidance(3.0).merge(whole)[0]
+        assert torch.allclose(features.double(), expected, atol=1e-9)
         assert anchors[0] == 2 and len(anchors) == len(run.kept) == len(hints)
         assert not hints[0].any(), "nothing was refused before the first draft"
 

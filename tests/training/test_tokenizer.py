@@ -70,8 +70,8 @@ def test_the_codes_of_a_model_stay_while_its_decoder_learns(
         assert done == (stop is None)
     old, new = (read_vq(tmp_path / name / "tokenizer") for name in ("old", "new"))
     assert torch.equal(old.codebook, new.codebook)
-    told = json.loads((tmp_path / "new" / "tokenizer" / "provenance.json").read_text())
-    assert told["data"]["codes_of"]["steps"] == 4 and told["steps"] == 10
+    reported = json.loads((tmp_path / "new" / "tokenizer" / "provenance.json").read_text())
+    assert reported["data"]["codes_of"]["steps"] == 4 and reported["steps"] == 10
     for name, mine in new.encoder.state_dict().items():
         assert torch.equal(mine, old.encoder.state_dict()[name]), name
     assert not any(

@@ -59,8 +59,8 @@ def test_children_are_the_ones_drawn_at_their_parent_in_trial_order(shape):
     draft = recorded(shape)[0]
     for node in range(draft.codes.shape[1]):
         kids = [k for k in draft.tree.children[0, node].tolist() if k >= 0]
-        wanted = draft.probs[:, node].topk(len(kids)).indices if kids else torch.empty(BATCH, 0)
-        assert torch.equal(draft.codes[:, kids], wanted.long())
+        expected = draft.probs[:, node].topk(len(kids)).indices if kids else torch.empty(BATCH, 0)
+        assert torch.equal(draft.codes[:, kids], expected.long())
 
 
 @every_shape

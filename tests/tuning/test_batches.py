@@ -111,10 +111,12 @@ def test_measuring_is_done_once_goes_on_where_it_stopped_and_is_done_again_when_
     assert calibrate(pipe, mine, [1, 2], PROMPTS) == first and not drawn
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(lines[:-2]) + lines[-2][:30])
-    told = []
-    again = calibrate(pipe, mine, [1, 2], PROMPTS, progress=lambda done, total: told.append((done, total)))
+    reported = []
+    again = calibrate(
+        pipe, mine, [1, 2], PROMPTS, progress=lambda done, total: reported.append((done, total))
+    )
     assert drawn == [(2, trees[-2]), (2, trees[-1])] and again.cells[:-2] == first.cells[:-2]
-    assert told == [(12, 14), (13, 14)]
+    assert reported == [(12, 14), (13, 14)]
     log.write_text("?\n" + "".join(lines))
     assert len(calibrate(pipe, mine, [1, 2], PROMPTS).cells) == 12 and len(drawn) == 2 + 12
     other = replace(mine, temperature=0.5)

@@ -32,8 +32,8 @@ def test_a_batch_kept_full_draws_the_pictures_that_generate_draws(pipe) -> None:
     for turn in (first, second):
         assert turn["codes"] >= 2 * pipe.target.length and turn["seconds"] > 0
         assert turn["codes"] >= turn["passes"] >= turn["codes"] / (1 + batch.engine.proposer.depth)
-    wanted = [PROMPTS[i % 2] for i in range(len(batch.begun))]
-    alone = pipe(wanted, seed=[7 + i for i in range(len(wanted))], method="eagle", batch_size=2)
+    expected = [PROMPTS[i % 2] for i in range(len(batch.begun))]
+    alone = pipe(expected, seed=[7 + i for i in range(len(expected))], method="eagle", batch_size=2)
     assert len(finished) >= 2 and all(codes in alone.codes.tolist() for codes in finished)
 
 

@@ -58,10 +58,10 @@ def test_latents_and_codes_are_those_of_transformers(name: str, tmp_path: Path) 
     vq = target._vq[0]
     hidden = peer.encoder(IMAGES if sizes is None else IMAGES[:, None].repeat(1, 4, 1, 1, 1))
     hidden = hidden if sizes is None else hidden.transpose(1, 2)
-    wanted = peer.quant_conv(hidden)
-    wanted = wanted if sizes is None else wanted[:, :, 0]
-    assert wanted.std() > 0.05
-    assert (vq.encoder()(IMAGES) - wanted).abs().max() < 1e-3
+    expected = peer.quant_conv(hidden)
+    expected = expected if sizes is None else expected[:, :, 0]
+    assert expected.std() > 0.05
+    assert (vq.encoder()(IMAGES) - expected).abs().max() < 1e-3
     out = peer.encode(IMAGES) if sizes is None else peer.encode(IMAGES, sizes)
     grid = out.image_tokens.view(2, 4, 4) if sizes is None else torch.stack(list(out.image_tokens))
     assert len(grid.unique()) > 3
@@ -88,8 +88,8 @@ def test_llamagens_published_tokenizer_reads_the_same(tmp_path: Path) -> None:
     ours = read_tokenizer(Source.open(tmp_path / "vq_ds16.safetensors"), 4, torch.float32, "cpu")
     assert ours.encoder is not None
     with torch.no_grad():
-        wanted = vq.quant_conv(vq.encoder(IMAGES))
-        assert (ours.encoder()(IMAGES) - wanted).abs().max() < 1e-3
+        expected = vq.quant_conv(vq.encoder(IMAGES))
+        assert (ours.encoder()(IMAGES) - expected).abs().max() < 1e-3
 
 
 def test_a_tokenizer_without_an_encoder_names_the_other_way(tmp_path: Path) -> None:

@@ -40,9 +40,9 @@ def test_pixels_are_those_of_taming_transformers(tmp_path: Path, names: Names) -
     }
     save_file(tensors, tmp_path / "vq.safetensors")
     vq = read_vqgan(Source.open(tmp_path / "vq.safetensors"), CONFIG, names, "", torch.float32, "cpu")
-    wanted = load_file(GOLDEN)["pixels"].clamp(-1, 1)
-    assert wanted.shape == (1, 3, 12, 16)
-    assert float((vq.draw(CODES) - wanted).abs().max()) <= 1e-3
+    expected = load_file(GOLDEN)["pixels"].clamp(-1, 1)
+    assert expected.shape == (1, 3, 12, 16)
+    assert float((vq.draw(CODES) - expected).abs().max()) <= 1e-3
 
 
 def test_a_normalised_codebook_has_unit_rows(tmp_path: Path) -> None:

@@ -84,8 +84,8 @@ def bench(
     pipe = read(options)
     field = named or parse_methods(", ".join(default_methods(pipe)))
     race = Race(pipe, field, prompt_list, n, seed, dict(options.overrides), measure)
-    judge = make_judge(pipe, n * len(prompt_list), reference, features, clip) if quality else None
-    table = run(race, judge, output, resume, with_plots)
+    measurer = make_measurer(pipe, n * len(prompt_list), reference, features, clip) if quality else None
+    table = run(race, measurer, output, resume, with_plots)
     if as_json:
         typer.echo(json.dumps(table))
         return
@@ -104,12 +104,12 @@ def default_methods(pipe: Pipeline) -> list[str]:
     return ready
 
 
-def make_judge(
+def make_measurer(
     pipe: Any, count: int, reference: Path | None, features: str | None, clip: str | None
 ) -> Quality | None:
     """What measures `count` pictures of each method; made before any is drawn, so that mistakes are reported first.
 
-    None where no option asks for it and the model has no judge or the pictures are too few.
+    None where no option asks for it and the model has no classifier or the pictures are too few.
     """
     from lanternpp.evaluation.quality import LEAST, Quality
 
@@ -125,7 +125,7 @@ def make_judge(
     return Quality.for_model(pipe.folder, reference, features, clip, device)
 
 
-def run(race: Race, judge: Quality | None, folder: Path, resume: bool, plots: bool) -> dict[str, Any]:
+def run(race: Race, measurer: Quality | None, folder: Path, resume: bool, plots: bool) -> dict[str, Any]:
     """Race, measure the pictures, and write all files; returns the content of bench.json."""
     from PIL import Image
 
@@ -136,8 +136,8 @@ def run(race: Race, judge: Quality | None, folder: Path, resume: bool, plots: bo
     with progress_bar("racing") as progress:
         turns = race.run(folder, resume, progress)
     quality: dict[str, dict[str, float]] = {}
-    if judge:
-        with progress_bar("judging") as progress:
+    if measurer:
+        with progress_bar("measuring") as progress:
             for i, entry in enumerate(race.field):
                 if progress:
                     progress(i, len(race.field))
@@ -146,7 +146,7 @@ def run(race: Race, judge: Quality | None, folder: Path, resume: bool, plots: bo
                     Image.open(folder / name).convert("RGB") for turn in of_method for name in turn.files
                 ]
                 drawn_prompts = [race.prompts[turn.prompt] for turn in of_method for _ in turn.files]
-                quality[entry.label] = judge.measure(images, drawn_prompts)
+                quality[entry.label] = measurer.measure(images, drawn_prompts)
     run_info = read_object(folder / RUN)
     table = report.rows(turns, run_info, quality)
     whole = {k: v for k, v in run_info.items() if k != "methods"} | {"folder": str(folder), "methods": table}

@@ -94,7 +94,7 @@ def evaluate(
     folder = model_folder(options.model)
     given_prompts = read_file(prompts)
     images = None if draws else gallery(Path(source), clip)
-    quality = judge(folder, reference, features, clip, options.device)
+    quality = make_measurer(folder, reference, features, clip, options.device)
     if images is not None:
         from lanternpp.pipeline import versions
 
@@ -156,7 +156,7 @@ def empty(folder: Path | None) -> None:
     png_path(folder / "0.png")
 
 
-def judge(
+def make_measurer(
     folder: Path, reference: Path | None, features: str | None, clip: str | None, device: str
 ) -> Quality:
     """What measures the pictures; made before any is drawn, so that mistakes are reported first."""

@@ -1,4 +1,4 @@
-"""`lanternpp train`: the tokenizer, the target and the judge of a model; its drafters are in `train_drafter`."""
+"""`lanternpp train`: the tokenizer, the target and the classifier of a model; its drafters are in `train_drafter`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def leave(finished: bool) -> None:
 
 @app.callback()
 def main() -> None:
-    """Train a model's tokenizer, target, drafter and judge; each run resumes where it stopped."""
+    """Train a model's tokenizer, target, drafter and classifier; each run resumes where it stopped."""
 
 
 @app.command()
@@ -165,7 +165,7 @@ def judge(
     *,
     plan: Planned,
 ) -> None:
-    """Train a judge of drawn pictures: their labels, and features to compare them by. Needs a tokenizer."""
+    """Train a classifier of drawn pictures: it names their labels and gives features to compare them by. Needs a tokenizer."""
     from lanternpp.training.classifier import ClassifierSettings, train
 
     settings = ClassifierSettings(batch_size, lr, seed, redrawn, decay=decay, warmup=warmup)

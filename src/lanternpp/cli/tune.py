@@ -153,7 +153,7 @@ def tune(
 def budget_of(
     tuner: Tuner, variation: float | None, percent: float | None, pictures: int | None
 ) -> Budget | None:
-    """The budget of the options, or None; the judge of a Fréchet budget is read."""
+    """The budget of the options, or None; the classifier of a Fréchet budget is read."""
     from lanternpp.evaluation.quality import LEAST, Quality
     from lanternpp.tuning.budget import FrechetBudget, VariationBudget
 

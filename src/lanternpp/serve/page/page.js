@@ -131,7 +131,7 @@ async function race() {
     sides.forEach((side, i) => side.clear(bodies[i].method, bodies[i].n, bodies[i].seed));
     lead();
     await Promise.all(sides.map((side, i) => side.follow(answers[i], bodies[i].prompt)));
-    judge();
+    showWinner();
   } catch (error) {
     if (control.signal.aborted) say("stopped", "Stopped.");
     else say("wrong", sentence(error.message));
@@ -165,7 +165,7 @@ function lead() {
 }
 
 /** Show which side won. */
-function judge() {
+function showWinner() {
   const times = plain.seconds / drafted.seconds;
   const each = plain.pictures.length > 1 ? " a picture" : "";
   const mine = `${drafted.seconds.toFixed(2)} s${each}`;
