@@ -73,7 +73,7 @@ def killed(name: str, folder: Path, work: float, times: int) -> int:
     """Kill a command at random moments of its work, then let it end. How often the kill found it at work."""
     draw, ends, lines = random.Random(f"{name} {times}"), [], list[str]()
     for _ in range(times):
-        process = start(obey, name, str(folder), draw.uniform(0.1, 1.2 / times**0.5) * work)
+        process = start(obey, name, str(folder), draw.uniform(0.1, 1.2 / times) * work)
         process.join()
         ends.append(process.exitcode)
         check_files(folder)
