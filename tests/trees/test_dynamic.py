@@ -189,8 +189,9 @@ def drawn(target, proposer, sampling, cfg, batch):
     return generate(engine, ["a", "sea", None, "hill"], [3, 1, 4, 1 << 40])
 
 
+@pytest.mark.parametrize("cfg", [1.0, 3.0])
 @pytest.mark.parametrize("name", TREES_HERE)
-def test_greedy_is_plain_ar_and_a_batch_is_its_samples(name, cfg=3.0):
+def test_greedy_is_plain_ar_and_a_batch_is_its_samples(name, cfg):
     target = ToyTarget(grid=3)
 
     def codes(proposer, sampling, batch):
