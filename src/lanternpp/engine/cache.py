@@ -37,6 +37,11 @@ class Cache:
         seen.scatter_(2, where[:, None].expand(-1, depth.shape[1], -1), mask)
         return Nodes(position=used + depth, slot=used + own, mask=seen[:, None])
 
+    @property
+    def whole(self) -> Tensor:
+        """All keys and values, [L, 2, R, Hkv, S, d]."""
+        return self.kv
+
     def attend(self, layer: int, nodes: Nodes, mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v [R, N, Hkv, d] at their slots; attend with q [R, N, H, d] over every slot."""
         self.store(layer, self._row, nodes.slot, k, v)
@@ -71,6 +76,7 @@ class RowCache:
     """Some rows of a cache during their prefill, where attention is over the prompt alone."""
 
     def __init__(self, cache: Cache, rows: Tensor, start: Tensor, count: int):
+        self.whole = None
         self._cache, self._rows, self._start, self._count = cache, rows[:, None], start, count
 
     def nodes(self) -> Nodes:

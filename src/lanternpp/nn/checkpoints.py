@@ -163,6 +163,11 @@ def checksum(tensor: Tensor) -> str:
     return digest.hexdigest()[:16]
 
 
+def user_cache() -> Path:
+    """The folder for what can be made again on this machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lanternpp"
+
+
 def digest(parts: Iterable[str]) -> str:
     """First 16 hexadecimal digits of the SHA-256 of some lines of text."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

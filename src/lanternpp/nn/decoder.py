@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lanternpp.nn.native import MOST_ROWS, NativeDecoder
 from lanternpp.nn.configs import Epsilon, HeadDim, Heads, Hidden, Layers, Share, Width
 from lanternpp.nn.rope import rotate
 from lanternpp.types import Nodes
@@ -19,6 +20,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 class AttentionCache(Protocol):
     """The interface of a KV cache: store keys and values, and attend over all that are stored."""
+
+    @property
+    def whole(self) -> Tensor | None:
+        """All keys and values [L, 2, R, Hkv, S, d], where the mask of `nodes` is over S slots; None in a prefill."""
+        ...
 
     def attend(self, layer: int, nodes: Nodes, mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [R, N, H, d], k and v [R, N, Hkv, d] -> [R, N, H, d]."""
@@ -149,9 +155,12 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config, first=i == 0) for i in range(config.layers))
         self.norm = Norm(config.dim, config.norm_eps) if config.final_norm else nn.Identity()
         self.register_buffer("rotary_table", rotary_table, persistent=False)  # [positions, 2, d]
+        self.native: NativeDecoder | None = None  # set by `pack`
 
     def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to `cache`."""
+        if self.native is not None and cache.whole is not None and x.shape[0] * x.shape[1] <= MOST_ROWS:
+            return self.native(x, nodes, cache.whole)
         rotation = self.rotary_table[nodes.position.clamp(max=self.rotary_table.shape[0] - 1)][
             :, :, :, None
         ].to(x.dtype)

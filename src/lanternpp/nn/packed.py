@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lanternpp.nn.decoder import Decoder
+from lanternpp.nn.native import native
+
 
 class PackedLinear(nn.Module):
     """x [..., in] -> [..., out], bfloat16 on a CPU, for inference."""
@@ -33,6 +36,8 @@ def packable(weight: Tensor) -> bool:
 
 def pack(module: nn.Module) -> None:
     """Replace every linear layer below `module` that can be packed; the module is for inference from then on."""
+    if isinstance(module, Decoder):
+        module.native = native(module)
     for name, child in module.named_children():
         if isinstance(child, nn.Linear) and packable(child.weight):
             setattr(module, name, PackedLinear(child.weight, child.bias))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import checksum, replacing
+from lanternpp.nn.checkpoints import checksum, replacing, user_cache
 
 
 def neighbours(codebook: Tensor, k: int, folder: Path | None = None, chunk: int = 1024) -> Tensor:
@@ -63,4 +63,4 @@ def cache_folder(beside: Path) -> Path:
     shipped = Path(__file__).parent.parent
     if os.access(beside, os.W_OK) and shipped not in beside.resolve().parents:
         return beside
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lanternpp"
+    return user_cache()

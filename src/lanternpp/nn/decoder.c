@@ -1,0 +1,389 @@
+/* One pass of a pre-norm transformer decoder over few rows, in bfloat16, for inference on a CPU.
+
+   The same function as `Decoder.forward` of decoder.py with a KV cache. PyTorch takes some 50 operations a layer for it, and
+   for a few rows starting them costs more than computing them; here a layer is five stages with a barrier after each.
+   Sums are float32, and so is the residual stream; weights, keys, values and the inputs of products are bfloat16.
+   A row's result depends on that row alone and not on how many rows or threads there are. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if defined(__AVX512BF16__) || defined(__AMX_BF16__)
+#include <immintrin.h>
+#endif
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define COLUMNS 32 /* of a block of weights: twice LANES */
+#define ROWS 16    /* of a tile of inputs */
+#define LANES 16   /* channels of a head that are handled at once */
+#define CHANNELS 4 /* of such vectors that attention sums at once */
+#define QUERIES 4  /* that attention handles at once */
+
+typedef uint16_t half; /* a bfloat16: the upper half of a float */
+typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float eight __attribute__((vector_size(32)));
+typedef float four __attribute__((vector_size(16)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
+
+/* A linear layer: weights [blocks, inputs / 2, COLUMNS, 2], so that a block is read from front to back. */
+typedef struct {
+    const half *weight;
+    const float *bias; /* [outputs], or null */
+    int64_t inputs, outputs;
+} Linear;
+
+typedef struct {
+    const float *attention_norm, *ffn_norm; /* [dim]; the first may be null: no norm */
+    Linear wqkv, wo, w13, w2;               /* of w13, gate and up alternate by half blocks */
+} Layer;
+
+typedef struct {
+    int64_t layers, dim, heads, kv_heads, head_dim, hidden;
+    const float *norm; /* [dim], or null: no last norm */
+    float eps;
+} Shape;
+
+typedef struct {
+    int64_t rows, nodes, slots;
+    const half *x;         /* [rows, nodes, dim] */
+    const float *rotation; /* [rows, nodes, 2, head_dim] */
+    const int64_t *slot;   /* [rows, nodes] */
+    const uint8_t *mask;   /* [rows, nodes, slots]: what a node attends to */
+    half *kv;              /* [layers, 2, rows, kv_heads, slots, head_dim] */
+    half *out;             /* [rows, nodes, dim] */
+    char *scratch;         /* as many bytes as `scratch_bytes` says */
+} Pass;
+
+static inline float widen(half x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+static inline floats widen_all(const half *x) {
+    return (floats)(__builtin_convertvector(*(const halves *)x, words) << 16);
+}
+
+/* To the nearest bfloat16, ties to even. */
+static inline half narrow(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return x == x ? (half)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : 0x7fc0;
+}
+
+/* exp(x) for x <= 88, to some 2 units in the last place; 0 below -87. */
+static inline floats exponential(floats x) {
+    const floats round = 12582912.0f - (floats){0}; /* adding it leaves no room for a fraction */
+    ints large = x >= -87.0f;
+    floats safe = (floats)((ints)x & large), n = safe * 1.44269504f + round - round;
+    floats f = safe - n * 0.693359375f + n * 2.12194440e-4f, p = f * (1.0f / 5040) + 1.0f / 720;
+    p = p * f + 1.0f / 120;
+    p = p * f + 1.0f / 24;
+    p = p * f + 1.0f / 6;
+    p = p * f + 0.5f;
+    p = p * f + 1.0f;
+    p = p * f + 1.0f;
+    ints scale = (__builtin_convertvector(n, ints) + 127) << 23;
+    return (floats)((ints)(p * (floats)scale) & large);
+}
+
+/* RMSNorm of x [count] as bfloat16; without a weight, x itself. */
+static void normalise(const float *x, const float *weight, float eps, int64_t count, half *out) {
+    if (!weight) {
+        for (int64_t i = 0; i < count; i++) out[i] = narrow(x[i]);
+        return;
+    }
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; i++) sum += x[i] * x[i];
+    float scale = 1 / sqrtf(sum / count + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) out[i] = narrow(x[i] * scale * weight[i]);
+}
+
+/* out [4, COLUMNS] = x [4, inputs] times one block of weights; rows beyond `rows` repeat the last. */
+static void few_rows(int rows, const half *x, int64_t inputs, const half *weight, float (*out)[COLUMNS]) {
+    const half *row[4];
+    for (int r = 0; r < 4; r++) row[r] = x + (r < rows ? r : rows - 1) * inputs;
+#ifdef __AVX512BF16__
+    __m512 left[4], right[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; r++) left[r] = right[r] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < inputs; i += 2, weight += 2 * COLUMNS) {
+        __m512bh first = (__m512bh)_mm512_loadu_si512(weight);
+        __m512bh second = (__m512bh)_mm512_loadu_si512(weight + COLUMNS);
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; r++) {
+            int32_t pair;
+            memcpy(&pair, row[r] + i, 4);
+            __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            left[r] = _mm512_dpbf16_ps(left[r], both, first);
+            right[r] = _mm512_dpbf16_ps(right[r], both, second);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; r++) {
+        _mm512_storeu_ps(out[r], left[r]);
+        _mm512_storeu_ps(out[r] + COLUMNS / 2, right[r]);
+    }
+#else
+    for (int r = 0; r < rows && r < 4; r++) {
+        float sums[COLUMNS] = {0};
+        const half *w = weight;
+        for (int64_t i = 0; i < inputs; i += 2, w += 2 * COLUMNS) {
+            float a = widen(row[r][i]), b = widen(row[r][i + 1]);
+#pragma omp simd
+            for (int c = 0; c < COLUMNS; c++) sums[c] += a * widen(w[2 * c]) + b * widen(w[2 * c + 1]);
+        }
+        memcpy(out[r], sums, sizeof sums);
+    }
+#endif
+}
+
+#ifdef __AMX_BF16__
+static int tiles; /* whether the kernel lets this process use the CPU's tiles */
+
+/* Tiles for products of up to `rows` rows, for the calling thread: 0 and 1 sums, 2 inputs, 3 and 4 weights. */
+static void configure(int rows) {
+    struct {
+        uint8_t palette, start, unused[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    for (int i = 0; i < 5; i++) {
+        config.bytes[i] = 64;
+        config.rows[i] = i < 3 ? rows : 16;
+    }
+    _tile_loadconfig(&config);
+}
+#endif
+
+/* Ask for the CPU's tiles. Called once. */
+void prepare(void) {
+#ifdef __AMX_BF16__
+    enum { REQUEST = 0x1023, TILE_DATA = 18 };
+    tiles = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+#endif
+}
+
+/* out [ROWS, COLUMNS] = x [rows, inputs] times one block of weights, rows <= ROWS; x has ROWS readable rows. */
+static void product(const Linear *layer, int64_t block, const half *x, int rows, float (*out)[COLUMNS]) {
+    const int64_t inputs = layer->inputs;
+    const half *weight = layer->weight + block * inputs * COLUMNS;
+#ifdef __AMX_BF16__
+    if (tiles) {
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t i = 0; i < inputs; i += 32) {
+            _tile_loadd(2, x + i, 2 * inputs);
+            _tile_loadd(3, weight + i * COLUMNS, 4 * COLUMNS);
+            _tile_loadd(4, weight + i * COLUMNS + COLUMNS, 4 * COLUMNS);
+            _tile_dpbf16ps(0, 2, 3);
+            _tile_dpbf16ps(1, 2, 4);
+        }
+        _tile_stored(0, out[0], 4 * COLUMNS);
+        _tile_stored(1, out[0] + COLUMNS / 2, 4 * COLUMNS);
+    } else
+#endif
+        for (int first = 0; first < rows; first += 4) few_rows(rows - first, x + first * inputs, inputs, weight, out + first);
+    if (layer->bias)
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < COLUMNS; c++) out[r][c] += layer->bias[block * COLUMNS + c];
+}
+
+/* y [head_dim] = x rotated by a row of the rotary table [2, head_dim]. */
+static void rotate(const float *x, const float *rotation, int64_t size, float *y) {
+    int64_t half_size = size / 2;
+    for (int64_t i = 0; i < half_size; i++) {
+        y[i] = x[i] * rotation[i] + x[i + half_size] * rotation[size + i];
+        y[i + half_size] = x[i + half_size] * rotation[i + half_size] + x[i] * rotation[size + i + half_size];
+    }
+}
+
+static inline float sum_of(floats x) {
+    union { floats all; eight half[2]; } a = {x};
+    union { eight all; four half[2]; } b = {a.half[0] + a.half[1]};
+    four sum = b.half[0] + b.half[1];
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+/* Attention of `count` queries [count, d] over keys and values [size, d], query q where its mask is set: out [count] of [d].
+
+   weights [count, stride] is scratch, stride a multiple of LANES and at least size. A query's result depends on that query alone. */
+static void attend(const float *query, int64_t count, const half *keys, const half *values, const uint8_t **mask, int64_t size,
+                   int64_t d, float *weights, int64_t stride, half **out) {
+    for (int64_t j = 0; j < size; j++)
+        for (int64_t q = 0; q < count; q++) {
+            floats sum = {0};
+            for (int64_t i = 0; i < d; i += LANES) sum += *(const floats *)(query + q * d + i) * widen_all(keys + j * d + i);
+            weights[q * stride + j] = mask[q][j] ? sum_of(sum) : -INFINITY;
+        }
+    for (int64_t q = 0; q < count; q++) {
+        float *weight = weights + q * stride, highest = -INFINITY;
+        floats total = {0};
+        for (int64_t j = size; j < stride; j++) weight[j] = -INFINITY;
+        for (int64_t j = 0; j < size; j++) highest = weight[j] > highest ? weight[j] : highest;
+        for (int64_t j = 0; j < stride; j += LANES) {
+            floats *some = (floats *)(weight + j);
+            total += *some = exponential(*some - highest);
+        }
+        float scale = 1 / sum_of(total);
+        for (int64_t j = 0; j < stride; j += LANES) *(floats *)(weight + j) *= scale;
+    }
+    for (int64_t first = 0; first < count; first += QUERIES)
+        for (int64_t i = 0; i < d; i += CHANNELS * LANES) {
+            const float *weight[QUERIES];
+            floats sums[QUERIES][CHANNELS] = {0};
+            for (int q = 0; q < QUERIES; q++) weight[q] = weights + (first + q < count ? first + q : count - 1) * stride;
+            for (int64_t j = 0; j < size; j++)
+#pragma GCC unroll 4
+                for (int c = 0; c < CHANNELS; c++) {
+                    if (i + c * LANES >= d) break;
+                    floats value = widen_all(values + j * d + i + c * LANES);
+#pragma GCC unroll 4
+                    for (int q = 0; q < QUERIES; q++) sums[q][c] += weight[q][j] * value;
+                }
+            for (int64_t q = 0; q < QUERIES && first + q < count; q++)
+                for (int64_t c = 0; c < CHANNELS * LANES && i + c < d; c++)
+                    out[first + q][i + c] = narrow(sums[q][c / LANES][c % LANES]);
+        }
+}
+
+static int64_t up_to(int64_t multiple, int64_t x) { return (x + multiple - 1) / multiple * multiple; }
+
+static int64_t padded(int64_t bytes) { return up_to(64, bytes); }
+
+static int64_t bytes_of_a_thread(const Shape *s, int64_t m, int64_t nodes, int64_t slots) {
+    int64_t queries = nodes * s->heads / s->kv_heads;
+    return padded(2 * up_to(ROWS, m) * s->dim) + padded(4 * queries * s->head_dim) + padded(4 * queries * up_to(LANES, slots));
+}
+
+int64_t scratch_bytes(const Shape *s, int64_t rows, int64_t nodes, int64_t slots, int64_t threads) {
+    int64_t m = rows * nodes, heads = s->heads + 2 * s->kv_heads, most = up_to(ROWS, m);
+    return padded(4 * m * s->dim) + padded(4 * m * heads * s->head_dim) + padded(2 * most * s->heads * s->head_dim) +
+           padded(2 * most * s->hidden) + threads * bytes_of_a_thread(s, m, nodes, slots);
+}
+
+static void *take(char **at, int64_t bytes) {
+    void *found = *at;
+    *at += padded(bytes);
+    return found;
+}
+
+void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t threads) {
+    const Shape s = *shape;
+    const Pass p = *pass;
+    const int64_t m = p.rows * p.nodes, d = s.head_dim, group = s.heads / s.kv_heads, most = up_to(ROWS, m);
+    const int64_t width = (s.heads + 2 * s.kv_heads) * d, queries = p.nodes * group;
+    char *at = p.scratch;
+    float *stream = take(&at, 4 * m * s.dim);        /* the residual stream */
+    float *qkv = take(&at, 4 * m * width);
+    half *mixed = take(&at, 2 * most * s.heads * d); /* what attention returns */
+    half *active = take(&at, 2 * most * s.hidden);   /* silu(gate) * up */
+
+#pragma omp parallel num_threads((int)threads)
+    {
+#ifdef _OPENMP
+        int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
+#else
+        int64_t me = 0, team = 1;
+#endif
+        char *own = at + me * bytes_of_a_thread(shape, m, p.nodes, p.slots);
+        half *normed = take(&own, 2 * most * s.dim);
+        float *query = take(&own, 4 * queries * d);
+        float *weights = take(&own, 4 * queries * up_to(LANES, p.slots));
+        float out[ROWS][COLUMNS];
+        const uint8_t *mask[queries];
+        half *where[queries];
+#ifdef __AMX_BF16__
+        if (tiles) configure(m < ROWS ? (int)m : ROWS);
+#endif
+/* For the blocks of a layer that are this thread's, and rows `first` to `first + rows` of x: their product is in `out`. */
+#define PRODUCTS(linear, x)                                                                                   \
+    for (int64_t blocks = ((linear).outputs + COLUMNS - 1) / COLUMNS, b = blocks * me / team;                 \
+         b < blocks * (me + 1) / team; b++)                                                                   \
+        for (int64_t first = 0, rows; first < m; first += ROWS)                                               \
+            if (rows = m - first < ROWS ? m - first : ROWS,                                                   \
+                product(&(linear), b, (x) + first * (linear).inputs, (int)rows, out), 1)
+
+        for (int64_t i = m * me / team; i < m * (me + 1) / team; i++)
+            for (int64_t j = 0; j < s.dim; j++) stream[i * s.dim + j] = widen(p.x[i * s.dim + j]);
+        for (int64_t l = 0; l < s.layers; l++) {
+            const Layer layer = layers[l];
+#pragma omp barrier
+            for (int64_t i = 0; i < m; i++)
+                normalise(stream + i * s.dim, layer.attention_norm, s.eps, s.dim, normed + i * s.dim);
+            PRODUCTS(layer.wqkv, normed)
+                for (int64_t r = 0; r < rows; r++)
+                    for (int64_t c = 0; c < COLUMNS && b * COLUMNS + c < width; c++)
+                        qkv[(first + r) * width + b * COLUMNS + c] = out[r][c];
+#pragma omp barrier
+            /* One key-value head of one row at a time: its keys and values go to the cache, then its queries attend. */
+            for (int64_t task = me; task < p.rows * s.kv_heads; task += team) {
+                int64_t row = task / s.kv_heads, head = task % s.kv_heads, from = p.slots, to = 0;
+                half *keys = p.kv + ((l * 2 * p.rows + row) * s.kv_heads + head) * p.slots * d;
+                half *values = keys + p.rows * s.kv_heads * p.slots * d;
+                float turned[d];
+                for (int64_t n = 0; n < p.nodes; n++) {
+                    int64_t i = row * p.nodes + n, slot = p.slot[i];
+                    const float *k = qkv + i * width + (s.heads + head) * d, *v = k + s.kv_heads * d;
+                    const uint8_t *seen = p.mask + i * p.slots;
+                    rotate(k, p.rotation + i * 2 * d, d, turned);
+                    for (int64_t j = 0; j < d; j++) {
+                        keys[slot * d + j] = narrow(turned[j]);
+                        values[slot * d + j] = narrow(v[j]);
+                    }
+                    while (from > 0 && memchr(seen, 1, from)) from = (const uint8_t *)memchr(seen, 1, from) - seen;
+                    for (int64_t j = p.slots; j > to; j--)
+                        if (seen[j - 1]) to = j;
+                    for (int64_t g = 0; g < group; g++) {
+                        int64_t q = n * group + g, h = head * group + g;
+                        rotate(qkv + i * width + h * d, p.rotation + i * 2 * d, d, query + q * d);
+                        for (int64_t j = 0; j < d; j++) query[q * d + j] /= sqrtf((float)d);
+                        mask[q] = seen;
+                        where[q] = mixed + (i * s.heads + h) * d;
+                    }
+                }
+                for (int64_t q = 0; q < queries; q++) mask[q] += from;
+                attend(query, queries, keys + from * d, values + from * d, mask, to - from, d, weights,
+                       up_to(LANES, to - from), where);
+            }
+#pragma omp barrier
+            PRODUCTS(layer.wo, mixed)
+                for (int64_t r = 0; r < rows; r++)
+                    for (int64_t c = 0; c < COLUMNS && b * COLUMNS + c < s.dim; c++)
+                        stream[(first + r) * s.dim + b * COLUMNS + c] += out[r][c];
+#pragma omp barrier
+            for (int64_t i = 0; i < m; i++)
+                normalise(stream + i * s.dim, layer.ffn_norm, s.eps, s.dim, normed + i * s.dim);
+            PRODUCTS(layer.w13, normed)
+                for (int64_t r = 0; r < rows; r++)
+{
+                    floats gate = *(floats *)out[r], up = *(floats *)(out[r] + LANES);
+                    gate = gate / (1 + exponential(-gate)) * up;
+                    for (int64_t c = 0; c < LANES; c++)
+                        active[(first + r) * s.hidden + b * LANES + c] = narrow(gate[c]);
+                }
+#pragma omp barrier
+            PRODUCTS(layer.w2, active)
+                for (int64_t r = 0; r < rows; r++)
+                    for (int64_t c = 0; c < COLUMNS && b * COLUMNS + c < s.dim; c++)
+                        stream[(first + r) * s.dim + b * COLUMNS + c] += out[r][c];
+        }
+#pragma omp barrier
+        for (int64_t i = m * me / team; i < m * (me + 1) / team; i++)
+            normalise(stream + i * s.dim, s.norm, s.eps, s.dim, p.out + i * s.dim);
+#ifdef __AMX_BF16__
+        if (tiles) _tile_release();
+#endif
+    }
+}

@@ -1,0 +1,198 @@
+"""A decoder's passes over few rows in C (`decoder.c`), compiled once on the machine that runs it.
+
+For a few rows starting PyTorch's operations takes longer than computing them. The kernels need a C compiler and a CPU that
+multiplies bfloat16; without them, or with LANTERNPP_KERNELS=0, everything is computed by PyTorch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import warnings
+from collections.abc import Iterator
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from lanternpp.devices import half_width
+from lanternpp.errors import InputError
+from lanternpp.nn.checkpoints import digest, replacing, user_cache
+from lanternpp.types import Nodes
+
+if TYPE_CHECKING:
+    from lanternpp.nn.decoder import Block, Decoder
+
+SOURCE = Path(__file__).with_name("decoder.c")
+SWITCH = "LANTERNPP_KERNELS"
+FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+COLUMNS = 32  # of a block of weights, as in decoder.c
+MOST_ROWS = 64  # of a pass; products of more rows are PyTorch's, which uses tiles of the CPU
+MOST_WEIGHTS = 1 << 27  # of a decoder: they are kept a second time, and larger ones gain little
+
+
+class Linear(Structure):
+    """`Linear` of decoder.c."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64))
+
+
+class Layer(Structure):
+    """`Layer` of decoder.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("attention_norm", "ffn_norm")),
+        *((name, Linear) for name in ("wqkv", "wo", "w13", "w2")),
+    )
+
+
+class Shape(Structure):
+    """`Shape` of decoder.c."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("layers", "dim", "heads", "kv_heads", "head_dim", "hidden")),
+        ("norm", c_void_p),
+        ("eps", c_float),
+    )
+
+
+class Pass(Structure):
+    """`Pass` of decoder.c."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "nodes", "slots")),
+        *((name, c_void_p) for name in ("x", "rotation", "slot", "mask", "kv", "out", "scratch")),
+    )
+
+
+class NativeDecoder:
+    """The passes of a `Decoder` over few rows; it keeps a second copy of the weights, in the order they are read in."""
+
+    def __init__(self, decoder: Decoder, library: ctypes.CDLL):
+        self.library, self._kept = library, list[Tensor]()
+        config = decoder.config
+        blocks: list[Block] = list(decoder.blocks)  # type: ignore[arg-type]
+        self.layers = (Layer * len(blocks))(*map(self._layer, blocks))
+        last = self._floats(getattr(decoder.norm, "weight", None))
+        shape = (config.layers, config.dim, config.heads, config.num_kv_heads, config.head_dim, config.hidden)
+        self.shape = Shape(*shape, last, config.norm_eps)
+        self.rotary_table = decoder.rotary_table.float()
+        self.scratch = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+        """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to kv [L, 2, R, Hkv, S, d]."""
+        rows, count, _ = x.shape
+        threads, slots = torch.get_num_threads(), kv.shape[4]
+        need = self.library.scratch_bytes(byref(self.shape), rows, count, slots, threads)
+        if need > len(self.scratch):
+            self.scratch = torch.empty(need, dtype=torch.uint8)
+        x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        rotation = self.rotary_table[nodes.position.clamp(max=len(self.rotary_table) - 1)]
+        given = (x, rotation, nodes.slot.contiguous(), nodes.mask.contiguous(), kv, out, self.scratch)
+        work = Pass(rows, count, slots, *(tensor.data_ptr() for tensor in given))
+        self.library.decode(byref(self.shape), self.layers, byref(work), threads)
+        return out
+
+    def _layer(self, block: Block) -> Layer:
+        half = COLUMNS // 2
+        gate_up = [pad(part, half).unflatten(0, (-1, half)) for part in block.w13.weight.chunk(2)]
+        w13 = torch.cat(gate_up, 1).flatten(0, 1)  # gate and up alternate by half blocks
+        bias = None
+        if block.w13.bias is not None:
+            parts = [pad(part[:, None], half).unflatten(0, (-1, half)) for part in block.w13.bias.chunk(2)]
+            bias = torch.cat(parts, 1).flatten()
+        norms = (getattr(norm, "weight", None) for norm in (block.attention_norm, block.ffn_norm))
+        return Layer(
+            *map(self._floats, norms),
+            self._linear(block.wqkv.weight, block.wqkv.bias),
+            self._linear(block.wo.weight, block.wo.bias),
+            self._linear(w13, bias),
+            self._linear(block.w2.weight, block.w2.bias),
+        )
+
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Weight [out, in], bias [out] -> blocks [out / COLUMNS, in / 2, COLUMNS, 2], the last one padded."""
+        outputs, inputs = weight.shape
+        blocks = pad(weight.detach(), COLUMNS).view(-1, COLUMNS, inputs // 2, 2).transpose(1, 2)
+        return Linear(
+            self._keep(blocks),
+            self._floats(None if bias is None else pad(bias.detach()[:, None], COLUMNS).flatten()),
+            inputs,
+            outputs,
+        )
+
+    def _floats(self, tensor: Tensor | None) -> int | None:
+        return None if tensor is None else self._keep(tensor.detach().float())
+
+    def _keep(self, tensor: Tensor) -> int:
+        """The address of a tensor, which lives as long as this object."""
+        self._kept.append(tensor.contiguous())
+        return self._kept[-1].data_ptr()
+
+
+def pad(x: Tensor, multiple: int) -> Tensor:
+    """x [n, m] with rows of zeros up to a multiple."""
+    return nn.functional.pad(x, (0, 0, 0, -len(x) % multiple))
+
+
+def native(decoder: Decoder) -> NativeDecoder | None:
+    """The decoder in C; None where its shape, its weights or this machine do not allow it."""
+    config, weights = decoder.config, [p for p in decoder.parameters() if p.ndim == 2]
+    plain = all(
+        type(p.detach()) is Tensor and p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in weights
+    )
+    widths = (config.dim, config.hidden, config.heads * config.head_dim)
+    simple = not (config.qk_norm or config.norm_after or any(width % COLUMNS for width in widths))
+    simple = simple and config.head_dim % 16 == 0
+    if not (weights and plain and simple) or sum(p.numel() for p in weights) > MOST_WEIGHTS:
+        return None
+    if half_width(torch.device("cpu")) is not torch.bfloat16 or os.environ.get(SWITCH) == "0":
+        return None
+    found = library()
+    return None if found is None else NativeDecoder(decoder, found)
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, from the user's cache or compiled now; None, with a warning, where that is impossible."""
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
+    if platform.system() != "Linux" or compiler is None:
+        warnings.warn("no C compiler here (cc): passes take about twice as long as they could", stacklevel=2)
+        return None
+    try:
+        path = compiled(compiler)
+        found = ctypes.CDLL(str(path))
+    except (InputError, OSError, subprocess.SubprocessError) as error:
+        warnings.warn(f"the kernels of decoder.c are not used: {error}", stacklevel=2)
+        return None
+    found.prepare()
+    found.scratch_bytes.restype = c_int64
+    found.scratch_bytes.argtypes = (POINTER(Shape), c_int64, c_int64, c_int64, c_int64)
+    found.decode.restype = None
+    found.decode.argtypes = (POINTER(Shape), POINTER(Layer), POINTER(Pass), c_int64)
+    return found
+
+
+def compiled(compiler: str) -> Path:
+    """The shared library for this source, compiler and CPU, in the user's cache. OSError, SubprocessError or InputError."""
+    path = user_cache() / f"decoder-{digest([SOURCE.read_text(), *machine(compiler)])}.so"
+    if not path.is_file():
+        with replacing(path) as temporary:
+            command = [compiler, *FLAGS, str(SOURCE), "-lm", "-o", str(temporary)]
+            subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return path
+
+
+def machine(compiler: str) -> Iterator[str]:
+    """What decides the compiled code besides its source: the compiler, its flags, the CPU and PyTorch's build."""
+    yield " ".join((compiler, *FLAGS, platform.machine(), torch.__version__))
+    yield subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=20).stdout
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.is_file() else []
+    yield from sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))})
