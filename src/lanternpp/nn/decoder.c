@@ -56,7 +56,7 @@ typedef struct {
     const half *x;         /* [rows, nodes, dim] */
     const float *rotation; /* [rows, nodes, 2, head_dim] */
     const int64_t *slot;   /* [rows, nodes] */
-    const uint8_t *mask;   /* [rows, nodes, slots]: what a node attends to */
+    const uint8_t *mask;   /* [rows, nodes, slots], 0 or 1: what a node attends to */
     half *kv;              /* [layers, 2, rows, kv_heads, slots, head_dim] */
     half *out;             /* [rows, nodes, dim] */
     char *scratch;         /* as many bytes as `scratch_bytes` says */
@@ -342,7 +342,8 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
                         keys[slot * d + j] = narrow(turned[j]);
                         values[slot * d + j] = narrow(v[j]);
                     }
-                    while (from > 0 && memchr(seen, 1, from)) from = (const uint8_t *)memchr(seen, 1, from) - seen;
+                    const uint8_t *nearest = memchr(seen, 1, from);
+                    if (nearest) from = nearest - seen;
                     for (int64_t j = p.slots; j > to; j--)
                         if (seen[j - 1]) to = j;
                     for (int64_t g = 0; g < group; g++) {
@@ -353,6 +354,7 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
                         where[q] = mixed + (i * s.heads + h) * d;
                     }
                 }
+                if (from > to) from = to; /* an idle row */
                 for (int64_t q = 0; q < queries; q++) mask[q] += from;
                 attend(query, queries, keys + from * d, values + from * d, mask, to - from, d, weights,
                        up_to(LANES, to - from), where);

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.nn.native import MOST_ROWS, NativeDecoder
 from lanternpp.nn.configs import Epsilon, HeadDim, Heads, Hidden, Layers, Share, Width
+from lanternpp.nn.native import MOST_ROWS, NativeDecoder
 from lanternpp.nn.rope import rotate
 from lanternpp.types import Nodes
 

@@ -11,8 +11,9 @@ import os
 import platform
 import shutil
 import subprocess
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -31,7 +32,16 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("decoder.c")
 SWITCH = "LANTERNPP_KERNELS"
-FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-mprefer-vector-width=512",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+)
 COLUMNS = 32  # of a block of weights, as in decoder.c
 MOST_ROWS = 64  # of a pass; products of more rows are PyTorch's, which uses tiles of the CPU
 MOST_WEIGHTS = 1 << 27  # of a decoder: they are kept a second time, and larger ones gain little
@@ -83,21 +93,26 @@ class NativeDecoder:
         shape = (config.layers, config.dim, config.heads, config.num_kv_heads, config.head_dim, config.hidden)
         self.shape = Shape(*shape, last, config.norm_eps)
         self.rotary_table = decoder.rotary_table.float()
-        self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.threads = threading.local()  # the scratch memory of each thread that calls
 
     def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
         """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to kv [L, 2, R, Hkv, S, d]."""
         rows, count, _ = x.shape
         threads, slots = torch.get_num_threads(), kv.shape[4]
-        need = self.library.scratch_bytes(byref(self.shape), rows, count, slots, threads)
-        if need > len(self.scratch):
-            self.scratch = torch.empty(need, dtype=torch.uint8)
+        scratch = self._scratch(self.library.scratch_bytes(byref(self.shape), rows, count, slots, threads))
         x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
         rotation = self.rotary_table[nodes.position.clamp(max=len(self.rotary_table) - 1)]
-        given = (x, rotation, nodes.slot.contiguous(), nodes.mask.contiguous(), kv, out, self.scratch)
+        given = (x, rotation, nodes.slot.contiguous(), nodes.mask.contiguous(), kv, out, scratch)
         work = Pass(rows, count, slots, *(tensor.data_ptr() for tensor in given))
         self.library.decode(byref(self.shape), self.layers, byref(work), threads)
         return out
+
+    def _scratch(self, size: int) -> Tensor:
+        """At least so many bytes, the calling thread's own."""
+        kept: Tensor | None = getattr(self.threads, "scratch", None)
+        if kept is None or len(kept) < size:
+            kept = self.threads.scratch = torch.empty(size, dtype=torch.uint8)
+        return kept
 
     def _layer(self, block: Block) -> Layer:
         half = COLUMNS // 2
@@ -152,7 +167,7 @@ def native(decoder: Decoder) -> NativeDecoder | None:
     simple = simple and config.head_dim % 16 == 0
     if not (weights and plain and simple) or sum(p.numel() for p in weights) > MOST_WEIGHTS:
         return None
-    if half_width(torch.device("cpu")) is not torch.bfloat16 or os.environ.get(SWITCH) == "0":
+    if os.environ.get(SWITCH) == "0" or half_width(torch.device("cpu")) is None:
         return None
     found = library()
     return None if found is None else NativeDecoder(decoder, found)
@@ -160,39 +175,55 @@ def native(decoder: Decoder) -> NativeDecoder | None:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, from the user's cache or compiled now; None, with a warning, where that is impossible."""
+    """The kernels, from the user's cache or compiled now, in about a second; None, with a warning, where that is impossible."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     if platform.system() != "Linux" or compiler is None:
-        warnings.warn("no C compiler here (cc): passes take about twice as long as they could", stacklevel=2)
+        warnings.warn(
+            "there is no C compiler (cc) here, so passes take two to three times as long", stacklevel=2
+        )
         return None
     try:
-        path = compiled(compiler)
-        found = ctypes.CDLL(str(path))
+        return load(compiled(compiler))
+    except subprocess.CalledProcessError as error:
+        reason = (
+            f"{compiler} does not compile {SOURCE}: {error.stderr.decode(errors='replace').strip()[-300:]}"
+        )
     except (InputError, OSError, subprocess.SubprocessError) as error:
-        warnings.warn(f"the kernels of decoder.c are not used: {error}", stacklevel=2)
-        return None
-    found.prepare()
+        reason = str(error)
+    warnings.warn(
+        f"passes take two to three times as long, as kernels cannot be compiled: {reason}", stacklevel=2
+    )
+    return None
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """A compiled decoder.c. OSError."""
+    found = ctypes.CDLL(str(path))
+    found.prepare.restype, found.prepare.argtypes = None, ()
     found.scratch_bytes.restype = c_int64
     found.scratch_bytes.argtypes = (POINTER(Shape), c_int64, c_int64, c_int64, c_int64)
     found.decode.restype = None
     found.decode.argtypes = (POINTER(Shape), POINTER(Layer), POINTER(Pass), c_int64)
+    found.prepare()
     return found
 
 
-def compiled(compiler: str) -> Path:
+def compiled(compiler: str, flags: Sequence[str] = FLAGS) -> Path:
     """The shared library for this source, compiler and CPU, in the user's cache. OSError, SubprocessError or InputError."""
-    path = user_cache() / f"decoder-{digest([SOURCE.read_text(), *machine(compiler)])}.so"
+    path = user_cache() / f"decoder-{digest([SOURCE.read_text(), *machine(compiler, flags)])}.so"
     if not path.is_file():
         with replacing(path) as temporary:
-            command = [compiler, *FLAGS, str(SOURCE), "-lm", "-o", str(temporary)]
+            command = [compiler, *flags, str(SOURCE), "-lm", "-o", str(temporary)]
             subprocess.run(command, check=True, capture_output=True, timeout=120)
     return path
 
 
-def machine(compiler: str) -> Iterator[str]:
-    """What decides the compiled code besides its source: the compiler, its flags, the CPU and PyTorch's build."""
-    yield " ".join((compiler, *FLAGS, platform.machine(), torch.__version__))
-    yield subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=20).stdout
+def machine(compiler: str, flags: Sequence[str]) -> Iterator[str]:
+    """What decides the compiled code besides its source: the compiler, its flags, the CPU and PyTorch's version."""
+    yield " ".join((compiler, *flags, platform.machine(), torch.__version__))
+    yield subprocess.run(
+        [compiler, "--version"], check=True, capture_output=True, text=True, timeout=20
+    ).stdout
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.is_file() else []
     yield from sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))})

@@ -1,0 +1,209 @@
+"""A decoder's passes in C compute what PyTorch computes, up to the rounding of bfloat16."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lanternpp.engine.cache import Cache
+from lanternpp.nn import native
+from lanternpp.nn.decoder import Decoder, DecoderConfig
+from lanternpp.nn.packed import pack
+from lanternpp.nn.rope import grid_table
+
+HALF = torch.bfloat16
+NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+PLAIN = (*NO_TILES, "-mno-avx512bf16")
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+
+
+def decoder(*sizes: int, **more: object) -> Decoder:
+    """Width, layers, heads, hidden."""
+    torch.manual_seed(0)
+    config = DecoderConfig(*sizes, **more)  # type: ignore[arg-type]
+    made = Decoder(config, grid_table(3, 8, config.head_dim).float())
+    for name, parameter in made.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return made.to(HALF).eval().requires_grad_(False)
+
+
+def in_c(network: Decoder, library: object = None) -> Decoder:
+    found = copy.deepcopy(network)
+    found.native = native.NativeDecoder(network, library or native.library())  # type: ignore[arg-type]
+    return found
+
+
+@torch.inference_mode()
+def features(network: Decoder, x: torch.Tensor, nodes: int) -> torch.Tensor:
+    """x [R, T, D] in a prefill of 3 slots, of which the last row has one of padding; then in chains of so many nodes."""
+    rows = len(x)
+    cache = Cache(network.config, rows, x.shape[1] + 2, x)
+    start = torch.zeros(rows, dtype=torch.int64)
+    start[-1] = 1
+    prompt = cache.rows(torch.arange(rows), start, 3)
+    found = [network(x[:, :3], prompt.nodes(), prompt)]
+    for part in x[:, 3:].split(nodes, 1):
+        depth = torch.arange(part.shape[1]).expand(rows, -1)
+        mask = torch.ones(part.shape[1], part.shape[1], dtype=torch.bool).tril().expand(rows, -1, -1)
+        found.append(network(part, cache.nodes(depth, mask), cache))
+        cache.used += part.shape[1]
+    return torch.cat(found, 1)
+
+
+@pytest.fixture(scope="module", params=["all", "no tiles", "plain C"])
+def library(request: pytest.FixtureRequest) -> Iterator[object]:
+    """The kernels as this CPU runs them, and as CPUs with fewer instructions would."""
+    more = {"all": (), "no tiles": NO_TILES, "plain C": PLAIN}[request.param]
+    try:
+        yield native.load(native.compiled("cc", (*native.FLAGS, *more)))
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        pytest.skip("this compiler does not know these instructions")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "more"),
+    [
+        ((64, 3, 4, 96), {}),
+        ((128, 3, 4, 64), {"kv_heads": 2}),
+        (
+            (64, 2, 2, 96),
+            {"attention_bias": True, "ffn_bias": True, "first_norm": False, "final_norm": False},
+        ),
+        ((96, 2, 2, 32), {"norm_eps": 1e-2}),
+        ((320, 2, 2, 64), {}),
+    ],
+)
+def test_it_is_nearer_to_float64_than_pytorch_is(
+    library: object, sizes: tuple[int, ...], more: dict[str, object]
+):
+    plain = decoder(*sizes, **more)
+    mine = in_c(plain, library)
+    x = torch.randn(2, 44, sizes[0]).to(HALF)
+    exact = features(copy.deepcopy(plain).double(), x.double(), 5)
+    wrong, usual = ((features(network, x, 5) - exact).abs() for network in (mine, plain))
+    assert wrong.mean() < usual.mean()
+    assert wrong.max() < 0.15 * exact.abs().max()
+
+
+def test_a_row_does_not_depend_on_its_neighbours_nor_on_how_many_there_are(library: object):
+    network = in_c(decoder(64, 2, 4, 96), library)
+    x = torch.randn(3, 41, 64).to(HALF)
+    alone = features(network, x[:1].repeat(2, 1, 1), 1)[0]
+    for nodes in (1, 4, 19):
+        assert torch.equal(features(network, x, nodes)[0], alone)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(features(network, x, 7)[0], alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.inference_mode()
+def test_a_tree_attends_to_ancestors_alone():
+    plain = decoder(64, 2, 4, 96)
+    x = torch.randn(1, 6, 64).to(HALF)
+    mask = torch.eye(3, dtype=torch.bool)
+    mask[:, 0] = True  # two children of one node
+    depth = torch.tensor([[0, 1, 1]])
+    found = []
+    for network in (in_c(plain), plain):
+        cache = Cache(network.config, 1, 9, x)
+        prompt = cache.rows(torch.tensor([0]), torch.tensor([0]), 3)
+        network(x[:, :3], prompt.nodes(), prompt)
+        nodes = cache.nodes(depth, mask[None])
+        both = network(x[:, 3:], nodes, cache)
+        changed = x[:, 3:].clone()
+        changed[:, 1] += 1
+        again = network(changed, nodes, cache)
+        assert torch.equal(again[:, 2], both[:, 2])
+        assert not torch.equal(again[:, 1], both[:, 1])
+        found.append(both)
+    assert torch.allclose(*found, atol=0.1)
+
+
+@torch.inference_mode()
+def test_an_idle_row_stays_finite_and_harms_nobody():
+    network = in_c(decoder(64, 2, 4, 96))
+    x = torch.randn(2, 1, 64).to(HALF)
+    cache = Cache(network.config, 2, 4, x)
+    nodes = cache.nodes(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1, 1, dtype=torch.bool))
+    nodes.mask[1] = False
+    both = network(x, nodes, cache)
+    assert both.isfinite().all()
+    assert torch.equal(network(x, nodes, cache), both)
+
+
+@pytest.mark.parametrize("x", [0.0, 1e-30, 1e4])
+@torch.inference_mode()
+def test_small_and_large_inputs(x: float):
+    plain = decoder(64, 2, 4, 96)
+    inputs = torch.full((1, 12, 64), x).to(HALF)
+    mine, usual = (features(network, inputs, 3).float() for network in (in_c(plain), plain))
+    assert torch.allclose(mine, usual, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("more", [{"qk_norm": True}, {"norm_after": True}, {"head_dim": 24}])
+def test_shapes_that_it_does_not_know_are_left_to_pytorch(more: dict[str, object]):
+    network = decoder(96, 1, 4, 96, **more)
+    pack(network)
+    assert network.native is None
+
+
+def test_other_dtypes_are_left_to_pytorch():
+    assert native.native(decoder(64, 1, 4, 96).float()) is None
+
+
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "half_width", lambda device: HALF)
+    network = decoder(64, 1, 4, 96)
+    assert native.native(network) is not None
+    monkeypatch.setenv("LANTERNPP_KERNELS", "0")
+    assert native.native(network) is None
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.library.cache_clear()
+    yield tmp_path / "lanternpp"
+    monkeypatch.undo()
+    native.library.cache_clear()
+
+
+def test_it_is_compiled_once(fresh: Path):
+    assert native.library() is not None
+    (made,) = fresh.glob("decoder-*.so")
+    when = made.stat().st_mtime_ns
+    native.library.cache_clear()
+    assert native.library() is not None
+    assert [file.stat().st_mtime_ns for file in fresh.iterdir()] == [when]
+
+
+def test_without_a_compiler_a_warning_says_what_is_missing(fresh: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", str(fresh))
+    with pytest.warns(UserWarning, match="no C compiler"):
+        assert native.library() is None
+
+
+def test_a_compiler_that_fails_is_named_and_leaves_nothing(fresh: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "FLAGS", ("--no-such-option",))
+    monkeypatch.setattr(native.compiled, "__defaults__", (("--no-such-option",),))
+    with pytest.warns(UserWarning, match="no-such-option"):
+        assert native.library() is None
+    assert not list(fresh.glob("*"))
+
+
+def test_a_cache_folder_that_cannot_be_written_costs_a_warning(fresh: Path):
+    fresh.write_text("a file where the folder should be")
+    with pytest.warns(UserWarning, match="cannot be compiled"):
+        assert native.library() is None
