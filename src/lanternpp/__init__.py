@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lanternpp.pipeline import Pipeline
     from lanternpp.trees import TREES
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["METHODS", "RULES", "TREES", "InputError", "Pipeline", "Sampling", "__version__"]
 
