@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -30,7 +31,7 @@ class Block:
         """The arguments of every `lanternpp` command in it."""
         for line in self.text.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
-            if "lanternpp" in words[:1] or words[-1:] and ("-m", "lanternpp") in zip(words, words[1:]):
+            if words[:1] == ["lanternpp"] or ("-m", "lanternpp") in pairwise(words):
                 yield words[words.index("lanternpp") + 1 :]
 
 

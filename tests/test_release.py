@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
 
-import yaml
 from models import write_model
 from packaging.requirements import Requirement
 from PIL import Image
@@ -62,7 +61,9 @@ def core(requirements: list[str]) -> Iterator[str]:
         for extra in extras - {e for name, e in seen if name == requirement.name}:
             seen.add((requirement.name, extra))
             needs = distribution(requirement.name).requires or []
-            waiting += [n for n in needs if (m := Requirement(n).marker) is None or m.evaluate({"extra": extra})]
+            waiting += [
+                n for n in needs if (m := Requirement(n).marker) is None or m.evaluate({"extra": extra})
+            ]
             yield requirement.name
 
 
@@ -159,7 +160,12 @@ def run_verbs(python: Path, home: Path, env: dict[str, str]) -> dict:
         ["serve"],
     ]
     done = subprocess.run(
-        [str(python), "-c", VERBS], input=json.dumps(commands), capture_output=True, text=True, env=env, cwd=home
+        [str(python), "-c", VERBS],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=home,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -38,7 +38,9 @@ def options() -> set[str]:
     """Every option of the command line."""
     verbs = dict(get_command(app).commands)
     verbs |= verbs.pop("train").commands
-    every = [option for verb in verbs.values() for p in verb.params for option in (*p.opts, *p.secondary_opts)]
+    every = [
+        option for verb in verbs.values() for p in verb.params for option in (*p.opts, *p.secondary_opts)
+    ]
     return {option for option in every if option.startswith("-")}
 
 
