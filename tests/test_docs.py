@@ -89,8 +89,10 @@ def test_the_citation_can_be_read() -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
-def test_a_notebook_runs_and_is_kept_without_outputs(path: Path, tmp_path: Path) -> None:
+def test_a_notebook_runs_and_is_kept_without_outputs(path: Path, tmp_path: Path, monkeypatch) -> None:
     """On a tiny model: what the cell with the tag `parameters` sets is set again behind it."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))
     notebook = nbformat.read(path, 4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]

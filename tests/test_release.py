@@ -24,9 +24,9 @@ import lanternpp
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-FILES = ("pyproject.toml", "README.md", "LICENSE")  # that the package is built from, beside src/
+FILES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")  # what src/ is built with
 SOURCES = shutil.ignore_patterns("__pycache__", "*.egg-info")
-MOST_MB = 45  # of the wheel; docs/quickstart.md says how large it is
+SIZED = ("README.md", "docs/quickstart.md")  # pages that say how large the wheel is
 VERBS = """
 import contextlib, io, json, sys
 from lanternpp.cli import main
@@ -124,7 +124,10 @@ def check_contents(wheel: Path, source: Path) -> None:
     assert names == {str(path.relative_to(source)) for path in files}
     pictures = {name for name in names if Path(name).suffix.lower() in Image.registered_extensions()}
     assert not pictures, f"pictures in the wheel: {pictures}"
-    assert wheel.stat().st_size < MOST_MB * 1e6
+    size = f"{wheel.stat().st_size / 1e6:.0f} MB"
+    assert all(size in (ROOT / page).read_text() for page in SIZED), (
+        f"the wheel has {size}: say so in {SIZED}"
+    )
     assert f"\nVersion: {lanternpp.__version__}\n" in typed
     for name in PROJECT["optional-dependencies"]:
         assert f"\nProvides-Extra: {name}\n" in typed
