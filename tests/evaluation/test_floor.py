@@ -139,6 +139,17 @@ def test_the_parts_add_up_to_the_step_for_every_method_and_batch_size(pipe):
         measure_floors(pipe, parse_methods("lantern++ k=99"), [1], ["a tulip"], {}, 1)
 
 
+def test_of_a_compiled_step_the_parts_are_those_of_the_one_that_is_not(pipe, monkeypatch):
+    monkeypatch.setattr("lanternpp.models.check_compiler", lambda device: None)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
+    recorded, timed = [], []
+    record, step = floor.RecordedStep, TimedEngine.step
+    monkeypatch.setattr(floor, "RecordedStep", lambda made: recorded.append(made.target) or record(made))
+    monkeypatch.setattr(TimedEngine, "step", lambda self: timed.append(self.engine.target) or step(self))
+    measure_floors(pipe, parse_methods("ar"), [1], ["a tulip"], {"compile": True}, 1)
+    assert recorded == [pipe.target] and pipe.target not in timed and len(timed) == 3
+
+
 def test_the_limits_of_a_machine_are_measured(monkeypatch):
     monkeypatch.setattr(floor, "BUFFER", 1 << 16)
     monkeypatch.setattr(floor, "SIDES", {"cpu": 64})

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from lanternpp import Pipeline
 
 FIELD = "ar, lantern++ proposer=tree tree=lantern-57, eagle tree=eagle-25, eagle tree=chain-4, parallel tree=chain-4"
+PROMPTS = 2  # of the model's own
+CLASSES = ["207", "979"]  # of the random model
 
 Report = Annotated[
     Path, typer.Option("-o", "--output", "--out", metavar="FILE.md", help="Where the report goes.")
@@ -36,6 +38,7 @@ def gpu_report(
     batch_sizes: Sizes = "1,4,16",
     steps: Steps = 20,
     rounds: Rounds = 3,
+    prompts: opt.Prompts = None,
     tests: Tests = Path("tests"),
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
@@ -54,9 +57,12 @@ def gpu_report(
     writable_folder(output.parent)
 
     from lanternpp.devices import pick_device
+    from lanternpp.evaluation.prompts import read_prompts
     from lanternpp.evaluation.speed import device_name
+    from lanternpp.models import model_folder
     from lanternpp.nn.checkpoints import write_text
 
+    prompt_list = read_prompts(prompts, model_folder(model))[:PROMPTS]
     name = device_name(pick_device(device))
     status, summary = run_tests(tests)
     parts = [
@@ -65,10 +71,10 @@ def gpu_report(
         f"## Tests\n\n`{tests}`, those marked `gpu`: {summary}\n",
     ]
     with random_model(size) as folder:
-        for each in (model, str(folder)):
+        for each, drawn in ((model, prompt_list), (str(folder), CLASSES)):
             pipe = read(DrawOptions(each, device=device, dtype=dtype))
-            parts += sections(pipe, sizes, steps, rounds)
-            del pipe
+            parts += sections(pipe, drawn, sizes, steps, rounds)
+            del pipe  # before the next one is read
     write_text(output, "\n".join(parts))
     typer.echo(str(output))
     if status:
@@ -95,17 +101,15 @@ def run_tests(folder: Path) -> tuple[int, str]:
     return (0 if done.returncode == 5 else done.returncode), lines[-1].strip("= ")
 
 
-def sections(pipe: Pipeline, sizes: list[int], steps: int, rounds: int) -> list[str]:
+def sections(pipe: Pipeline, prompts: list[str], sizes: list[int], steps: int, rounds: int) -> list[str]:
     """The floor and the races of a model as Markdown."""
     from lanternpp.evaluation import floor, report
     from lanternpp.evaluation.speed import Race, parse_methods
-    from lanternpp.tuning.batch_runner import usual_conditions
 
     field = parse_methods(FIELD)
     with progress_bar(f"{pipe.name}: timing steps") as progress:
         measured = measure(pipe, field, sizes, steps, {}, progress)
     parts = [f"## {pipe.name}\n", "### The floor of a step\n", floor.markdown(measured["floors"], measured)]
-    prompts = [str(one) for one in usual_conditions(pipe)[:1]]
     for size in sizes:
         race = Race(pipe, field, prompts, size * rounds, 0, {"batch_size": size}, measure=False)
         with TemporaryDirectory() as room, progress_bar(f"{pipe.name}: race, batch {size}") as progress:
