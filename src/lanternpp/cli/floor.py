@@ -92,9 +92,7 @@ def floor(
         typer.echo(json.dumps(result))
         return
     shown = [measured.cells(row) for row in result["floors"]]
-    show_table(
-        list(measured.HEADINGS.values()), shown, caption="figures and what they mean: docs/performance.md"
-    )
+    show_table(list(measured.HEADINGS.values()), shown, caption=measured.settings_line(result))
     typer.echo(str(output / "table.md"))
 
 

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 FIELD = "ar, lantern++ proposer=tree tree=lantern-57, eagle tree=eagle-25, eagle tree=chain-4, parallel tree=chain-4"
 PROMPTS = 2  # of the model's own
 CLASSES = ["207", "979"]  # of the random model
+INTRODUCTION = """\
+Written by `lanternpp gpu-report`. The weights of the model named `random` are random: the costs of its steps are those of
+trained weights, but how many codes a pass keeps, and so its speed-ups, say nothing about a trained drafter.
+"""
 
 Report = Annotated[
     Path, typer.Option("-o", "--output", "--out", metavar="FILE.md", help="Where the report goes.")
@@ -80,12 +84,6 @@ def gpu_report(
     if status:
         say("error", f"tests on the GPU failed: {summary}")
         raise typer.Exit(1)
-
-
-INTRODUCTION = """\
-Written by `lanternpp gpu-report`; [performance.md](performance.md) says how to read it. The weights of the model named
-`random` are random: of its races, seconds per pass hold for trained weights too, codes per pass do not.
-"""
 
 
 def run_tests(folder: Path) -> tuple[int, str]:

@@ -176,6 +176,7 @@ def measure_floors(
             for case in cases:
                 case.run()
         rows += [case.row() for case in cases]
+        cases.clear()  # their caches, before those of the next size
     return rows
 
 
@@ -198,12 +199,17 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def markdown(table: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
-    """`figures` as a table, with what they hold for under it; about: as `lanternpp floor` writes it."""
+    """`figures` as a table, with what they hold for under it."""
+    rows = [cells(row) for row in table]
+    return f"{markdown_table(list(HEADINGS.values()), rows)}\n{settings_line(about)}\n"
+
+
+def settings_line(about: Mapping[str, Any]) -> str:
+    """What the figures hold for, and the limits; about: the content of floor.json."""
     machine, limits = about["machine"], about["limits"]
     return (
-        f"{markdown_table(list(HEADINGS.values()), [cells(row) for row in table])}\n"
         f"{about['model']}, medians of {about['steps']} steps in the middle of a picture, methods taking turns; parts in ms. "
         f"Here memory gives {limits['bandwidth'] / 1e9:.3g} GB/s and a product of large matrices {limits['rate'] / 1e9:.4g} "
         f"GFLOP/s. {machine['dtype']}, {machine['device']}, {machine['processor']}, {machine['threads']} threads, "
-        f"torch {about['versions']['torch']}.\n"
+        f"torch {about['versions']['torch']}."
     )
