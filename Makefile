@@ -8,13 +8,16 @@ STAMP := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 PROMPT ?= a photo of a mountain covered in snow under a blue sky
 
-.PHONY: demo test lint format docs clean
+.PHONY: demo test gpu lint format docs clean
 
 demo: $(STAMP)
 	$(BIN)/lanternpp compare "$(PROMPT)" -n 4 -o out/demo.png
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+gpu: $(STAMP)
+	$(BIN)/lanternpp gpu-report
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
