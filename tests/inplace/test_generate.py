@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from families import CODES, LANGUAGE, write_chameleon, write_emu3, write_glm_image, write_janus
-from laws import chi_square, tally
+from laws import chi_square
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -41,6 +42,7 @@ from lanternpp.inplace.families import family_of
 from lanternpp.inplace.generate import MethodDials
 from lanternpp.models import read_target
 from lanternpp.nn import checkpoints
+from lanternpp.targets.janus import PAD
 
 HEIGHT = WIDTH = 4
 
@@ -125,18 +127,19 @@ def chameleon(folder: Path) -> Case:
         [vocab["<s>"], *(vocab[word] for word in text.split()), vocab["<racm3:break>"]] for text in PROMPTS
     ]
     arguments = {"prefix_allowed_tokens_fn": lambda batch, tokens: codes, "max_new_tokens": 16}
-    return Case(model, arguments | {"eos_token_id": None, "pad_token_id": 1}, {"guidance_scale": 3.0}, rows)
+    negative = torch.tensor([[vocab[word] for word in ("<s>", "sea", "at", "<racm3:break>")]] * 3)
+    guidance = {"guidance_scale": 3.0, "negative_prompt_ids": negative}
+    return Case(model, arguments | {"eos_token_id": None, "pad_token_id": 1}, guidance, rows)
 
 
 def janus(folder: Path) -> Case:
     """Its own image mode, which always guides."""
     model = write_janus(folder).double()
     rows = [[0, *(5 + n for n in range(size)), 2] for size in (6, 2, 4)]
-    config = GenerationConfig(
+    model.generation_config = GenerationConfig(
         bos_token_id=0, pad_token_id=1, generation_kwargs={"boi_token_id": 2}, max_length=64
     )
-    config.guidance_scale = 5.0
-    return Case(model, {"generation_mode": "image", "generation_config": config}, {}, rows)
+    return Case(model, {"generation_mode": "image", "guidance_scale": 5.0}, {}, rows)
 
 
 def glm_image(folder: Path) -> Case:
@@ -180,17 +183,23 @@ def restored(made: Callable[[str], Case]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("guided", [False, True], ids=["plain", "guided"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "guided"),
+    [
+        ("janus", False),
+        ("emu3", False),
+        ("emu3", True),
+        ("chameleon", False),
+        ("chameleon", True),
+        ("glm-image", False),
+    ],
+)
 def test_greedy_pictures_are_those_of_transformers(
     made: Callable[[str], Case], name: str, guided: bool, count: int
 ) -> None:
+    """Janus guides in every call; `guided` adds guidance to those of the others."""
     case = made(name)
-    if guided and not case.guidance:
-        pytest.skip("guided always, or never")
     given = case.inputs(count) | {"do_sample": False} | (case.negative(count) if guided else {})
-    if name == "janus":
-        given["generation_config"].do_sample = given.pop("do_sample")
     expected = case.model.generate(**given)
     assert expected[:, -16:].unique().numel() > 3
     lanternpp.accelerate(case.model, window=5)
@@ -201,13 +210,30 @@ def test_greedy_pictures_are_those_of_transformers(
     assert "generate" not in vars(case.model) and torch.equal(case.model.generate(**given), expected)
 
 
+def test_a_sequence_ends_where_a_token_ends_it(made: Callable[[str], Case]) -> None:
+    """Each of a batch elsewhere, and padding behind, as transformers has it."""
+    case = made("glm-image")
+    given = case.inputs(3) | {"do_sample": False}
+    whole = case.model.generate(**given)[:, -19:]
+    ends = [int(whole[0, 5]), int(whole[1, 9])]
+    given |= {"eos_token_id": ends, "pad_token_id": 90}
+    expected = case.model.generate(**given)
+    assert (expected == 90).any()
+    lanternpp.accelerate(case.model)
+    assert torch.equal(case.model.generate(**given), expected)
+    suppressed = given | {"suppress_tokens": ends}
+    lanternpp.restore(case.model)
+    expected = case.model.generate(**suppressed)
+    lanternpp.accelerate(case.model)
+    assert torch.equal(case.model.generate(**suppressed), expected)
+
+
 def test_janus_without_guidance_draws_what_the_model_itself_prefers(made: Callable[[str], Case]) -> None:
     """transformers' own loop fails at guidance 1, so the codes are compared with a plain loop over its layers."""
     case, model = made("janus"), made("janus").model
     given = case.inputs(1)
-    given.pop("generation_config")
     lanternpp.accelerate(model)
-    drawn = model.generate(**given, guidance_scale=1.0, do_sample=False)
+    drawn = model.generate(**given | {"guidance_scale": 1.0}, do_sample=False)
     embeds = model.get_input_embeddings()(given["input_ids"])
     for code in drawn[0]:
         features = model.model.language_model(inputs_embeds=embeds).last_hidden_state[:, -1]
@@ -224,7 +250,14 @@ def test_a_chameleon_draws_though_its_class_only_writes(made: Callable[[str], Ca
         del given["prefix_allowed_tokens_fn"], given["max_new_tokens"]
         text = case.model.generate(**given, max_new_tokens=3, do_sample=False)
         lanternpp.accelerate(case.model)
+        assert inspect.signature(case.model.generate) == inspect.signature(
+            DrawingChameleon.generate.__get__(case.model)
+        )
         assert torch.equal(case.model.generate(**given, generation_mode="image", do_sample=False), expected)
+        greedy = GenerationConfig(do_sample=False)
+        assert torch.equal(
+            case.model.generate(**given, generation_mode="image", generation_config=greedy), expected
+        )
         assert torch.equal(case.model.generate(**given, max_new_tokens=3, do_sample=False), text)
     finally:
         case.model.__class__ = DrawingChameleon
@@ -236,8 +269,6 @@ def test_custom_generate_is_a_hook_of_transformers(made: Callable[[str], Case]) 
     for name in ("emu3", "janus", "glm-image"):
         case = made(name)
         given = case.inputs(2) | {"do_sample": False}
-        if name == "janus":
-            given["generation_config"].do_sample = given.pop("do_sample")
         expected = case.model.generate(**given)
         given.pop("generation_mode", None)
         drawn = case.model.generate(**given, custom_generate=lanternpp.custom_generate, window=5)
@@ -254,12 +285,9 @@ def test_the_law_of_the_first_codes_is_the_models(made: Callable[[str], Case], n
     given = case.inputs(1)
     ids, mask = given["input_ids"].expand(count, -1), given["attention_mask"].expand(count, -1)
     sampling = {"do_sample": True, "temperature": 1.3, "top_k": kept, "top_p": 0.95}
-    if name == "janus":
-        config = given.pop("generation_config")
-        given |= {"bos_token_id": 0, "pad_token_id": 1, "generation_kwargs": config.generation_kwargs}
-        given["guidance_scale"] = 2.0
-    else:
-        given |= {"max_new_tokens": 3, "guidance_scale": 2.0}
+    given["guidance_scale"] = 2.0
+    if name == "chameleon":
+        given["max_new_tokens"] = 3
     lanternpp.accelerate(case.model, method="jacobi", window=4)
     torch.manual_seed(5)
     drawn = case.model.generate(**given | {"input_ids": ids, "attention_mask": mask}, **sampling)
@@ -311,8 +339,6 @@ def walk(case: Case, name: str, sampling: dict[str, Any], depth: int) -> Iterato
 def test_a_seed_or_a_generator_decides_the_picture(made: Callable[[str], Case]) -> None:
     case = made("janus")
     given = case.inputs(2)
-    config = given.pop("generation_config")
-    given |= {"bos_token_id": 0, "pad_token_id": 1, "generation_kwargs": config.generation_kwargs}
     lanternpp.accelerate(case.model)
 
     def drawn(**more: Any) -> Tensor:
@@ -370,7 +396,7 @@ def test_weights_stay_where_they_are(made: Callable[[str], Case], name: str) -> 
 def test_memory_grows_by_the_cache_and_not_by_the_weights(made: Callable[[str], Case]) -> None:
     case = made("emu3")
     given = case.inputs(2) | {"do_sample": False}
-    weights = sum(x.nbytes for x in case.model.parameters())
+    weights = sum(x.nbytes for x in case.model.model.text_model.parameters())
     with Peak() as peak:
         case.model.generate(**given)
     usual = peak.most
@@ -417,11 +443,9 @@ def test_drafters_draw_in_place_what_the_pipeline_draws(made: Callable[[str], Ca
                 "negative_prompt_ids": torch.tensor([pipe.target.unconditional(None)]),
             }  # type: ignore[attr-defined]
         else:
-            given |= {"generation_mode": "image", "bos_token_id": rows[0][0], "guidance_scale": 3.0}
-            given |= {
-                "pad_token_id": text.id("<｜▁pad▁｜>"),
-                "generation_kwargs": {"boi_token_id": rows[0][-1]},
-            }  # noqa: RUF001
+            given |= {"generation_mode": "image", "guidance_scale": 3.0}
+            case.model.generation_config.pad_token_id = text.id(PAD)
+            case.model.generation_config.generation_kwargs = {"boi_token_id": rows[0][-1]}
         torch.manual_seed(9)
         seed = int(torch.randint(2**63 - 1, (1,)))
         expected = pipe("red sea", seed=seed, cfg=3.0, top_k=8, temperature=1.0)
@@ -439,7 +463,9 @@ def test_drafters_draw_in_place_what_the_pipeline_draws(made: Callable[[str], Ca
     assert case.model.generate(**given, do_sample=True, top_k=8).shape[0] == 1
 
 
-def test_what_drafts_do_not_support_is_refused_in_a_sentence(made: Callable[[str], Case]) -> None:
+def test_what_drafts_do_not_support_is_refused_in_a_sentence(
+    made: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = made("emu3")
     model, given = case.model, case.inputs(2)
     with pytest.raises(InputError, match="transformers model of class 'Linear' is unknown"):
@@ -448,7 +474,7 @@ def test_what_drafts_do_not_support_is_refused_in_a_sentence(made: Callable[[str
         lanternpp.accelerate(model, method="fastest")
     with pytest.raises(InputError, match="option 'cfg' is unknown"):
         lanternpp.accelerate(model, cfg=3.0)  # type: ignore[call-arg]
-    with pytest.raises(InputError, match="lambda 2.0 would change nothing"):
+    with pytest.raises(InputError, match=r"lambda 2\.0 would change nothing"):
         lanternpp.accelerate(model, lam=2.0)
     with pytest.raises(InputError, match="comes without a parallel drafter"):
         lanternpp.accelerate(model, method="parallel")
@@ -456,7 +482,6 @@ def test_what_drafts_do_not_support_is_refused_in_a_sentence(made: Callable[[str
         lanternpp.accelerate(model, method="independent")
     assert "generate" not in vars(model)
     lanternpp.accelerate(model)
-    changing = [[CODES, CODES + 1]]
 
     def content(batch: int, tokens: Tensor) -> Any:
         codes = model.vocabulary_mapping.image_tokens
@@ -491,14 +516,14 @@ def test_what_drafts_do_not_support_is_refused_in_a_sentence(made: Callable[[str
             "the model has 256",
         ),
     ]
-    assert changing
     for more, sentence in refused:
         with pytest.raises(InputError, match=re.escape(sentence)):
             model.generate(**given | more)
     janus = made("janus")
+    monkeypatch.setattr(janus.model, "generation_config", GenerationConfig(pad_token_id=1, bos_token_id=0))
     lanternpp.accelerate(janus.model)
     with pytest.raises(InputError, match="boi_token_id"):
-        janus.model.generate(**janus.inputs(1) | {"generation_config": GenerationConfig(pad_token_id=1)})
+        janus.model.generate(**janus.inputs(1))
 
 
 def test_the_script_of_the_documentation_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

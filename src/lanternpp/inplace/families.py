@@ -40,6 +40,17 @@ class Call:
         return int(self.config.max_length) - self.ids.shape[1]
 
 
+def set_length(arguments: dict[str, Any], count: int) -> None:
+    """Make these arguments of `generate` ask for `count` new tokens."""
+    arguments.pop("max_length", None)
+    config = arguments.get("generation_config")
+    if config is None:
+        arguments["max_new_tokens"] = count
+    else:
+        config = arguments["generation_config"] = copy.deepcopy(config)
+        config.max_length, config.max_new_tokens = None, count
+
+
 class Family(InPlaceTarget):
     """A target in place, and how its model's `generate` is read and answered."""
 
@@ -113,13 +124,7 @@ class Janus(Family):
 
     def adjust(self, arguments: dict[str, Any]) -> None:
         """Its pictures have one length, whatever the call says."""
-        arguments.pop("max_length", None)
-        config = arguments.get("generation_config")
-        if config is None:
-            arguments["max_new_tokens"] = self.count
-        else:
-            config = arguments["generation_config"] = copy.deepcopy(config)
-            config.max_length, config.max_new_tokens = None, self.count
+        set_length(arguments, self.count)
 
     def format(self, call: Call) -> Format:
         """A square of codes."""
@@ -127,11 +132,7 @@ class Janus(Family):
 
     def unconditional(self, call: Call) -> list[list[int]]:
         """The prompt with every token but the begin of the text and of the image replaced by padding."""
-        start = (
-            (call.config.generation_kwargs or {}).get("boi_token_id")
-            if hasattr(call.config, "generation_kwargs")
-            else None
-        )
+        start = (getattr(call.config, "generation_kwargs", None) or {}).get("boi_token_id")
         if start is None or call.config.pad_token_id is None:
             raise InputError(
                 "guidance of Janus needs pad_token_id and generation_kwargs={'boi_token_id': ...} in its generation config"
@@ -201,8 +202,9 @@ class Chameleon(_OneVocabulary):
 
     def adjust(self, arguments: dict[str, Any]) -> None:
         """A whole picture where the call names no other length."""
-        if arguments.get("max_length") is None and arguments.get("generation_config") is None:
-            arguments.setdefault("max_new_tokens", self.count)
+        given = (arguments, vars(arguments.get("generation_config") or object))
+        if not any(each.get(name) for each in given for name in ("max_length", "max_new_tokens")):
+            set_length(arguments, self.count)
 
     def format(self, call: Call) -> Format:
         """A square of codes, unless the call says otherwise."""
@@ -226,8 +228,8 @@ class GlmImage(Family):
 
     @staticmethod
     def asks_for_picture(arguments: Mapping[str, Any]) -> bool:
-        """It draws nothing else."""
-        return True
+        """It draws nothing else; only from text with drafts."""
+        return arguments.get("pixel_values") is None
 
     def format(self, call: Call) -> Format:
         """Any code anywhere, as the model itself draws them, until a token ends the sequence."""

@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -156,7 +156,7 @@ def custom_generate(
     codes, format = state.draw(call, scale, seeds_of(len(input_ids), asked, generator), method, dials)
     sequences = state.target.sequences(codes, format, call)
     if generation_config.return_dict_in_generate:
-        return GenerateDecoderOnlyOutput(sequences=sequences)
+        return GenerateDecoderOnlyOutput(sequences=cast("torch.LongTensor", sequences))
     return sequences
 
 
