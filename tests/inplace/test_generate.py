@@ -463,6 +463,58 @@ def test_drafters_draw_in_place_what_the_pipeline_draws(made: Callable[[str], Ca
     assert case.model.generate(**given, do_sample=True, top_k=8).shape[0] == 1
 
 
+class Adapted(torch.nn.Module):
+    """A linear layer with something added to it, as adapters are."""
+
+    def __init__(self, inner: torch.nn.Linear):
+        super().__init__()
+        self.inner = inner
+        self.more = torch.nn.Parameter(
+            torch.randn(inner.weight.shape, generator=torch.Generator().manual_seed(4))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) + 0.3 * torch.nn.functional.linear(x, self.more.to(x.dtype))
+        return out
+
+
+def test_adapters_and_later_changes_of_weights_are_in_what_is_drawn(tmp_path: Path) -> None:
+    """Nothing of the layers or the head was copied."""
+    case = emu3(tmp_path)
+    model, given = case.model, case.inputs(1) | {"do_sample": False}
+    lanternpp.accelerate(model)
+    before = model.generate(**given)
+    model.model.text_model.layers[0].self_attn.q_proj = Adapted(
+        model.model.text_model.layers[0].self_attn.q_proj
+    )
+    model.model.text_model.layers[1].mlp.up_proj.weight.data.mul_(-1)
+    lanternpp.restore(model)
+    for change in (lambda: None, lambda: setattr(model, "lm_head", Adapted(model.lm_head))):
+        change()
+        expected = model.generate(**given)
+        assert not torch.equal(before, expected)
+        lanternpp.accelerate(model)
+        assert torch.equal(model.generate(**given), expected)
+        lanternpp.restore(model)
+
+
+def test_a_model_from_no_folder_leaves_nothing_where_it_is_run(
+    made: Callable[[str], Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of neighbours goes to the user's cache."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    case = made("glm-image")
+    monkeypatch.setattr(case.model, "name_or_path", "")
+    lanternpp.accelerate(case.model, method="lantern-jacobi", neighbours=5)
+    drawn = case.model.generate(**case.inputs(1), do_sample=True, generator=torch.Generator().manual_seed(0))
+    assert (
+        drawn.shape[1] > 7 and not list(here.iterdir()) and list((tmp_path / "cache").rglob("*.safetensors"))
+    )
+
+
 def test_what_drafts_do_not_support_is_refused_in_a_sentence(
     made: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from transformers.generation import logits_process
 from lanternpp.errors import InputError
 
 Allowed = Callable[[int, Tensor], Any]  # transformers' prefix_allowed_tokens_fn
+REMEMBERED = 16  # returned lists of tokens that are recognised when they are returned again
 RESTORE = "leave it out, or undo the acceleration with lanternpp.restore(model)"
 HARMLESS = (logits_process.LogitNormalization, logits_process.InfNanRemoveLogitsProcessor)
 # in this order: the temperature before top-k before top-p
@@ -189,6 +190,8 @@ class _Reading:
                 self._numbers[found] = len(self.sets)
                 self.sets.append(found)
             held = self._objects[id(given)] = given, self._numbers[found]
+            if len(self._objects) > REMEMBERED:
+                del self._objects[next(iter(self._objects))]
         return held[1]
 
     def places(self, row: int, prompt: Tensor, limit: int, ends: Collection[int]) -> list[int]:
