@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.inplace.format import Format, Processors, first_end
-from lanternpp.inplace.target import InPlaceTarget, TokenHead, refused, token_rows
+from lanternpp.inplace.target import InPlaceTarget, TokenHead, token_rows
 from lanternpp.registry import unknown
 
 MODE = "generation_mode"
@@ -233,8 +233,6 @@ class GlmImage(Family):
 
     def format(self, call: Call) -> Format:
         """Any code anywhere, as the model itself draws them, until a token ends the sequence."""
-        refused(["pixel_values"], call.more)
-        refused(["image"], call.more.get("mm_encoder_outputs") or {})
         grids = call.more.get("image_grid_thw")
         self.table = self._grid(call)
         room = call.room if grids is None else min(call.room, len(self.table) + 1)

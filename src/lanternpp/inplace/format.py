@@ -79,8 +79,9 @@ class Processors:
 
 def check_config(config: Any, criteria: Iterable[Any]) -> None:
     """InputError where a generation config or a stopping criterion asks for what drafts cannot give."""
-    if (config.num_beams or 1) > 1:
-        raise InputError(f"num_beams {config.num_beams} is not supported with drafts; use 1")
+    mode = config.get_generation_mode().value
+    if mode not in ("greedy_search", "sample"):
+        raise InputError(f"{mode.replace('_', ' ')} is not supported with drafts; sample, or decode greedily")
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, name):
             raise InputError(f"{name} is not supported with drafts; {RESTORE}")

@@ -32,6 +32,7 @@ from lanternpp.registry import unknown
 from lanternpp.settings import Settings, network_needed
 
 HELD = "_lanternpp"  # the attribute of a model that keeps what it is drawn with
+EMBEDDED = ("inputs_embeds", "pixel_values", "image")  # prompts that are more than tokens
 M = TypeVar("M")
 
 
@@ -138,6 +139,7 @@ def custom_generate(
     support.
     """
     check_config(generation_config, stopping_criteria)
+    refused(EMBEDDED, {**more, **(more.get("mm_encoder_outputs") or {})})
     if input_ids.shape[1] == 0:
         raise InputError("prompts must be given as input_ids, not as inputs_embeds")
     dials = {name: more.pop(name) for name in MethodDials.__annotations__ if more.get(name) is not None}
@@ -145,14 +147,8 @@ def custom_generate(
     state = held(model, drafter)
     ends = [t for each in stopping_criteria for t in getattr(each, "eos_token_id", torch.tensor([])).tolist()]
     call = Call(input_ids, more.pop("attention_mask", None), generation_config, asked, ends, more)
-    scale = (
-        cfg
-        if cfg is not None
-        else asked.guidance
-        if asked.guidance is not None
-        else generation_config.guidance_scale
-    )
-    scale = state.target.guidance if scale is None else float(scale)
+    scales = (cfg, asked.guidance, generation_config.guidance_scale, model.generation_config.guidance_scale)
+    scale = next((float(scale) for scale in scales if scale is not None), state.target.guidance)
     codes, format = state.draw(call, scale, seeds_of(len(input_ids), asked, generator), method, dials)
     sequences = state.target.sequences(codes, format, call)
     if generation_config.return_dict_in_generate:
@@ -199,7 +195,7 @@ def generate(model: Any, *args: Any, usual: Callable[..., Any] | None = None, **
         for name in ("method", "drafter", *MethodDials.__annotations__):
             given.pop(name, None)
         return usual(*args, **given)
-    refused(["streamer", "assistant_model", "inputs_embeds", "past_key_values"], named)
+    refused(["streamer", "assistant_model", "past_key_values", *EMBEDDED], named)
     named.pop(MODE, None)
     named.pop("custom_generate", None)
     state.target.adjust(named)
@@ -237,7 +233,11 @@ def accelerate(
     Raises InputError for a model that is not known, a method without its drafter, and a wrong dial.
     """
     restore(model)
-    held(model, drafter).settings(method, dials)
+    try:
+        held(model, drafter).settings(method, dials)
+    except InputError:
+        restore(model)
+        raise
     setattr(model, "generate", Generate(model, method, drafter, dials))  # noqa: B010
     return model
 
