@@ -8,13 +8,16 @@ STAMP := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 PROMPT ?= a photo of a mountain covered in snow under a blue sky
 
-.PHONY: demo test lint format clean
+.PHONY: demo test gpu lint format docs clean
 
 demo: $(STAMP)
 	$(BIN)/lanternpp compare "$(PROMPT)" -n 4 -o out/demo.png
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+gpu: $(STAMP)
+	$(BIN)/lanternpp gpu-report
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -24,6 +27,10 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The pages and the Python reference. A link that leads nowhere ends it, unless --quiet hides its warning from --strict.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist out src/*.egg-info .pytest_cache .ruff_cache .mypy_cache

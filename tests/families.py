@@ -290,3 +290,36 @@ def write_emu3(folder: Path, hub: bool = False, size: str = "32x32") -> Any:
         names = {r"^lm_head": "text_model.lm_head", r"^model\.text_model": "text_model.model"}
         rewrite(folder, names | {r"^model\.vqmodel": "vqmodel"})
     return model
+
+
+def write_glm_image(folder: Path) -> Any:
+    """A tiny GLM-Image of 64 codes and 4 tokens besides, of which 65 ends a picture; the transformers model that wrote it."""
+    from transformers import GlmImageConfig, GlmImageForConditionalGeneration
+
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1],
+    }
+    config = GlmImageConfig(
+        text_config=LANGUAGE
+        | {"vocab_size": 100, "vision_vocab_size": CODES + 4, "hidden_size": 32, "rope_parameters": rope}
+        | {"pad_token_id": 90, "eos_token_id": CODES + 1},
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "intermediate_size": 16,
+            "image_size": 32,
+        },
+        vq_config={"embed_dim": 8, "num_embeddings": CODES, "latent_channels": 16},
+        image_token_id=91,
+        image_start_token_id=CODES,
+        image_end_token_id=CODES + 1,
+    )
+    torch.manual_seed(0)
+    model = GlmImageForConditionalGeneration(config).eval()
+    lively(model)
+    model.save_pretrained(folder)
+    return model

@@ -79,6 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engines": {"engine", "settings"},
     "picture": {"nn.checkpoints"},
     "pipeline": LIBRARY - {"pipeline", "picture"},
+    "inplace": LIBRARY,
     "training": {*LIBRARY, "evaluation.classifier", "evaluation.pictures", "evaluation.prompts"},
     "evaluation": LIBRARY,
     "tuning": LIBRARY | {"evaluation"},

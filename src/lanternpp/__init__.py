@@ -9,13 +9,26 @@ from lanternpp.errors import InputError
 if TYPE_CHECKING:
     from lanternpp.accept import RULES
     from lanternpp.engine.sampling import Sampling
+    from lanternpp.inplace.generate import accelerate, custom_generate, generate, restore
     from lanternpp.methods import METHODS
     from lanternpp.pipeline import Pipeline
     from lanternpp.trees import TREES
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
-__all__ = ["METHODS", "RULES", "TREES", "InputError", "Pipeline", "Sampling", "__version__"]
+__all__ = [
+    "METHODS",
+    "RULES",
+    "TREES",
+    "InputError",
+    "Pipeline",
+    "Sampling",
+    "__version__",
+    "accelerate",
+    "custom_generate",
+    "generate",
+    "restore",
+]
 
 _HOMES = {
     "Pipeline": "lanternpp.pipeline",
@@ -23,6 +36,10 @@ _HOMES = {
     "METHODS": "lanternpp.methods",
     "RULES": "lanternpp.accept",
     "TREES": "lanternpp.trees",
+    "accelerate": "lanternpp.inplace.generate",
+    "custom_generate": "lanternpp.inplace.generate",
+    "generate": "lanternpp.inplace.generate",
+    "restore": "lanternpp.inplace.generate",
 }
 
 

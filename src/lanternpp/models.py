@@ -161,6 +161,14 @@ class Model:
         if compiled:
             check_compiler(device)
 
+    @classmethod
+    def of(cls, target: Target, folder: Path, drafter: str | None = None) -> Model:
+        """A model whose target is in memory already; its own drafters and defaults, if any, lie in `folder`."""
+        like = next(target.parameters())
+        made = cls(folder, drafter, like.device, like.dtype)
+        made.target = target
+        return made
+
     def compile(self) -> Model:
         """The same model, compiled."""
         other = Model(self.folder, None, self.device, self.dtype, True, self.size, self.int8)

@@ -276,7 +276,7 @@ class Pipeline:
                 f"{self.name} has no codebook of latents, so no code has neighbours; use the rule exact or cool"
             )
         device = next(self.target.parameters()).device
-        beside = self.folder if self.folder.is_dir() else self.folder.parent
+        beside = self.folder.parent if self.folder.is_file() else self.folder
         codebook = self.target.codebook.cpu()
         kept = min(next(n for n in TABLES if n >= k), len(codebook) - 1) if k <= TABLES[-1] else k
         table = neighbours(codebook, max(k, kept), cache_folder(beside))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lanternpp.evaluation.stopwatch import trimmed
 from lanternpp.trees.search import expected, expected_tried
 from lanternpp.trees.shapes import SHAPES, Shape, chain
 from lanternpp.tuning.cost import Curve, fit, linear_terms, nonnegative, rising
-from lanternpp.tuning.probe import Probe, trimmed
+from lanternpp.tuning.probe import Probe
 from lanternpp.tuning.search import best_by_size, choose, hand_made_shapes, predict, probe_shapes
 
 TABLE = torch.tensor([[0.8, 0.4, 0.2, 0.1]] * 10, dtype=torch.float64)

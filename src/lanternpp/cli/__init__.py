@@ -20,7 +20,9 @@ from lanternpp.cli import (
     compare,
     convert,
     eval,
+    floor,
     generate,
+    gpu_report,
     models,
     serve,
     throughput,
@@ -52,6 +54,8 @@ app.command("eval")(eval.evaluate)
 app.add_typer(train_drafter.app, name="train")
 app.command()(tune.tune)
 app.command()(throughput.throughput)
+app.command()(floor.floor)
+app.command()(gpu_report.gpu_report)
 app.command()(serve.serve)
 app.command()(models.models)
 app.command()(convert.convert)

@@ -84,6 +84,24 @@ def passes(table: Sequence[Mapping[str, Any]]) -> Any:
     return finished(fig, axes, "codes decided by one pass", "share of passes, %", bottom=0)
 
 
+def floors(table: Sequence[Mapping[str, Any]], parts: Mapping[str, str]) -> Any:
+    """Where the time of a step goes, in multiples of its floor: a stacked bar per method and batch size.
+
+    table: as `floor.figures` gives it. parts: keys of the parts and what they are called, the floor's first.
+    """
+    fig, axes = figure(height=1.6 + 0.45 * len(table))
+    names = [f"{lines(row['method'])}, batch {row['batch_size']}" for row in table]
+    ends = [0.0] * len(table)
+    for key, label in parts.items():
+        widths = [max(row[key] / row["floor"], 0.0) for row in table]
+        axes.barh(range(len(table)), widths, left=ends, label=label)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    axes.set_yticks(range(len(table)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=0.8)
+    return finished(fig, axes, "time of a step / linear layers and attention alone", "")
+
+
 def lines(label: str) -> str:
     """A long label on several lines."""
     return fill(label, 22)

@@ -119,14 +119,14 @@ def columns(table: Sequence[Mapping[str, Any]]) -> list[str]:
 def markdown(table: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
     """The table, with the settings it holds for under it."""
     shown = columns(table)
-    lines = [
-        "| " + " | ".join(HEADINGS[c] for c in shown) + " |",
-        "|" + "|".join("---" if c == "method" else "--:" for c in shown) + "|",
-        *("| " + " | ".join(cell(row, c) for c in shown) + " |" for row in table),
-        "",
-        settings_line(table, run),
-    ]
-    return "\n".join(lines) + "\n"
+    rows = [[cell(row, c) for c in shown] for row in table]
+    return f"{markdown_table([HEADINGS[c] for c in shown], rows)}\n{settings_line(table, run)}\n"
+
+
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Rows under headings; left: columns of words."""
+    rule = ["---" if place in left else "--:" for place in range(len(headings))]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (headings, rule, *rows))
 
 
 def counts(numbers: Iterable[int]) -> str:

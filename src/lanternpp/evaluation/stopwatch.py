@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import Observer, Phase
 
 PHASES = ("draft", "pass", "verify", "rest")
+TRIM = 0.2  # share of the steps left out of a mean at either end, as other work disturbs them
 
 
 class Stopwatch(Observer):
@@ -45,3 +47,72 @@ class Stopwatch(Observer):
         self.observed = seconds_in.pop("observe")
         seconds_in["rest"] = max(seconds - sum(seconds_in[phase] for phase in PHASES[:-1]), 0.0)
         return seconds_in
+
+
+class TimedEngine:
+    """An engine whose steps are timed. It must be new."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.watch = engine, Stopwatch(engine)
+        self.spans: list[dict[str, float]] = []  # seconds in each of PHASES, of every step
+
+    def admit(self, conditions: Sequence[str | None], seeds: Sequence[int]) -> float:
+        """A whole batch enters; seconds per sample."""
+        began = now(self.engine)
+        for slot, (condition, seed) in enumerate(zip(conditions, seeds, strict=True)):
+            self.engine.admit(slot, condition, seed)
+        begin = now(self.engine) - began
+        self.watch.take(begin)
+        return begin / self.engine.batch
+
+    def step(self) -> None:
+        """One step, without the time of its observers."""
+        began = now(self.engine)
+        self.engine.step()
+        span = self.watch.take(now(self.engine) - began)
+        self.spans.append(span | {"rest": span["rest"] - self.watch.observed})
+
+    def seconds_of(self, *parts: str) -> float:
+        """Seconds that parts of a step took."""
+        return trimmed([sum(span[part] for part in parts) for span in self.spans])
+
+    def move_to(self, count: torch.Tensor) -> None:
+        """Move every sample to this code, count [B]. Cache slots passed over hold no keys, which does not change the timing."""
+        engine, moved = self.engine, count - self.engine.count
+        engine.count += moved
+        engine.proposer.count += moved
+        rows = engine.guidance.rows(moved)
+        engine.cache.used += rows
+        if own := getattr(
+            engine.proposer, "cache", None
+        ):  # a drafter's, with a row per sample or per branch of it
+            own.used += moved if len(own.used) == len(moved) else rows
+
+
+def trimmed(values: Sequence[float]) -> float:
+    """The mean without the `TRIM` least and greatest."""
+    ordered = sorted(values)
+    cut = int(len(ordered) * TRIM)
+    inner = ordered[cut : len(ordered) - cut]
+    return sum(inner) / len(inner)
+
+
+def now(engine: Engine) -> float:
+    """Seconds on a clock, once the engine's device has nothing left to do."""
+    if engine.codes.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def elapsed(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds that a call takes; on a GPU between two events around it."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000

@@ -65,6 +65,11 @@ class DecoderConfig:
         return self.kv_heads or self.heads
 
 
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask that is True where attended to -> 0 there and -inf elsewhere, to be added to the scores."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
+
+
 class Norm(nn.Module):
     """RMSNorm."""
 
@@ -164,7 +169,7 @@ class Decoder(nn.Module):
         rotation = self.rotary_table[nodes.position.clamp(max=self.rotary_table.shape[0] - 1)][
             :, :, :, None
         ].to(x.dtype)
-        mask = torch.zeros_like(nodes.mask, dtype=x.dtype).masked_fill_(~nodes.mask, float("-inf"))
+        mask = additive_mask(nodes.mask, x.dtype)
         for layer, block in enumerate(self.blocks):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:

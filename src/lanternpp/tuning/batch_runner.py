@@ -12,8 +12,8 @@ from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.decode import Engine
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
 from lanternpp.evaluation.speed import device_name
+from lanternpp.evaluation.stopwatch import now
 from lanternpp.pipeline import Pipeline
-from lanternpp.tuning.probe import now
 from lanternpp.tuning.run import processor
 
 Conditions = Sequence[str | None]

@@ -6,7 +6,6 @@ is, then matters little to what one takes in terms of the other.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,10 +14,8 @@ import torch
 
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import AcceptanceByRank
-from lanternpp.evaluation.stopwatch import PHASES, Stopwatch
+from lanternpp.evaluation.stopwatch import PHASES, TimedEngine, now
 from lanternpp.trees.shapes import Shape
-
-TRIM = 0.2  # share of the steps left out of a mean at either end, as other work disturbs them
 
 
 @dataclass(frozen=True)
@@ -45,41 +42,6 @@ class Probe:
         return asdict(self)
 
 
-class _TimedEngine:
-    """An engine whose steps are timed. It must be new."""
-
-    def __init__(self, engine: Engine):
-        self.engine, self.watch = engine, Stopwatch(engine)
-        self.spans: list[dict[str, float]] = []
-
-    def admit(self, conditions: Sequence[str | None], seeds: Sequence[int]) -> float:
-        """A whole batch enters; seconds per sample."""
-        began = now(self.engine)
-        for slot, (condition, seed) in enumerate(zip(conditions, seeds, strict=True)):
-            self.engine.admit(slot, condition, seed)
-        begin = now(self.engine) - began
-        self.watch.take(begin)
-        return begin / self.engine.batch
-
-    def step(self) -> None:
-        """One step, without the time of counting what it kept."""
-        began = now(self.engine)
-        self.engine.step()
-        span = self.watch.take(now(self.engine) - began)
-        self.spans.append(span | {"rest": span["rest"] - self.watch.observed})
-
-    def seconds_of(self, *parts: str) -> float:
-        """Seconds that parts of a step took."""
-        return trimmed([sum(span[part] for part in parts) for span in self.spans])
-
-    def skip_to(self, count: torch.Tensor) -> None:
-        """Move every sample on to this code. The cache slots skipped hold no keys, which does not change the timing."""
-        skipped = (count - self.engine.count).clamp(min=0)
-        self.engine.count += skipped
-        self.engine.proposer.count += skipped
-        self.engine.cache.used += self.engine.guidance.rows(skipped)
-
-
 def probe(
     engine: Engine,
     plain: Engine,
@@ -92,12 +54,12 @@ def probe(
 
     shape: of the engine's static tree. One condition and seed for each sample of the batch.
     """
-    tree, plain_engine = _TimedEngine(engine), _TimedEngine(plain)
+    tree, plain_engine = TimedEngine(engine), TimedEngine(plain)
     counts = AcceptanceByRank(engine.target.length)
     engine.observers.append(counts)
     begin, plain_begin = tree.admit(conditions, seeds), plain_engine.admit(conditions, seeds)
     while len(engine.done()) < engine.batch:
-        plain_engine.skip_to(engine.count.clamp(max=engine.target.length - 1))
+        plain_engine.move_to(plain.count.maximum(engine.count.clamp(max=engine.target.length - 1)))
         tree.step()
         plain_engine.step()
     began = now(engine)
@@ -120,18 +82,3 @@ def probe(
         tried.tolist(),
         counts.kept.double().tolist(),
     )
-
-
-def trimmed(values: Sequence[float]) -> float:
-    """The mean without the `TRIM` least and greatest."""
-    ordered = sorted(values)
-    cut = int(len(ordered) * TRIM)
-    inner = ordered[cut : len(ordered) - cut]
-    return sum(inner) / len(inner)
-
-
-def now(engine: Engine) -> float:
-    """Seconds on a clock, once the engine's device has nothing left to do."""
-    if engine.codes.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()

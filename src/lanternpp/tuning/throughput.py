@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lanternpp.evaluation.report import markdown_table
 from lanternpp.pipeline import Pipeline, versions
 from lanternpp.settings import Settings
 from lanternpp.tuning.batch_runner import BatchRunner, Conditions, machine
@@ -110,11 +111,11 @@ def markdown(rates: Sequence[Rate], method: str) -> str:
     """A row per batch size."""
     heads = ["batch", "plain AR, pictures/s", f"`{method}`, pictures/s", "codes per pass", "speed-up"]
     heads += ["chosen by batch size", "pictures/s", "codes per pass", "speed-up"]
-    lines = [heads, ["--:", "--:", "--:", "--:", "--:", "---", "--:", "--:", "--:"]]
+    lines = []
     for rows in dict.fromkeys(rate.rows for rate in rates):
         plain, fixed, chosen = (rate for rate in rates if rate.rows == rows)
         lines.append([str(rows), f"{plain.pictures:.3g}", *figures(fixed), named(chosen), *figures(chosen)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown_table(heads, lines, left=(5,))
 
 
 def figures(rate: Rate) -> list[str]:

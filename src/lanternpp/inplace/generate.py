@@ -1,0 +1,253 @@
+"""`accelerate`, `restore`, `custom_generate` and `generate`: drafts for the `generate` of a model loaded in transformers.
+
+transformers prepares a call (`GenerationMixin.generate` with a callable as `custom_generate`): prompts, generation config,
+logits processors, stopping criteria. `custom_generate` reads these, draws with an engine of ours, and answers in the types
+that `generate` answers in.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar, Unpack, cast
+
+import torch
+from torch import Tensor
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
+
+from lanternpp import arguments
+from lanternpp.engine.batching import generate as draw
+from lanternpp.engine.guidance import Guidance
+from lanternpp.errors import InputError
+from lanternpp.inplace.families import MODE, Call, family_of
+from lanternpp.inplace.format import Format, Processors, check_config
+from lanternpp.inplace.target import refused, token_rows
+from lanternpp.methods import AUTO
+from lanternpp.models import Model
+from lanternpp.pipeline import Pipeline
+from lanternpp.registry import unknown
+from lanternpp.settings import Settings, network_needed
+
+HELD = "_lanternpp"  # the attribute of a model that keeps what it is drawn with
+EMBEDDED = ("inputs_embeds", "pixel_values", "image")  # prompts that are more than tokens
+M = TypeVar("M")
+
+
+class MethodDials(TypedDict, total=False):
+    """The parts and dials of a method; what is left out is the method's. How codes are sampled comes with the call."""
+
+    proposer: str
+    tree: Any
+    accept: Any
+    neighbours: int
+    delta: float
+    lam: float
+    nu: float
+    residual: str
+    window: int
+    coupling: str
+    fresh: str
+    verify: str
+
+
+class Held:
+    """A model's target, the drafters that were read for it, and the engine of its last call."""
+
+    def __init__(self, model: Any, drafter: str | None):
+        self.target, self.drafter = family_of(model), drafter
+        here = Path(str(getattr(model, "name_or_path", "") or "-"))
+        name = type(model).__name__
+        self.model = Model.of(self.target, here if here.is_dir() else Path(name), drafter)
+        self.pipe = Pipeline(self.model, name, tuned=False)
+        self.codes_per_pass: float | None = None  # of the last call
+        self._lock = threading.RLock()
+
+    def settings(self, method: str, dials: Mapping[str, Any], **sampling: Any) -> Settings:
+        """The settings of a call; drafters that these need are read. InputError."""
+        for name in dials:
+            if name not in MethodDials.__annotations__:
+                raise InputError(unknown("option", name, MethodDials.__annotations__))
+        settings = self.pipe.settings(method, **dials, **sampling)
+        kind = network_needed(settings)
+        if kind == "independent":
+            raise InputError(
+                "the method independent needs prompts as text, which generate does not have; use another"
+            )
+        if kind is not None:
+            self.model.network(kind)
+        return settings
+
+    def draw(
+        self, call: Call, scale: float, seeds: list[int], method: str, dials: Mapping[str, Any]
+    ) -> tuple[Tensor, Format]:
+        """The codes [B, length] that a call asks for, and the format they are in."""
+        with self._lock:
+            target, asked = self.target, call.processors
+            format = target.format(call).without(asked.suppressed, target.codes)
+            branches = Guidance(scale).branches
+            rows = token_rows(call.ids, call.mask)
+            if branches == 2:
+                rows += target.unconditional(call)
+            prompts, slots = target.encode(rows, branches)
+            if slots + format.length > target.most:
+                raise InputError(
+                    f"prompt and picture take {slots + format.length} positions and the model has {target.most}"
+                )
+            if target.arrange(format, slots, prompts):
+                self.pipe.release()
+            top_k = min(asked.top_k, target.vocab)
+            sampling = {"temperature": asked.temperature, "top_k": top_k, "top_p": asked.top_p}
+            settings = self.settings(method, dials, cfg=scale, batch_size=len(seeds), **sampling)
+            finished = draw(self.pipe.engine(settings), [str(row) for row in range(len(seeds))], seeds)
+            target.prompts = ()
+            self.codes_per_pass = len(seeds) * format.length / sum(len(one.accepted) for one in finished)
+            return torch.stack([one.codes for one in finished]), format
+
+
+def held(model: Any, drafter: str | Path | None) -> Held:
+    """What a model is drawn with, made now or for an earlier call with the same drafter."""
+    named = None if drafter is None else arguments.text("drafter", drafter)
+    found = getattr(model, HELD, None)
+    if found is None or found.drafter != named:
+        found = Held(model, named)
+        setattr(model, HELD, found)
+    return found
+
+
+def custom_generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    *,
+    method: str = AUTO,
+    drafter: str | Path | None = None,
+    generator: torch.Generator | None = None,
+    cfg: float | None = None,
+    **more: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Draw pictures with drafts: `model.generate(..., custom_generate=lanternpp.custom_generate)`.
+
+    transformers gives the first five arguments and those of the model. Yours may be `method` (a name of
+    `lanternpp.METHODS`, or "auto"), `drafter` (a folder or hub id), `generator` (of the seeds; default: torch's own),
+    `cfg` (in place of `guidance_scale`) and `MethodDials`. It returns what `generate` returns: token ids
+    [B, prompt + new] (Janus: codes [B, n]), or a GenerateDecoderOnlyOutput of them. Raises InputError for what drafts do not
+    support.
+    """
+    check_config(generation_config, stopping_criteria)
+    refused(EMBEDDED, {**more, **(more.get("mm_encoder_outputs") or {})})
+    if input_ids.shape[1] == 0:
+        raise InputError("prompts must be given as input_ids, not as inputs_embeds")
+    dials = {name: more.pop(name) for name in MethodDials.__annotations__ if more.get(name) is not None}
+    asked = Processors.read(logits_processor).greedy(not generation_config.do_sample)
+    state = held(model, drafter)
+    ends = [t for each in stopping_criteria for t in getattr(each, "eos_token_id", torch.tensor([])).tolist()]
+    call = Call(input_ids, more.pop("attention_mask", None), generation_config, asked, ends, more)
+    scales = (cfg, asked.guidance, generation_config.guidance_scale, model.generation_config.guidance_scale)
+    scale = next((float(scale) for scale in scales if scale is not None), state.target.guidance)
+    codes, format = state.draw(call, scale, seeds_of(len(input_ids), asked, generator), method, dials)
+    sequences = state.target.sequences(codes, format, call)
+    if generation_config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(sequences=cast("torch.LongTensor", sequences))
+    return sequences
+
+
+def _listed(function: Callable[..., Any]) -> None:
+    """Name the dials in a function's signature, by which transformers tells its arguments from the model's."""
+    own = inspect.signature(function)
+    kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    rest = [p for p in own.parameters.values() if p.kind is p.VAR_KEYWORD]
+    dials = [
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for n in MethodDials.__annotations__
+    ]
+    function.__signature__ = own.replace(parameters=[*kept, *dials, *rest])  # type: ignore[attr-defined]
+
+
+_listed(custom_generate)
+
+
+def seeds_of(count: int, asked: Processors, generator: torch.Generator | None) -> list[int]:
+    """A seed for each picture, from a generator or torch's own; greedy pictures take none."""
+    if asked.temperature == 0:
+        return [0] * count
+    where = "cpu" if generator is None else generator.device
+    found: list[int] = torch.randint(2**63 - 1, (count,), generator=generator, device=where).tolist()
+    return found
+
+
+def generate(model: Any, *args: Any, usual: Callable[..., Any] | None = None, **given: Any) -> Any:
+    """As `model.generate(...)`; a call that asks for a picture is drawn with drafts.
+
+    given: the arguments of the model's own `generate`, and those of `custom_generate`. usual: what other calls go to;
+    default: the `generate` of the model's class.
+    """
+    usual = usual or functools.partial(type(model).generate, model)
+    bound = inspect.signature(type(model).generate).bind_partial(model, *args, **given).arguments
+    named = {name: value for name, value in bound.items() if name not in ("self", "kwargs")}
+    named |= bound.get("kwargs", {})
+    state = held(model, given.get("drafter"))
+    if named.get("custom_generate") is not None or not state.target.asks_for_picture(named):
+        for name in ("method", "drafter", *MethodDials.__annotations__):
+            given.pop(name, None)
+        return usual(*args, **given)
+    refused(["streamer", "assistant_model", "past_key_values", *EMBEDDED], named)
+    named.pop(MODE, None)
+    named.pop("custom_generate", None)
+    state.target.adjust(named)
+    return GenerationMixin.generate(model, **named, custom_generate=custom_generate)
+
+
+class Generate:
+    """The `generate` of an accelerated model; `codes_per_pass` is of its last picture."""
+
+    def __init__(self, model: Any, method: str, drafter: str | Path | None, dials: Mapping[str, Any]):
+        self.model, self.usual = model, model.generate
+        self.replaced = vars(model).get("generate")  # of the instance, not of its class
+        self.options: dict[str, Any] = {"method": method, "drafter": drafter, **dials}
+        functools.update_wrapper(self, self.usual)
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        return generate(self.model, *args, usual=self.usual, **{**self.options, **given})
+
+    @property
+    def codes_per_pass(self) -> float | None:
+        """Codes decided by each pass of the model, the mean of the last call's pictures."""
+        return held(self.model, self.options["drafter"]).codes_per_pass
+
+
+def accelerate(
+    model: M, method: str = AUTO, drafter: str | Path | None = None, **dials: Unpack[MethodDials]
+) -> M:
+    """Let a loaded transformers model draw with drafts; returns the model.
+
+    `model.generate(...)` keeps its arguments and what it returns; pictures take fewer passes of the model, and calls that ask
+    for no picture are as before. The weights stay where they are: memory grows by the KV cache and the drafter. Known are
+    Janus, Emu3, Chameleon and GLM-Image.
+    method: a name of `lanternpp.METHODS`; "auto" takes the drafter's lossless method, or `jacobi-coupled` without one.
+    drafter: a folder or hub id. How codes are sampled comes with each call of `generate`, as usual.
+    Raises InputError for a model that is not known, a method without its drafter, and a wrong dial.
+    """
+    restore(model)
+    try:
+        held(model, drafter).settings(method, dials)
+    except InputError:
+        restore(model)
+        raise
+    setattr(model, "generate", Generate(model, method, drafter, dials))  # noqa: B010
+    return model
+
+
+def restore(model: M) -> M:
+    """Undo `accelerate`, and free what was kept for the model; returns the model."""
+    made = vars(model).get("generate")
+    if isinstance(made, Generate):
+        delattr(model, "generate")
+        if made.replaced is not None:
+            setattr(model, "generate", made.replaced)  # noqa: B010
+    vars(model).pop(HELD, None)
+    return model

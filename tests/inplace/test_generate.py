@@ -1,0 +1,609 @@
+"""`accelerate` and `custom_generate`: transformers' own `generate`, and ours on the same model, with the same weights."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import CODES, LANGUAGE, write_chameleon, write_emu3, write_glm_image, write_janus
+from laws import chi_square
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    ChameleonForConditionalGeneration,
+    GenerationConfig,
+    LogitsProcessorList,
+    TextStreamer,
+)
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    MaxTimeCriteria,
+    MinPLogitsWarper,
+    StoppingCriteriaList,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+import lanternpp
+from lanternpp import InputError, Pipeline
+from lanternpp.dials import DRAFT, RULE, names
+from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
+from lanternpp.inplace.families import family_of
+from lanternpp.inplace.generate import MethodDials
+from lanternpp.models import read_target
+from lanternpp.nn import checkpoints
+from lanternpp.targets.janus import PAD
+
+HEIGHT = WIDTH = 4
+
+
+class DrawingChameleon(ChameleonForConditionalGeneration):
+    """transformers' Chameleon without the line that forbids image tokens, so that its `generate` can draw."""
+
+    def forward(self, input_ids: Any = None, logits_to_keep: int = 0, **more: Any) -> CausalLMOutputWithPast:
+        out = self.model(input_ids=input_ids, **more)
+        logits = self.lm_head(out.last_hidden_state[:, -logits_to_keep:])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=out.past_key_values)
+
+
+@dataclass
+class Case:
+    """A tiny model, the arguments of a call of three prompts that draws a picture, and those that add guidance."""
+
+    model: Any
+    arguments: dict[str, Any]
+    guidance: dict[str, Any] = field(default_factory=dict)
+    rows: list[list[int]] = field(default_factory=list)
+
+    def inputs(self, count: int) -> dict[str, Any]:
+        """The arguments for the first `count` prompts."""
+        width = max(map(len, self.rows[:count]))
+        ids = torch.tensor([[1] * (width - len(row)) + row for row in self.rows[:count]])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in self.rows[:count]])
+        cut = {
+            k: v[: 2 * count] if k == "image_grid_thw" else v[:count] if isinstance(v, Tensor) else v
+            for k, v in self.arguments.items()
+        }
+        return {"input_ids": ids, "attention_mask": mask, **cut}
+
+    def negative(self, count: int) -> dict[str, Any]:
+        """The arguments of guidance for `count` prompts."""
+        return {k: v[:count] if isinstance(v, Tensor) else v for k, v in self.guidance.items()}
+
+
+def emu3(folder: Path) -> Case:
+    """Rows of 4 codes with a row end behind each, then three tokens that end the picture, as its documentation has it."""
+    model = write_emu3(folder).double()
+    vocab = model.model.vocabulary_mapping.vocab_map
+    visual = model.vocabulary_mapping.image_tokens
+    start = vocab["<|image token|>"]
+    row_end, eof, end, eos, pad = (
+        vocab[token]
+        for token in ("<|extra_200|>", "<|extra_201|>", "<|image end|>", "<|extra_204|>", "<|endoftext|>")
+    )
+
+    def allowed(batch: int, tokens: Tensor) -> Any:
+        offset = len(tokens) - int(torch.nonzero(tokens == start)[0][0])
+        last = (WIDTH + 1) * HEIGHT
+        if offset > last:
+            return ({1: eof, 2: end, 3: eos}.get(offset - last, pad),)
+        return (row_end,) if offset % (WIDTH + 1) == 0 else visual
+
+    tail = [vocab["<|image start|>"], vocab["4*4"], start]
+    rows = [[vocab["<|extra_203|>"], *(vocab[word] for word in text.split()), *tail] for text in PROMPTS]
+    negative = torch.tensor([[vocab["lowres"], *tail]] * 3)
+    arguments = {
+        "prefix_allowed_tokens_fn": allowed,
+        "max_new_tokens": 500,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+    }
+    guidance = {"guidance_scale": 3.0, "negative_prompt_ids": negative}
+    return Case(
+        model, arguments, guidance | {"negative_prompt_attention_mask": torch.ones_like(negative)}, rows
+    )
+
+
+PROMPTS = ("a photo of the red tulip", "red sea", "the sea at sunset")
+
+
+def chameleon(folder: Path) -> Case:
+    """Anole: 16 codes."""
+    model = write_chameleon(folder).double()
+    model.__class__ = DrawingChameleon
+    vocab = model.model.vocabulary_mapping.vocab_map
+    codes = model.model.vocabulary_mapping.image_tokens
+    rows = [
+        [vocab["<s>"], *(vocab[word] for word in text.split()), vocab["<racm3:break>"]] for text in PROMPTS
+    ]
+    arguments = {"prefix_allowed_tokens_fn": lambda batch, tokens: codes, "max_new_tokens": 16}
+    negative = torch.tensor([[vocab[word] for word in ("<s>", "sea", "at", "<racm3:break>")]] * 3)
+    guidance = {"guidance_scale": 3.0, "negative_prompt_ids": negative}
+    return Case(model, arguments | {"eos_token_id": None, "pad_token_id": 1}, guidance, rows)
+
+
+def janus(folder: Path) -> Case:
+    """Its own image mode, which always guides."""
+    model = write_janus(folder).double()
+    rows = [[0, *(5 + n for n in range(size)), 2] for size in (6, 2, 4)]
+    model.generation_config = GenerationConfig(
+        bos_token_id=0, pad_token_id=1, generation_kwargs={"boi_token_id": 2}, max_length=64
+    )
+    return Case(model, {"generation_mode": "image", "guidance_scale": 5.0}, {}, rows)
+
+
+def glm_image(folder: Path) -> Case:
+    """A small picture of 2 x 3 codes, then one of 4 x 3, any token anywhere until one ends the sequence."""
+    model = write_glm_image(folder).double()
+    rows = [[70 + n for n in range(size)] + [CODES] for size in (6, 2, 4)]
+    grids = torch.tensor([[1, 4, 3], [1, 2, 3]] * 3)
+    arguments = {"image_grid_thw": grids, "images_per_sample": torch.tensor([2, 2, 2]), "max_new_tokens": 19}
+    return Case(model, arguments, {}, rows)
+
+
+CASES: dict[str, Callable[[Path], Case]] = {
+    "janus": janus,
+    "emu3": emu3,
+    "chameleon": chameleon,
+    "glm-image": glm_image,
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """Each case, made once; the folder of its checkpoint is its model's `name_or_path`."""
+    known: dict[str, Case] = {}
+
+    def case(name: str) -> Case:
+        if name not in known:
+            folder = tmp_path_factory.mktemp(name)
+            known[name] = CASES[name](folder)
+            known[name].model.name_or_path = str(folder)
+        return known[name]
+
+    return case
+
+
+@pytest.fixture(autouse=True)
+def restored(made: Callable[[str], Case]) -> Iterator[None]:
+    """No test leaves a model accelerated."""
+    yield
+    for name in CASES:
+        lanternpp.restore(made(name).model)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "guided"),
+    [
+        ("janus", False),
+        ("emu3", False),
+        ("emu3", True),
+        ("chameleon", False),
+        ("chameleon", True),
+        ("glm-image", False),
+    ],
+)
+def test_greedy_pictures_are_those_of_transformers(
+    made: Callable[[str], Case], name: str, guided: bool, count: int
+) -> None:
+    """Janus guides in every call; `guided` adds guidance to those of the others."""
+    case = made(name)
+    given = case.inputs(count) | {"do_sample": False} | (case.negative(count) if guided else {})
+    expected = case.model.generate(**given)
+    assert expected[:, -16:].unique().numel() > 3
+    lanternpp.accelerate(case.model, window=5)
+    assert torch.equal(case.model.generate(**given), expected)
+    assert case.model.generate.codes_per_pass > 1
+    assert torch.equal(case.model.generate(**given, method="ar", window=None), expected)
+    lanternpp.restore(case.model)
+    assert "generate" not in vars(case.model) and torch.equal(case.model.generate(**given), expected)
+
+
+def test_a_sequence_ends_where_a_token_ends_it(made: Callable[[str], Case]) -> None:
+    """Each of a batch elsewhere, and padding behind, as transformers has it."""
+    case = made("glm-image")
+    given = case.inputs(3) | {"do_sample": False}
+    whole = case.model.generate(**given)[:, -19:]
+    ends = [int(whole[0, 5]), int(whole[1, 9])]
+    given |= {"eos_token_id": ends, "pad_token_id": 90}
+    expected = case.model.generate(**given)
+    assert (expected == 90).any()
+    lanternpp.accelerate(case.model)
+    assert torch.equal(case.model.generate(**given), expected)
+    suppressed = given | {"suppress_tokens": ends}
+    lanternpp.restore(case.model)
+    expected = case.model.generate(**suppressed)
+    lanternpp.accelerate(case.model)
+    assert torch.equal(case.model.generate(**suppressed), expected)
+
+
+def test_janus_without_guidance_draws_what_the_model_itself_prefers(made: Callable[[str], Case]) -> None:
+    """transformers' own loop fails at guidance 1, so the codes are compared with a plain loop over its layers."""
+    case, model = made("janus"), made("janus").model
+    given = case.inputs(1)
+    lanternpp.accelerate(model)
+    drawn = model.generate(**given | {"guidance_scale": 1.0}, do_sample=False)
+    embeds = model.get_input_embeddings()(given["input_ids"])
+    for code in drawn[0]:
+        features = model.model.language_model(inputs_embeds=embeds).last_hidden_state[:, -1]
+        assert model.model.generation_head(features).argmax() == code
+        embeds = torch.cat((embeds, model.prepare_embeddings_for_image_generation(code[None, None])), 1)
+
+
+def test_a_chameleon_draws_though_its_class_only_writes(made: Callable[[str], Case]) -> None:
+    case = made("chameleon")
+    given = case.inputs(2)
+    expected = case.model.generate(**given, do_sample=False)
+    case.model.__class__ = ChameleonForConditionalGeneration
+    try:
+        del given["prefix_allowed_tokens_fn"], given["max_new_tokens"]
+        text = case.model.generate(**given, max_new_tokens=3, do_sample=False)
+        lanternpp.accelerate(case.model)
+        assert inspect.signature(case.model.generate) == inspect.signature(
+            DrawingChameleon.generate.__get__(case.model)
+        )
+        assert torch.equal(case.model.generate(**given, generation_mode="image", do_sample=False), expected)
+        greedy = GenerationConfig(do_sample=False)
+        assert torch.equal(
+            case.model.generate(**given, generation_mode="image", generation_config=greedy), expected
+        )
+        assert torch.equal(case.model.generate(**given, max_new_tokens=3, do_sample=False), text)
+    finally:
+        case.model.__class__ = DrawingChameleon
+
+
+def test_custom_generate_is_a_hook_of_transformers(made: Callable[[str], Case]) -> None:
+    """Without `accelerate`: by the function, and by the folder for a hub."""
+    hub = Path(__file__).parents[2] / "integrations" / "transformers"
+    for name in ("emu3", "janus", "glm-image"):
+        case = made(name)
+        given = case.inputs(2) | {"do_sample": False}
+        expected = case.model.generate(**given)
+        given.pop("generation_mode", None)
+        drawn = case.model.generate(**given, custom_generate=lanternpp.custom_generate, window=5)
+        assert torch.equal(drawn, expected), name
+        drawn = case.model.generate(**given, custom_generate=str(hub), trust_remote_code=True, method="ar")
+        assert torch.equal(drawn, expected), name
+    assert set(MethodDials.__annotations__) == {*names(DRAFT, RULE), "proposer", "accept"}
+
+
+@pytest.mark.parametrize("name", ["chameleon", "janus"])
+def test_the_law_of_the_first_codes_is_the_models(made: Callable[[str], Case], name: str) -> None:
+    """Temperature, top-k and top-p of a call, guidance, drafts that are kept and refused: three codes, enumerated."""
+    case, count, kept = made(name), 400, 3
+    given = case.inputs(1)
+    ids, mask = given["input_ids"].expand(count, -1), given["attention_mask"].expand(count, -1)
+    sampling = {"do_sample": True, "temperature": 1.3, "top_k": kept, "top_p": 0.95}
+    given["guidance_scale"] = 2.0
+    if name == "chameleon":
+        given["max_new_tokens"] = 3
+    lanternpp.accelerate(case.model, method="jacobi", window=4)
+    torch.manual_seed(5)
+    drawn = case.model.generate(**given | {"input_ids": ids, "attention_mask": mask}, **sampling)
+    codes = drawn[:, :3] if name == "janus" else drawn[:, -3:]
+    paths, law = [], []
+    for path, chance in walk(case, name, sampling, 3):
+        paths.append(path)
+        law.append(chance)
+    counts = torch.tensor([int((codes == torch.tensor(path)).all(1).sum()) for path in paths])
+    assert int(counts.sum()) == count and len(paths) > 9
+    assert chi_square(counts, torch.tensor(law)) > 1e-3
+
+
+def walk(case: Case, name: str, sampling: dict[str, Any], depth: int) -> Iterator[tuple[list[int], float]]:
+    """Every sequence of `depth` tokens that transformers may draw for the first prompt, and its probability."""
+    model, row = case.model, case.rows[0]
+    null = [row[0], *[1] * (len(row) - 2), row[-1]] if name == "janus" else row[-1:]
+    tokens, inner = model.get_input_embeddings(), model.model
+    body, head = (inner.language_model, inner.generation_head) if name == "janus" else (inner, model.lm_head)
+    image = model.prepare_embeddings_for_image_generation if name == "janus" else tokens
+    warpers = [TopKLogitsWarper(sampling["top_k"]), TopPLogitsWarper(sampling["top_p"])]
+
+    def logits(prompt: list[int], path: list[int]) -> Tensor:
+        embeds = tokens(torch.tensor([prompt]))
+        if path:
+            embeds = torch.cat((embeds, image(torch.tensor([path]))), 1)
+        return head(body(inputs_embeds=embeds).last_hidden_state[:, -1])
+
+    todo: list[tuple[list[int], float]] = [([], 1.0)]
+    with torch.no_grad():
+        while todo:
+            path, chance = todo.pop()
+            if len(path) == depth:
+                yield path, chance
+                continue
+            kind, none = logits(row, path), logits(null, path)
+            scores = (none + 2.0 * (kind - none)) / sampling["temperature"]
+            if name == "chameleon":
+                codes = torch.zeros(scores.shape[1], dtype=torch.bool)
+                codes[model.model.vocabulary_mapping.image_tokens] = True
+                scores = scores.masked_fill(~codes, float("-inf"))
+            for warper in warpers:
+                scores = warper(None, scores)
+            for token, p in enumerate(scores.softmax(-1)[0].tolist()):
+                if p > 0:
+                    todo.append(([*path, token], chance * p))
+
+
+def test_a_seed_or_a_generator_decides_the_picture(made: Callable[[str], Case]) -> None:
+    case = made("janus")
+    given = case.inputs(2)
+    lanternpp.accelerate(case.model)
+
+    def drawn(**more: Any) -> Tensor:
+        found: Tensor = case.model.generate(**given, do_sample=True, **more)
+        return found
+
+    torch.manual_seed(1)
+    first, second = drawn(), drawn()
+    torch.manual_seed(1)
+    assert torch.equal(drawn(), first) and not torch.equal(first, second)
+    one, other = (drawn(generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    assert torch.equal(one, other) and not torch.equal(one[0], one[1])
+    several = drawn(num_return_sequences=2, return_dict_in_generate=True)
+    assert isinstance(several, GenerateDecoderOnlyOutput) and several.sequences.shape == (4, 16)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of tensors made within that were there at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for tensor in tree_leaves(out):
+            if (
+                isinstance(tensor, Tensor)
+                and (where := tensor.untyped_storage()._cdata) not in inputs | self._known
+            ):
+                size = tensor.untyped_storage().nbytes()
+                self._known.add(where)
+                self.now += size
+                self.most = max(self.most, self.now)
+                weakref.finalize(tensor.untyped_storage(), self._freed, where, size)
+        return out
+
+    def _freed(self, where: int, size: int) -> None:
+        self._known.discard(where)
+        self.now -= size
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_stay_where_they_are(made: Callable[[str], Case], name: str) -> None:
+    model = made(name).model
+    held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    target = family_of(model)
+    assert {x.untyped_storage().data_ptr() for x in target.parameters()} <= held
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not any(isinstance(value, torch.nn.Module) for value in vars(lanternpp.accelerate(model)).values())
+
+
+def test_memory_grows_by_the_cache_and_not_by_the_weights(made: Callable[[str], Case]) -> None:
+    case = made("emu3")
+    given = case.inputs(2) | {"do_sample": False}
+    weights = sum(x.nbytes for x in case.model.model.text_model.parameters())
+    with Peak() as peak:
+        case.model.generate(**given)
+    usual = peak.most
+    with Peak() as peak:
+        lanternpp.accelerate(case.model, window=2)
+        case.model.generate(**given)
+    slots = 32 + 19 + 3
+    cache = 2 * 2 * LANGUAGE["num_hidden_layers"] * LANGUAGE["num_key_value_heads"] * 8 * slots * 8
+    assert peak.most < usual + 2 * cache + weights // 4, (peak.most, usual, cache, weights)
+
+
+def drafters(folder: Path) -> tuple[Path, Path]:
+    """A random drafter of each kind for the model in a folder."""
+    target = read_target(folder, torch.float32)
+    torch.manual_seed(1)
+    eagle = EagleConfig.like(target.decoder.config)
+    tensors = EagleDrafter(eagle, target.decoder.rotary_table).state_dict()
+    checkpoints.save(folder / "one", {"kind": "eagle", **eagle.flat()}, tensors)
+    many = ParallelConfig.like(target.decoder.config, queries=3, turn=8)
+    tensors = ParallelDrafter(many, target.decoder.rotary_table).state_dict()
+    checkpoints.save(folder / "many", {"kind": "parallel", **many.flat()}, tensors)
+    return folder / "one", folder / "many"
+
+
+@pytest.mark.parametrize("name", ["janus", "emu3"])
+def test_drafters_draw_in_place_what_the_pipeline_draws(made: Callable[[str], Case], name: str) -> None:
+    """The same codes from the same seeds, with the drafters that a training makes: features, codes and positions agree."""
+    case = made(name)
+    folder = Path(case.model.name_or_path)
+    for drafter in drafters(folder):
+        pipe = Pipeline.from_pretrained(folder, drafter, device="cpu", dtype="float64")
+        text = pipe.target.text  # type: ignore[attr-defined]
+        rows = [pipe.target.conditional("red sea")]  # type: ignore[attr-defined]
+        given = {
+            "input_ids": torch.tensor(rows),
+            "attention_mask": torch.ones(1, len(rows[0]), dtype=torch.long),
+        }
+        if name == "emu3":
+            given |= {k: v for k, v in case.arguments.items() if k != "max_new_tokens"} | {
+                "max_new_tokens": 500
+            }
+            given |= {
+                "guidance_scale": 3.0,
+                "negative_prompt_ids": torch.tensor([pipe.target.unconditional(None)]),
+            }  # type: ignore[attr-defined]
+        else:
+            given |= {"generation_mode": "image", "guidance_scale": 3.0}
+            case.model.generation_config.pad_token_id = text.id(PAD)
+            case.model.generation_config.generation_kwargs = {"boi_token_id": rows[0][-1]}
+        torch.manual_seed(9)
+        seed = int(torch.randint(2**63 - 1, (1,)))
+        expected = pipe("red sea", seed=seed, cfg=3.0, top_k=8, temperature=1.0)
+        torch.manual_seed(9)
+        lanternpp.accelerate(case.model, drafter=drafter)
+        drawn = case.model.generate(**given, do_sample=True, top_k=8)
+        if name == "emu3":
+            ids = case.model.vocabulary_mapping.image_tokens
+            drawn = drawn[:, len(rows[0]) : -4]
+            grid = torch.tensor([ids.index(t) if t in ids else CODES for t in drawn[0].tolist()])[None]
+            drawn = grid
+        assert torch.equal(drawn, expected.codes)
+        assert case.model.generate.codes_per_pass == pytest.approx(expected.stats.codes_per_pass)
+    lanternpp.accelerate(case.model, method="lantern-jacobi", neighbours=5, lam=4.0)
+    assert case.model.generate(**given, do_sample=True, top_k=8).shape[0] == 1
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer with something added to it, as adapters are."""
+
+    def __init__(self, inner: torch.nn.Linear):
+        super().__init__()
+        self.inner = inner
+        self.more = torch.nn.Parameter(
+            torch.randn(inner.weight.shape, generator=torch.Generator().manual_seed(4))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) + 0.3 * torch.nn.functional.linear(x, self.more.to(x.dtype))
+        return out
+
+
+def test_adapters_and_later_changes_of_weights_are_in_what_is_drawn(tmp_path: Path) -> None:
+    """Nothing of the layers or the head was copied."""
+    case = emu3(tmp_path)
+    model, given = case.model, case.inputs(1) | {"do_sample": False}
+    lanternpp.accelerate(model)
+    before = model.generate(**given)
+    model.model.text_model.layers[0].self_attn.q_proj = Adapted(
+        model.model.text_model.layers[0].self_attn.q_proj
+    )
+    model.model.text_model.layers[1].mlp.up_proj.weight.data.mul_(-1)
+    lanternpp.restore(model)
+    for change in (lambda: None, lambda: setattr(model, "lm_head", Adapted(model.lm_head))):
+        change()
+        expected = model.generate(**given)
+        assert not torch.equal(before, expected)
+        lanternpp.accelerate(model)
+        assert torch.equal(model.generate(**given), expected)
+        lanternpp.restore(model)
+
+
+def test_a_model_from_no_folder_leaves_nothing_where_it_is_run(
+    made: Callable[[str], Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of neighbours goes to the user's cache."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    case = made("glm-image")
+    monkeypatch.setattr(case.model, "name_or_path", "")
+    lanternpp.accelerate(case.model, method="lantern-jacobi", neighbours=5)
+    drawn = case.model.generate(**case.inputs(1), do_sample=True, generator=torch.Generator().manual_seed(0))
+    assert (
+        drawn.shape[1] > 7 and not list(here.iterdir()) and list((tmp_path / "cache").rglob("*.safetensors"))
+    )
+
+
+def test_what_drafts_do_not_support_is_refused_in_a_sentence(
+    made: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = made("emu3")
+    model, given = case.model, case.inputs(2)
+    with pytest.raises(InputError, match="transformers model of class 'Linear' is unknown"):
+        lanternpp.accelerate(torch.nn.Linear(1, 1))
+    with pytest.raises(InputError, match="method 'fastest' is unknown"):
+        lanternpp.accelerate(model, method="fastest")
+    with pytest.raises(InputError, match="option 'cfg' is unknown"):
+        lanternpp.accelerate(model, cfg=3.0)  # type: ignore[call-arg]
+    with pytest.raises(InputError, match=r"lambda 2\.0 would change nothing"):
+        lanternpp.accelerate(model, lam=2.0)
+    with pytest.raises(InputError, match="comes without a parallel drafter"):
+        lanternpp.accelerate(model, method="parallel")
+    with pytest.raises(InputError, match="independent needs prompts as text"):
+        lanternpp.accelerate(model, method="independent")
+    assert not vars(model).keys() & {"generate", "_lanternpp"}
+    lanternpp.accelerate(model)
+
+    def content(batch: int, tokens: Tensor) -> Any:
+        codes = model.vocabulary_mapping.image_tokens
+        return codes if int(tokens[-1]) % 2 else codes[:40]
+
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor is not supported"),
+        ({"do_sample": True, "min_p": 0.1}, "MinPLogitsWarper is not supported"),
+        ({"logits_processor": LogitsProcessorList([MinPLogitsWarper(0.1)])}, "MinPLogitsWarper"),
+        (
+            {"do_sample": True, "top_k": 5, "logits_processor": LogitsProcessorList([TopPLogitsWarper(0.5)])},
+            "this order",
+        ),
+        (
+            {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1.0)])},
+            "MaxTimeCriteria is not supported",
+        ),
+        ({"num_beams": 2}, "beam search is not supported"),
+        ({"pixel_values": torch.zeros(1, 3, 32, 32)}, "pixel_values is not supported"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores is not supported"),
+        ({"streamer": TextStreamer(None)}, "streamer is not supported"),
+        ({"prefix_allowed_tokens_fn": lambda batch, tokens: [1, 2]}, "allows no choice of image tokens"),
+        ({"prefix_allowed_tokens_fn": lambda batch, tokens: []}, "allows no token at all"),
+        ({"prefix_allowed_tokens_fn": content, "max_new_tokens": 20}, "depends on the codes that were drawn"),
+        (
+            {"prefix_allowed_tokens_fn": lambda batch, tokens: range(20 + batch, 40), "max_new_tokens": 9},
+            "differs within the batch",
+        ),
+        ({"guidance_scale": 0.5}, "cfg 0.5 is out of range"),
+        ({"attention_mask": given["attention_mask"].flip(1)}, "padded on the left"),
+        (
+            {"max_new_tokens": 500, "prefix_allowed_tokens_fn": lambda b, t: range(20, 40)},
+            "the model has 256",
+        ),
+    ]
+    for more, sentence in refused:
+        with pytest.raises(InputError, match=re.escape(sentence)):
+            model.generate(**given | more)
+    janus = made("janus")
+    monkeypatch.setattr(janus.model, "generation_config", GenerationConfig(pad_token_id=1, bos_token_id=0))
+    lanternpp.accelerate(janus.model)
+    with pytest.raises(InputError, match="boi_token_id"):
+        janus.model.generate(**janus.inputs(1))
+
+
+def test_the_script_of_the_documentation_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run as it stands, on a tiny model in the place of the published one."""
+    from PIL import Image
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
+    script = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert (
+        script
+        and len([line for line in script[1].splitlines() if line and not line.startswith(("import", "from"))])
+        <= 10
+    )
+    name = "deepseek-community/Janus-Pro-1B"
+    assert script[1].count(name) == 1 and script[1].count("lanternpp.accelerate(model)") == 1
+    model = write_janus(tmp_path / name)
+    model.generation_config = GenerationConfig(
+        bos_token_id=0, pad_token_id=1, generation_kwargs={"boi_token_id": 2}
+    )
+    model.save_pretrained(tmp_path / name)
+    tokenizer = Tokenizer.from_file(str(tmp_path / name / "tokenizer.json"))
+    begin = tokenizer.id_to_token(0)
+    tokenizer.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 0)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=begin).save_pretrained(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(script[1], "docs/transformers.md", "exec"), {})
+    assert Image.open("fox.png").size == (64, 64)

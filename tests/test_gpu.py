@@ -1,0 +1,61 @@
+"""On a CUDA GPU: the codes are those of a CPU, a step does not wait for the host, and its floor is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from models import write_model
+
+from lanternpp.evaluation.floor import measure_floors
+from lanternpp.evaluation.speed import parse_methods
+from lanternpp.methods import METHODS
+from lanternpp.pipeline import Pipeline
+
+pytestmark = pytest.mark.gpu
+PROMPTS = ["a red tulip", "a tulip"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("gpu") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: Path) -> Pipeline:
+    return Pipeline.from_pretrained(folder, device="cuda")
+
+
+@pytest.fixture
+def no_synchronisation() -> Iterator[None]:
+    """Any wait of the host for the device is an error once `torch.cuda.set_sync_debug_mode` says so."""
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_codes_in_float64_are_those_of_a_cpu(folder, method):
+    drawn = []
+    for device in ("cpu", "cuda"):
+        pipe = Pipeline.from_pretrained(folder, device=device, dtype="float64")
+        drawn.append(pipe(PROMPTS, seed=3, method=method, batch_size=2).codes)
+    assert torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_does_not_wait_for_the_device(pipe, no_synchronisation, method):
+    made = pipe.new_engine(pipe.settings(method, batch_size=2))
+    for slot, prompt in enumerate(PROMPTS):
+        made.admit(slot, prompt, slot)
+    made.step()  # makes what is made once
+    torch.cuda.set_sync_debug_mode("error")
+    made.step()
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_floor_of_a_step_is_below_it(pipe):
+    field = parse_methods("ar, eagle tree=chain-2, parallel tree=chain-2")
+    for row in measure_floors(pipe, field, [1, 2], PROMPTS, {}, 5):
+        assert 0 < row.floor < row.step

@@ -1,0 +1,174 @@
+"""A release: the wheel that the sdist makes, in a fresh environment that has the core dependencies and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import venv
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+
+from models import write_model
+from packaging.requirements import Requirement
+from PIL import Image
+
+import lanternpp
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FILES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")  # what src/ is built with
+SOURCES = shutil.ignore_patterns("__pycache__", "*.egg-info")
+SIZED = ("README.md", "docs/quickstart.md")  # pages that say how large the wheel is
+VERBS = """
+import contextlib, io, json, sys
+from lanternpp.cli import main
+found = []
+for args in json.load(sys.stdin):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main(args)
+        except SystemExit as end:
+            found.append((args[0], end.code, said.getvalue()))
+print(json.dumps({"verbs": found, "from": sys.modules["lanternpp"].__file__}))
+"""
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    """An sdist or a wheel of a source folder, by the project's own build backend."""
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(out)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out / done.stdout.split()[-1]
+
+
+def core(requirements: list[str]) -> Iterator[str]:
+    """The installed distributions that these requirements need, without any extra, and those that they need."""
+    waiting, seen = list(requirements), set()
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        extras = requirement.extras or {""}
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        for extra in extras - {e for name, e in seen if name == requirement.name}:
+            seen.add((requirement.name, extra))
+            needs = distribution(requirement.name).requires or []
+            waiting += [
+                n for n in needs if (m := Requirement(n).marker) is None or m.evaluate({"extra": extra})
+            ]
+            yield requirement.name
+
+
+def fresh_environment(folder: Path) -> Path:
+    """An environment with links to the core dependencies and with nothing else; its folder of packages."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+    for name in core(PROJECT["dependencies"]):
+        found = distribution(name)
+        for top in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(found.locate_file(top))
+    return packages
+
+
+def test_the_wheel_of_the_sdist_works_in_an_environment_without_extras(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "src", source / "src", ignore=SOURCES)
+    for name in FILES:
+        shutil.copy(ROOT / name, source)
+    with tarfile.open(build("sdist", source, tmp_path)) as archive:
+        archive.extractall(tmp_path, filter="data")
+    wheel = build("wheel", tmp_path / f"lanternpp-{lanternpp.__version__}", tmp_path)
+    check_contents(wheel, ROOT / "src")
+
+    home = tmp_path / "elsewhere"
+    home.mkdir()
+    packages = fresh_environment(tmp_path / "fresh")
+    python = tmp_path / "fresh" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-compile"]
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
+    clean |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, env=clean, cwd=home)
+    assert not any((packages / name).exists() for name in ("fastapi", "ray", "matplotlib", "torchao"))
+
+    command = [str(python.parent / "lanternpp"), "--version"]
+    said = subprocess.run(command, capture_output=True, text=True, env=clean, cwd=home)
+    assert (said.returncode, said.stdout) == (0, f"lanternpp {lanternpp.__version__}\n"), said.stderr
+
+    ran = run_verbs(python, home, clean)
+    assert Path(ran["from"]).is_relative_to(tmp_path / "fresh")
+    for verb, status, error in ran["verbs"]:
+        if verb == "serve":
+            assert status == 2 and "pip install 'lanternpp[serve]'" in error
+        else:
+            assert status == 0, f"{verb}: {error}"
+    with Image.open(home / "tulip.png") as picture:
+        assert picture.size == (128, 128)
+        assert json.loads(picture.text["versions"])["lanternpp"] == lanternpp.__version__
+
+
+def check_contents(wheel: Path, source: Path) -> None:
+    """The wheel has every file of the package, and no picture."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        typed = archive.read(f"lanternpp-{lanternpp.__version__}.dist-info/METADATA").decode()
+    files = (path for path in (source / "lanternpp").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    assert names == {str(path.relative_to(source)) for path in files}
+    pictures = {name for name in names if Path(name).suffix.lower() in Image.registered_extensions()}
+    assert not pictures, f"pictures in the wheel: {pictures}"
+    size = f"{wheel.stat().st_size / 1e6:.0f} MB"
+    assert all(size in (ROOT / page).read_text() for page in SIZED), (
+        f"the wheel has {size}: say so in {SIZED}"
+    )
+    assert f"\nVersion: {lanternpp.__version__}\n" in typed
+    for name in PROJECT["optional-dependencies"]:
+        assert f"\nProvides-Extra: {name}\n" in typed
+
+
+def run_verbs(python: Path, home: Path, env: dict[str, str]) -> dict:
+    """Every verb in one process of the fresh environment: `generate` on the model that ships, the others on tiny ones."""
+    model = str(write_model(home / "tiny"))
+    (home / "prompts.txt").write_text("a red tulip\na tulip\n")
+    for split, count in (("train", 8), ("val", 4)):
+        (home / "data" / split).mkdir(parents=True)
+        rows = []
+        for i in range(count):
+            Image.new("RGB", (16, 16), ("red", "white")[i % 2]).save(home / "data" / split / f"{i}.png")
+            rows.append({"file_name": f"{i}.png", "text": "a red tulip", "label": ("red", "white")[i % 2]})
+        (home / "data" / split / "metadata.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    prompts = ["--prompts", "prompts.txt"]
+    learn = ["--data", "data", "--model", "own", "--steps", "1", "--checks", "1", "--batch-size", "4"]
+    commands = [
+        ["generate", "a photo of a red tulip", "-o", "tulip.png"],
+        ["models"],
+        ["compare", "a red tulip", "--model", model, "--runs", "1"],
+        ["bench", "--model", model, *prompts, "--methods", "eagle", "-n", "1"],
+        ["generate", "--model", model, *prompts, "--out", "many", "-n", "2"],
+        ["convert", model, "copy"],
+        ["tune", "--model", model, *prompts, "--nodes", "2", "--depth", "2", "--rounds", "1", "-n", "1"],
+        ["throughput", "--model", model, *prompts, "--batch-sizes", "1", "--rounds", "1"],
+        ["train", "tokenizer", *learn, "--size", "16", "--codes", "16"],
+        ["train", "target", *learn, "--dim", "16", "--heads", "2", "--layers", "1", "--hidden", "16"],
+        ["train", "drafter", *learn],
+        ["train", "judge", *learn],
+        ["eval", "many", "--model", "own", "--json"],
+        ["serve"],
+    ]
+    done = subprocess.run(
+        [str(python), "-c", VERBS],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=home,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
