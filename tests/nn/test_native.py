@@ -163,7 +163,6 @@ def test_other_dtypes_are_left_to_pytorch():
 
 
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native, "half_width", lambda device: HALF)
     network = decoder(64, 1, 4, 96)
     assert native.native(network) is not None
     monkeypatch.setenv("LANTERNPP_KERNELS", "0")

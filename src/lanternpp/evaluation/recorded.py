@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lanternpp.engine.decode import Engine
 from lanternpp.evaluation.stopwatch import elapsed
 from lanternpp.nn.int8 import stored
+from lanternpp.nn.native import MOST_ROWS, NativeDecoder
 
 LINEARS, ATTENTION, OTHERS = "linears", "attention", "others"
 FUSED = "scaled_dot_product_attention"
@@ -26,7 +27,8 @@ class RecordedStep(TorchFunctionMode):
     """One step of an engine that is not compiled.
 
     calls: of torch's functions in the target's decoder, in order, by part: linear layers, attention's products and its
-    softmax, and the others (norms, rotations, activations, sums, the writing of keys and values, views). bytes and
+    softmax, and the others (norms, rotations, activations, sums, the writing of keys and values, views); none of the
+    others where passes are computed in C: the step is recorded as PyTorch would compute it. bytes and
     flops: those of all matrix products of the step, head and drafter among them. `bytes` are those of the operands as
     they are stored and of the results, each counted once per product; `flops` are 2 for a multiplication and its sum.
 
@@ -46,11 +48,15 @@ class RecordedStep(TorchFunctionMode):
         decoder = engine.target.decoder
         hooks = (decoder.register_forward_pre_hook(self._enter), decoder.register_forward_hook(self._leave))
         try:
+            NativeDecoder.active = False
             with self:
                 engine.step()
         finally:
+            NativeDecoder.active = True
             for hook in hooks:
                 hook.remove()
+        if decoder.native is not None and self.rows <= MOST_ROWS:
+            self.calls[OTHERS] = []  # a pass in C has none of them
 
     def _enter(self, *_: object) -> None:
         self._inside = True

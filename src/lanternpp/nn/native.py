@@ -1,7 +1,7 @@
 """A decoder's passes over few rows in C (`decoder.c`), compiled once on the machine that runs it.
 
-For a few rows starting PyTorch's operations takes longer than computing them. The kernels need a C compiler and a CPU that
-multiplies bfloat16; without them, or with LANTERNPP_KERNELS=0, everything is computed by PyTorch.
+For a few rows starting PyTorch's operations takes longer than computing them. The kernels need a C compiler;
+without one, or with LANTERNPP_KERNELS=0 in the environment, everything is computed by PyTorch.
 """
 
 from __future__ import annotations
@@ -17,18 +17,14 @@ from collections.abc import Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from lanternpp.devices import half_width
 from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import digest, replacing, user_cache
+from lanternpp.nn.decoder import Block, Decoder
 from lanternpp.types import Nodes
-
-if TYPE_CHECKING:
-    from lanternpp.nn.decoder import Block, Decoder
 
 SOURCE = Path(__file__).with_name("decoder.c")
 SWITCH = "LANTERNPP_KERNELS"
@@ -84,6 +80,8 @@ class Pass(Structure):
 class NativeDecoder:
     """The passes of a `Decoder` over few rows; it keeps a second copy of the weights, in the order they are read in."""
 
+    active = True  # False while what PyTorch would compute is recorded
+
     def __init__(self, decoder: Decoder, library: ctypes.CDLL):
         self.library, self._kept = library, list[Tensor]()
         config = decoder.config
@@ -94,6 +92,10 @@ class NativeDecoder:
         self.shape = Shape(*shape, last, config.norm_eps)
         self.rotary_table = decoder.rotary_table.float()
         self.threads = threading.local()  # the scratch memory of each thread that calls
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether a pass with inputs x [R, N, D] has few enough rows."""
+        return self.active and x.shape[0] * x.shape[1] <= MOST_ROWS
 
     def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
         """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to kv [L, 2, R, Hkv, S, d]."""
@@ -167,7 +169,7 @@ def native(decoder: Decoder) -> NativeDecoder | None:
     simple = simple and config.head_dim % 16 == 0
     if not (weights and plain and simple) or sum(p.numel() for p in weights) > MOST_WEIGHTS:
         return None
-    if os.environ.get(SWITCH) == "0" or half_width(torch.device("cpu")) is None:
+    if os.environ.get(SWITCH) == "0":
         return None
     found = library()
     return None if found is None else NativeDecoder(decoder, found)

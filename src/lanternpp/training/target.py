@@ -45,6 +45,9 @@ class TargetSettings:
     drop_captions: float = 0.1  # for classifier-free guidance
     decay: float = 0.995
     warmup: int = 100
+    cooldown: float | None = (
+        0.2  # the last share of the budget, over which the rates fall to zero; None: a cosine
+    )
     cfg: float = 2.5  # of the pictures drawn at the checks
 
     def __post_init__(self) -> None:
@@ -69,7 +72,8 @@ class TargetTask(Task):
     ):
         torch.manual_seed(settings.seed)
         self.config, self.hparams, self.codes, self.device = config, settings, codes, device
-        self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
+        self.data = codes.data
+        self.decay, self.warmup, self.cooldown = settings.decay, settings.warmup, settings.cooldown
         self.settings = {**asdict(config), **asdict(settings), "data": codes.data["codes"]}
         self.vq = vq.to(device)
         model = WordsTarget(config, self.vq)
