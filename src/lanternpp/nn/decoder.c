@@ -22,6 +22,7 @@
 #define COLUMNS 32 /* of a block of weights: twice LANES */
 #define ROWS 16    /* of a tile of inputs */
 #define LANES 16   /* channels of a head that are handled at once */
+#define MOST_LANES 16 /* of such vectors in a head */
 #define CHANNELS 4 /* of such vectors that attention sums at once */
 #define QUERIES 4  /* that attention handles at once */
 
@@ -219,14 +220,18 @@ static inline float sum_of(floats x) {
 /* Attention of `count` queries [count, d] over keys and values [size, d], query q where its mask is set: out [count] of [d].
 
    weights [count, stride] is scratch, stride a multiple of LANES and at least size. A query's result depends on that query alone. */
-static void attend(const float *query, int64_t count, const half *keys, const half *values, const uint8_t **mask, int64_t size,
+static inline __attribute__((always_inline)) void attend_to(const float *query, int64_t count, const half *keys, const half *values, const uint8_t **mask, int64_t size,
                    int64_t d, float *weights, int64_t stride, half **out) {
-    for (int64_t j = 0; j < size; j++)
+    for (int64_t j = 0; j < size; j++) {
+        floats key[MOST_LANES];
+        for (int64_t i = 0; i < d / LANES; i++) key[i] = widen_all(keys + j * d + i * LANES);
         for (int64_t q = 0; q < count; q++) {
-            floats sum = {0};
-            for (int64_t i = 0; i < d; i += LANES) sum += *(const floats *)(query + q * d + i) * widen_all(keys + j * d + i);
+            const floats *some = (const floats *)(query + q * d);
+            floats sum = some[0] * key[0];
+            for (int64_t i = 1; i < d / LANES; i++) sum += some[i] * key[i];
             weights[q * stride + j] = mask[q][j] ? sum_of(sum) : -INFINITY;
         }
+    }
     for (int64_t q = 0; q < count; q++) {
         float *weight = weights + q * stride, highest = -INFINITY;
         floats total = {0};
@@ -256,6 +261,14 @@ static void attend(const float *query, int64_t count, const half *keys, const ha
                 for (int64_t c = 0; c < CHANNELS * LANES && i + c < d; c++)
                     out[first + q][i + c] = narrow(sums[q][c / LANES][c % LANES]);
         }
+}
+
+/* The same, with a constant number of channels where that is a usual one, so that a key stays in registers. */
+static void attend(const float *query, int64_t count, const half *keys, const half *values, const uint8_t **mask, int64_t size,
+                   int64_t d, float *weights, int64_t stride, half **out) {
+    if (d == 64) attend_to(query, count, keys, values, mask, size, 64, weights, stride, out);
+    else if (d == 128) attend_to(query, count, keys, values, mask, size, 128, weights, stride, out);
+    else attend_to(query, count, keys, values, mask, size, d, weights, stride, out);
 }
 
 static int64_t up_to(int64_t multiple, int64_t x) { return (x + multiple - 1) / multiple * multiple; }

@@ -39,7 +39,7 @@ FLAGS = (
     "-fPIC",
 )
 COLUMNS = 32  # of a block of weights, as in decoder.c
-MOST_ROWS = 64  # of a pass; products of more rows are PyTorch's, which uses tiles of the CPU
+MOST_ROWS = 128  # of a pass; products of more rows are PyTorch's, which uses tiles of the CPU
 MOST_WEIGHTS = 1 << 27  # of a decoder: they are kept a second time, and larger ones gain little
 
 
@@ -166,7 +166,7 @@ def native(decoder: Decoder) -> NativeDecoder | None:
     )
     widths = (config.dim, config.hidden, config.heads * config.head_dim)
     simple = not (config.qk_norm or config.norm_after or any(width % COLUMNS for width in widths))
-    simple = simple and config.head_dim % 16 == 0
+    simple = simple and config.head_dim % 16 == 0 and config.head_dim <= 256
     if not (weights and plain and simple) or sum(p.numel() for p in weights) > MOST_WEIGHTS:
         return None
     if os.environ.get(SWITCH) == "0":
