@@ -118,7 +118,10 @@ def _spans(
     inner: list[list[int]], kids: list[list[int]], widths: tuple[int, ...]
 ) -> tuple[tuple[slice, ...], ...]:
     """`Layout.spans`, of the nodes with children at every depth and the children of every node."""
-    having = [[[i for i in at if len(kids[i]) > rank] for rank in range(w)] for at, w in zip(inner, widths, strict=True)]
+    having = [
+        [[i for i in at if len(kids[i]) > rank] for rank in range(w)]
+        for at, w in zip(inner, widths, strict=True)
+    ]
     return tuple(tuple(slice(ids[0], ids[-1] + 1) for ids in level) for level in having)
 
 
