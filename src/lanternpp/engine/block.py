@@ -37,8 +37,12 @@ def verify_block(
     The temperature must be above 0. measure: also the exact total variation between p and the rule's output law at every
     kept node. Two random numbers are drawn per pass, and nothing is transferred to the host.
     """
-    p = sampling.probs(logits)
-    q, law = law_of(draft, p, logits, rule)
+    p, there = sampling.probs(logits), draft.tree.children[..., :1] >= 0
+    assert draft.probs is not None
+    q, law = draft.probs.where(there, 0), p
+    if not rule.lossless:
+        permitted = q.where(logits > float("-inf"), 0)  # what the format forbids is never relaxed
+        law = rule.output_laws(p, permitted, draft.tree.depth, p.shape[1] - 1)
     behind, left = stops(law, q, draft.codes)
     last = (noise.fine(Noise.ACCEPT, 1) >= behind).sum(1)
     batch = torch.arange(len(last), device=last.device)
@@ -47,19 +51,6 @@ def verify_block(
     path = torch.arange(p.shape[1], device=p.device).minimum(last[:, None])
     cost = (law - p).abs_().sum(-1) / 2 if measure else None
     return verdict_of(draft, path, last + 1, bonus, cost)
-
-
-def law_of(draft: Draft, p: Tensor, logits: Tensor, rule: Acceptance) -> tuple[Tensor, Tensor]:
-    """What the children of every node were drawn from, 0 where it has none, and the law that the code behind it is to follow.
-
-    p, the target's distribution, and logits [B, N, V] -> q and the rule's output law, [B, N, V]; it may be p itself.
-    """
-    assert draft.probs is not None
-    q = draft.probs.where(draft.tree.children[..., :1] >= 0, 0)
-    if rule.lossless:
-        return q, p
-    permitted = q.where(logits > float("-inf"), 0)  # what the format forbids is never relaxed
-    return q, rule.output_laws(p, permitted, draft.tree.depth, len(draft.tree.widths))
 
 
 def stops(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,5 +71,5 @@ def stops(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def all_refused(halt: Tensor) -> Tensor:
-    """halt [B, M], the probability that each of M events comes true -> [B, M - 1], that none from the 1st, 2nd .. on does."""
+    """halt [B, M], the probability of each of M events -> [B, M - 1], that from the 1st, 2nd .. on none comes true."""
     return (1 - halt[:, 1:]).flip(1).cumprod(1).flip(1)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
-from lanternpp.engine.block import all_refused, law_of, verify_block
+from lanternpp.engine.block import all_refused, verify_block
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import verdict_of
@@ -41,10 +41,10 @@ def verify_traversal(
     tree = draft.tree
     if tree.chain:
         return verify_block(draft, logits, sampling, rule, noise, measure)
-    assert tree.layout is not None
+    assert tree.layout is not None and draft.probs is not None
     p = sampling.probs(logits)
-    q, law = law_of(draft, p, logits, rule)
-    behind, left = stops(law, q, draft.codes, tree)
+    law = p if rule.lossless else _laws(draft, p, logits, rule)
+    behind, left = stops(law, draft.probs, draft.codes, tree)
     node = tree.layout.order[(noise.fine(Noise.ACCEPT, 1) >= behind).sum(1)]
     batch = torch.arange(len(node), device=node.device)
     weights = left[batch, node]
@@ -95,3 +95,17 @@ def stops(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tens
             weight[:, at] = rest / either
             here.div_(either.to(p.dtype)[..., None])
     return all_refused(weight[:, tree.layout.order]), left
+
+
+def _laws(draft: Draft, p: Tensor, logits: Tensor, rule: Acceptance) -> Tensor:
+    """The rule's output law at every node that has children, p elsewhere, [B, N, V]; p and logits [B, N, V]."""
+    tree = draft.tree
+    assert tree.layout is not None and draft.probs is not None
+    inner = [spans[0] for spans in tree.layout.spans]
+    permitted = logits > float("-inf")  # what the format forbids is never relaxed
+    q = draft.probs.where((tree.children[..., :1] >= 0) & permitted, 0)
+    parts = [torch.cat([x[:, at] for at in inner], 1) for x in (p, q, tree.depth)]
+    laws, law = rule.output_laws(parts[0], parts[1], parts[2], len(inner)), p.clone()
+    for at, found in zip(inner, laws.split([at.stop - at.start for at in inner], 1), strict=True):
+        law[:, at] = found
+    return law
