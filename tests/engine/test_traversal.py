@@ -154,6 +154,17 @@ def test_a_wrong_residual_or_weight_would_be_seen(wrong: str, kind: str) -> None
     assert distance(tree_law(WRONG[wrong], drafts, drafts.p, p)[0], sequences(p)) > 1e-3
 
 
+def test_single_precision_follows_the_law_too() -> None:
+    for kind in ("random", "equal", "all of them"):
+        drafts, p, _ = enumerated(4, "two by two", kind)
+
+        def single(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+            behind, left = stops(p.float(), q.float(), codes, tree)
+            return behind, left.double()
+
+        assert distance(tree_law(single, drafts, drafts.p, p)[0], sequences(p)) < 1e-6
+
+
 Children = Iterator[tuple[float, float, int]]
 
 

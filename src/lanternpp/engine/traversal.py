@@ -66,17 +66,17 @@ def stops(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tens
     nodes, child = codes.shape[1], tree.children
     code = codes.gather(1, child.clamp(min=0).flatten(1)).view_as(child)  # [B, N, K]
     chance = q.gather(-1, code).double()
-    again = (
-        (code[..., :, None] == code[..., None, :]).tril(-1).any(-1)
-    )  # repeats a sibling: q had no more codes
+    # a code that repeats a sibling's stands where the drafter had no other to offer
+    again = (code[..., :, None] == code[..., None, :]).tril(-1).any(-1)
     there = (child >= 0) & (chance > 0) & ~again
     chance = chance.where(there, 0)
-    mass = (
-        q.sum(-1, keepdim=True, dtype=torch.float64) - chance.cumsum(-1) + chance
-    )  # of q when the child was drawn
+    # the mass that q had left when the child was drawn
+    mass = q.sum(-1, keepdim=True, dtype=torch.float64) - chance.cumsum(-1) + chance
     mass = mass.maximum(chance).clamp(min=torch.finfo(p.dtype).tiny)
     odds, scale = (mass / chance).where(there, 0), (1 / mass).where(there, 0).to(p.dtype)
-    child = child.where(child >= 0, nodes)  # the place behind the last node takes what is not there
+    child = child.where(
+        child >= 0, nodes
+    )  # the weights of missing children go to a place behind the last node
     left = p.clone()
     weight = torch.zeros(len(codes), nodes + 1, dtype=torch.float64, device=p.device)
     weight[:, 0] = 1
