@@ -30,6 +30,11 @@ def tally(codes: Tensor, vocab: int) -> Tensor:
     return torch.bincount((codes * weight).sum(1), minlength=vocab ** codes.shape[1])
 
 
+def distance(a: Tensor, b: Tensor) -> float:
+    """The greatest difference between two tensors."""
+    return (a - b).abs().max().item()
+
+
 def no_relax(p: Law, x: int) -> Law:
     return list(p)
 
@@ -107,6 +112,7 @@ def drawn(q: Tensor, count: int, seed: int = 0) -> Tensor:
 # Drafts of every context, enumerated. The context of level i is the i codes before it, as a number to the base V.
 
 Contexts = list[Tensor]  # level by level, [V ** i, V]
+KINDS = ["random", "near", "with zeros", "a point", "equal", "forced", "all of them"]  # of `contexts`
 Stops = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 

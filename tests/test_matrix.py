@@ -54,7 +54,10 @@ PROPOSERS = {
 BUSHY = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
 OTHERWISE = {  # the same drafts, not verified by a walk: name and verifier, parted by a comma
     f"{name}, {verify}": PROPOSERS[name]
-    for verify, names in {"block": ("oracle chain", "parallel chain", "jacobi")}.items()
+    for verify, names in {
+        "block": ("oracle chain", "parallel chain", "jacobi"),
+        "traversal": ("oracle tree", "parallel tree", "independent tree"),
+    }.items()
     for name in names
 }
 ORACLES = [
@@ -62,6 +65,7 @@ ORACLES = [
     "oracle tree",
     "independent oracle",
     "oracle chain, block",
+    "oracle tree, traversal",
 ]  # the drafter is the target: all must be kept
 RULES = {
     "exact": lambda target: Exact(),

@@ -8,7 +8,8 @@ import pytest
 
 from lanternpp.errors import InputError
 from lanternpp.methods import METHODS
-from lanternpp.settings import DIALS, dials_read, resolve
+from lanternpp.settings import DIALS, dials_read, resolve, with_tree
+from lanternpp.trees.static import StaticTree
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -44,6 +45,7 @@ def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
     best = {name: resolve(name, {}, {}).verify for name in METHODS}
     chains = ["parallel", "independent", "jacobi"]
     assert {name for name, verify in best.items() if verify == "block"} == {*chains}
+    assert {name for name, verify in best.items() if verify == "traversal"} == {"eagle"}
     assert resolve("eagle", {}, {"tree": "chain-4"}).verify == "block"
     for changed in ({"temperature": 0.0}, {"tree": "eagle2"}):
         assert resolve("parallel", {}, changed).verify == "token"
@@ -53,9 +55,11 @@ def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
     assert resolve("jacobi", {}, {"coupling": "maximal"}).verify == "token"
     assert resolve("parallel", {}, {"verify": "token"}).verify == "token"
     reported = {"methods": {"parallel": {"verify": "block"}}}
-    assert resolve("parallel", reported, {"tree": "eagle-25"}).verify != "block", (
+    assert resolve("parallel", reported, {"tree": "eagle-25"}).verify == "traversal", (
         "a default that no longer fits"
     )
+    assert resolve("cool", {}, {"verify": "traversal"}).verify == "traversal"
+    assert resolve("cool", {}, {"accept": "exact"}).verify == "traversal"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,8 @@ def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
     [
         ("parallel", {"temperature": 0.0}, "at temperature 0 every verifier keeps the same"),
         ("jacobi-coupled", {}, "the proposer keeps guesses from pass to pass .coupling maximal."),
-        ("eagle", {}, "the tree branches; use verify token"),
+        ("eagle", {}, "the tree branches; use verify traversal or token"),
+        ("lantern-static", {"residual": "paper"}, "the papers' residual is that of a walk; use verify token"),
         ("eagle2", {}, "offers the likeliest codes instead of drawing them"),
         ("lantern++", {"tree": "chain-4", "residual": "paper"}, "use verify token, or residual optimal"),
         ("ar", {}, "would change nothing"),
@@ -74,7 +79,42 @@ def test_block_verification_is_refused_where_the_law_would_change_or_nothing_be_
 ) -> None:
     with pytest.raises(InputError, match=why):
         resolve(method, {}, given | {"verify": "block"})
-    assert resolve(method, {}, given).verify == (None if method == "ar" else "token")
+    default = {"ar": None, "eagle": "traversal"}
+    assert resolve(method, {}, given).verify == default.get(method, "token")
+
+
+class Drawn(StaticTree):
+    """A tree that is drawn, and says nothing about its shape."""
+
+    fixed = False
+
+    def __init__(self) -> None:
+        super().__init__(((0,), (1,)))
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "why"),
+    [
+        ("eagle", {"temperature": 0.0}, "at temperature 0 every verifier keeps the same"),
+        ("eagle2", {}, "offers the likeliest codes instead of drawing them"),
+        ("jacobi-coupled", {}, "keeps guesses from pass to pass"),
+        ("cool", {"residual": "paper"}, "use verify token, or residual optimal"),
+        ("eagle", {"tree": Drawn}, "the shape of the tree is decided while it is drawn; use verify token"),
+    ],
+)
+def test_traversal_is_refused_where_the_law_would_change_or_nothing_be_gained(method, given, why) -> None:
+    with pytest.raises(InputError, match=why):
+        resolve(method, {}, given | {"verify": "traversal"})
+    assert resolve(method, {}, given).verify == "token"
+
+
+def test_traversal_of_a_chain_is_block_verification_and_not_its_default() -> None:
+    for method in ("parallel", "jacobi"):
+        assert resolve(method, {}, {"verify": "traversal"}).verify == "traversal"
+        assert resolve(method, {}, {}).verify == "block"
+    asked = resolve("eagle", {}, {"verify": "token"})
+    assert with_tree(asked, "chain-4").verify == with_tree(asked, "deep-8").verify == "token"
+    assert with_tree(resolve("eagle", {}, {}), "chain-4").verify == "block"
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -99,8 +99,9 @@ _ROWS = (
     Dial("fresh", str, DRAFT, "Jacobi: what a first guess is drawn from.", metavar="NAME",
          choices=("uniform", "last", "above", "mixed"), label="Fresh guesses", folded=True),
     Dial("verify", str, DRAFT, "How a draft is verified.",
-         "token: a walk that ends at the first refusal; block: a whole chain at once. Default: the best that the draft "
-         "allows.", metavar="NAME", choices=("token", "block"), label="Verification", folded=True),
+         "token: a walk that ends at the first refusal; block: a whole chain at once; traversal: a whole tree at once. "
+         "Default: the best that the draft allows.", metavar="NAME", choices=("token", "block", "traversal"),
+         label="Verification", folded=True),
     Dial("measure", bool, MEASURE, "Measure the total variation that a relaxed rule spends; takes time of its own.",
          default=False),
     Dial("cfg", float, SAMPLING, "Classifier-free guidance, how closely to follow the prompt; 1 is none.",

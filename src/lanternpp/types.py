@@ -12,6 +12,15 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """What is known about trees of a fixed shape before they are drawn; one for all samples."""
+
+    spans: tuple[tuple[slice, ...], ...]
+    """By depth and rank: a range of the node ids at that depth, in which are all that have a child of this rank."""
+    order: Tensor  # [N] node ids: a parent before its children, a later sibling and its subtree before an earlier one
+
+
+@dataclass(frozen=True, slots=True)
 class Tree:
     """The shape of a draft. Node 0 is the root and a parent precedes its children."""
 
@@ -20,6 +29,7 @@ class Tree:
     children: Tensor  # [B, N, K] int64 node ids in trial order, -1 = none
     mask: Tensor  # [B, N, N] bool, True where j is i or an ancestor of i
     widths: tuple[int, ...]  # most children of any node at depth 0, 1, ...; a constant of the builder
+    layout: Layout | None = None  # None where the shape is decided while drafting, or nobody needs it
 
     @property
     def chain(self) -> bool:

@@ -7,15 +7,14 @@ import math
 
 import pytest
 import torch
-from laws import Contexts, chain_law, chi_square, contexts, kept_of, sequences, tally
+from laws import KINDS, Contexts, chain_law, chi_square, contexts, distance, kept_of, sequences, tally
+from relaxed import RULES, TABLES, laws_of
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.cactus import Cactus
-from lanternpp.accept.cool import Cool
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
-from lanternpp.accept.lantern_pp import LanternPlusPlus
 from lanternpp.accept.mixture import Mixture
 from lanternpp.engine.block import stops, verify_block
 from lanternpp.engine.noise import Noise
@@ -24,24 +23,9 @@ from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Draft
 
 CASES = [(3, 1), (3, 2), (3, 3), (3, 4), (4, 2), (4, 3), (5, 1), (5, 2), (5, 3)]
-KINDS = ["random", "near", "with zeros", "a point", "equal", "forced", "all of them"]
 every_case = pytest.mark.parametrize(("vocab", "depth"), CASES)
 every_kind = pytest.mark.parametrize("kind", KINDS)
-TABLES = {v: torch.stack([torch.arange(1, v).add(i).remainder(v) for i in range(v)]).int() for v in (3, 4, 5)}
-RULES = {
-    "lantern": lambda v: Lantern(TABLES[v], 0.3, "optimal"),
-    "lantern, paper": lambda v: Lantern(TABLES[v], 0.3, "paper"),
-    "lantern++": lambda v: LanternPlusPlus(TABLES[v], 2.5, "optimal"),
-    "lantern++, falling": lambda v: LanternPlusPlus(TABLES[v], 2.5, "optimal", nu=0.5),
-    "cool": lambda v: Cool(1.4, 0.2),
-    "cactus": lambda v: Cactus(0.02, 0.3),
-    "mixture": lambda v: Mixture(0.3, 0.2),
-}
 every_rule = pytest.mark.parametrize("rule", RULES)
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    return (a - b).abs().max().item()
 
 
 @every_case
@@ -89,17 +73,12 @@ def test_it_keeps_no_less_than_a_walk(vocab: int, depth: int) -> None:
         assert kept.sum() > kept_of(p, q).sum() + 1e-3
 
 
-def bent(p: Contexts, q: Contexts, rule: Acceptance) -> Contexts:
-    """The law of every context under a relaxed rule; behind the last guess the target's own."""
-    return [rule.at(level).output_law(p[level], q[level]) for level in range(len(q))] + [p[-1]]
-
-
 @every_rule
 @every_kind
 @pytest.mark.parametrize(("vocab", "depth"), [(3, 3), (4, 2), (5, 2)])
 def test_under_a_relaxed_rule_it_is_that_rules(rule: str, kind: str, vocab: int, depth: int) -> None:
     p, q = contexts(vocab, depth, kind)
-    law = bent(p, q, RULES[rule](vocab))
+    law = laws_of(p, q, RULES[rule](vocab))
     assert all(distance(one.sum(-1), torch.ones(len(one))) < 1e-12 and (one >= 0).all() for one in law)
     assert distance(chain_law(stops, law, q)[0], sequences(law)) < 1e-12
     if kind == "random":
@@ -160,10 +139,10 @@ def test_what_is_drawn_follows_the_law(rule: str, kind: str) -> None:
     made = Exact() if rule == "exact" else RULES[rule](VOCAB)
     draws = DRAWS if rule == "exact" else DRAWS // 4
     verdict, p, q = drawn(made, kind, 2, draws)
-    law, kept = chain_law(stops, bent(p, q, made), q)
+    law, kept = chain_law(stops, laws_of(p, q, made), q)
     codes = verdict.next_codes.clone()
     generator = torch.Generator().manual_seed(3)
-    tables = bent(p, q, made)
+    tables = laws_of(p, q, made)
     for level in range(1, 3):
         open_ = verdict.kept <= level
         at = (codes[:, :level] * VOCAB ** torch.arange(level - 1, -1, -1)).sum(1)
@@ -178,7 +157,7 @@ def test_what_is_drawn_follows_the_law(rule: str, kind: str) -> None:
 def test_what_is_spent_is_the_distance_of_the_law_at_every_kept_node(rule: str) -> None:
     made = RULES[rule](VOCAB)
     verdict, p, q = drawn(made, "random", 2, 2000, measure=True)
-    laws = bent(p, q, made)
+    laws = laws_of(p, q, made)
     spent = [(one - own).abs().sum(-1) / 2 for one, own in zip(laws, p, strict=True)]
     first = verdict.next_codes[:, 0]
     deeper = verdict.kept > 1

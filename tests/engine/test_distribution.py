@@ -53,6 +53,12 @@ OTHERWISE = {
     ),
     "block, all levels at once": ("block", lambda target: Parallel(parallel(target), StaticTree(chain(3)))),
     "block, jacobi": ("block", lambda target: Jacobi(3, "none", "mixed")),
+    "traversal, flatter q": (
+        "traversal",
+        lambda target: TreeProposer(NoisyMarkovDrafter(target), StaticTree(BUSHY)),
+    ),
+    "traversal, fewer codes than children": ("traversal", LOSSLESS["fewer codes than children"]),
+    "traversal, all levels at once": ("traversal", LOSSLESS["all levels at once"]),
 }
 
 
@@ -78,7 +84,8 @@ def test_the_whole_loop_follows_the_targets_law(proposer):
 @pytest.mark.parametrize("case", OTHERWISE)
 def test_the_whole_loop_follows_the_targets_law_however_a_draft_is_verified(case):
     target, (name, proposer) = MarkovTarget(CHAIN), OTHERWISE[case]
-    made = images(target, proposer(target), Exact(), Sampling(), Guidance(), verifier=VERIFIERS[name])
+    parts, draws = (proposer(target), Exact(), Sampling(), Guidance()), DRAWS if name == "block" else FEWER
+    made = images(target, *parts, draws, verifier=VERIFIERS[name])
     assert chi_square(tally(made, 3), target.law()) > UNLIKELY
 
 
@@ -221,8 +228,9 @@ def test_a_child_the_drafter_could_not_have_drawn_is_never_kept():
         assert verdict.kept.max() == 1
 
 
+@pytest.mark.parametrize("verifier", ["token", "traversal"])
 @pytest.mark.parametrize("children", [1, 2, 3])
-def test_two_levels_follow_the_joint_law(children):
+def test_two_levels_follow_the_joint_law(children, verifier):
     """p and q depend on the code above; the path and its bonus are completed by the target itself."""
     generator = torch.Generator().manual_seed(0)
     p = torch.rand(4, 4, dtype=torch.float64, generator=generator).pow(2) + 0.01
@@ -238,7 +246,7 @@ def test_two_levels_follow_the_joint_law(children):
         lambda at: q[at.codes],
         lambda rows, count, level: Sampling().children(rows, count, n, Noise.DRAFT + level),
     )
-    verdict = verify(draft, p[draft.codes].log(), Sampling(), Exact(), n)
+    verdict = VERIFIERS[verifier](draft, p[draft.codes].log(), Sampling(), Exact(), n)
     kept = verdict.kept.bincount(minlength=4)
     assert (kept[1:] > 300).all(), "every length of path must have been seen"
     codes = verdict.next_codes

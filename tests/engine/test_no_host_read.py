@@ -109,7 +109,15 @@ def test_a_step_reads_nothing_back(proposer, rule, sampling, cfg):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("proposer", "verify"), [("chain", "block"), ("jacobi none uniform", "block")])
+@pytest.mark.parametrize(
+    ("proposer", "verify"),
+    [
+        ("chain", "block"),
+        ("jacobi none uniform", "block"),
+        ("tree", "traversal"),
+        ("independent", "traversal"),
+    ],
+)
 def test_a_step_of_another_verifier_reads_nothing_back(proposer, verify, rule):
     made = engine(DEVICE, proposer, rule, "warped", 3.0, True, verify)
     made.step()

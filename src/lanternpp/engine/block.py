@@ -67,5 +67,9 @@ def stops(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
     left = (p * weight[..., None].to(p.dtype)).sub_(q).clamp_(min=0)
     mass = left.sum(-1).double()
     either = mass + 1 - weight
-    halt = (mass / either).where(either > 0, 1)
-    return (1 - halt[:, 1:]).flip(1).cumprod(1).flip(1), left
+    return all_refused((mass / either).where(either > 0, 1)), left
+
+
+def all_refused(halt: Tensor) -> Tensor:
+    """halt [B, M], the probability of each of M events -> [B, M - 1], that from the 1st, 2nd .. on none comes true."""
+    return (1 - halt[:, 1:]).flip(1).cumprod(1).flip(1)

@@ -36,6 +36,7 @@ class Guesses:
     why_not_drawn: str | None = "does not declare how it draws its guesses"
     """None where every guess is drawn for one pass alone, from the distribution it is offered with, which the guesses
     behind it have no part in; else what the proposer does instead, as a clause without its subject."""
+    fixed: bool = False  # all drafts have the same shape, and their trees a `layout`
 
 
 class Proposer(ABC):

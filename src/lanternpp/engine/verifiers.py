@@ -12,12 +12,13 @@ from lanternpp.engine.block import verify_block
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Guesses
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.traversal import verify_traversal
 from lanternpp.engine.verify import verify
 from lanternpp.types import Draft, Verdict
 
 Verifier = Callable[[Draft, Tensor, Sampling, Acceptance, Noise, bool], Verdict]
-TOKEN, BLOCK = "token", "block"
-VERIFIERS: dict[str, Verifier] = {TOKEN: verify, BLOCK: verify_block}
+TOKEN, BLOCK, TRAVERSAL = "token", "block", "traversal"
+VERIFIERS: dict[str, Verifier] = {TOKEN: verify, BLOCK: verify_block, TRAVERSAL: verify_traversal}
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,14 @@ class DraftTraits:
 
 
 def best_for(drafts: DraftTraits) -> str:
-    """The verifier that accepts most for the same output distribution: block where it is supported and fast, else token."""
-    return BLOCK if has_fast_law(drafts.rule) and why_unsupported(drafts, BLOCK) is None else TOKEN
+    """The verifier that accepts most for the same output distribution.
+
+    On a chain that is block, where the rule's law is fast. On a tree it is traversal for a lossless rule; a relaxed one
+    has another law there than in the walk, which relaxes again for every sibling.
+    """
+    if has_fast_law(drafts.rule) and why_unsupported(drafts, BLOCK) is None:
+        return BLOCK
+    return TRAVERSAL if drafts.rule.lossless and why_unsupported(drafts, TRAVERSAL) is None else TOKEN
 
 
 def why_unsupported(drafts: DraftTraits, name: str) -> str | None:
@@ -50,6 +57,10 @@ def why_unsupported(drafts: DraftTraits, name: str) -> str | None:
         why, instead = "the papers' residual is that of a walk", instead + ", or residual optimal"
     elif name == BLOCK and not drafts.guesses.chain:
         why = "the tree branches"
+        if why_unsupported(drafts, TRAVERSAL) is None:
+            instead = f"use verify {TRAVERSAL} or {TOKEN}"
+    elif name == TRAVERSAL and not drafts.guesses.chain and not drafts.guesses.fixed:
+        why = "the shape of the tree is decided while it is drawn"
     else:
         return None
     return f"verify {name} is not available here, as {why}; {instead}"

@@ -42,10 +42,9 @@ class NetworkProposer(Proposer):
     @classmethod
     def guesses(cls, parts: Parts) -> Guesses:
         """As the tree builder draws them; earlier drafts have no influence but through the decided codes and features."""
-        drawn = parts.tree.drawn
-        return Guesses(
-            parts.tree.chain, None if drawn else "offers the likeliest codes instead of drawing them"
-        )
+        tree = parts.tree
+        why = None if tree.drawn else "offers the likeliest codes instead of drawing them"
+        return Guesses(tree.chain, why, tree.fixed)
 
     def grow(self, q: Tensor, extend: Extend, noise: Noise) -> Draft:
         """q [B, V], the distribution of the root's children -> a draft."""

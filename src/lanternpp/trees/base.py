@@ -21,6 +21,7 @@ class TreeBuilder(ABC):
     scratch: int  # cache slots the drafter needs for the nodes it expands
     drawn: bool = False  # whether children are sampled from q without replacement, in trial order
     chain: bool = False  # whether no node has more than one child
+    fixed: bool = False  # whether every draft has the same shape, which `Tree.layout` then describes
 
     @abstractmethod
     def grow(self, root: Tensor, q: Tensor, extend: Extend, children: Children) -> Draft:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lanternpp.trees.base import Children, Extend, TreeBuilder
 from lanternpp.trees.shapes import Shape, check
-from lanternpp.types import Draft, Frontier, Tree
+from lanternpp.types import Draft, Frontier, Layout, Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class _Level:
 class StaticTree(TreeBuilder):
     """The shape is data: a list of paths with every path's prefix in it. InputError where one is missing."""
 
-    drawn = True
+    drawn = fixed = True
 
     def __init__(self, shape: Shape):
         self.shape = check(shape, "a tree's shape")
@@ -85,7 +85,8 @@ class StaticTree(TreeBuilder):
             return one[None].expand(batch, *one.shape).contiguous()
 
         table = [k + [-1] * (max(widths) - len(k)) for k in kids]
-        tree = Tree(each(parent), each(depth), each(table), each(mask, torch.bool), widths)
+        layout = Layout(_spans(inner, kids, widths), torch.tensor(_preorder(kids), device=device))
+        tree = Tree(each(parent), each(depth), each(table), each(mask, torch.bool), widths, layout)
         levels = []
         for d, nodes in enumerate(inner):
             made = [kid for i in nodes for kid in kids[i]]
@@ -111,3 +112,24 @@ class StaticTree(TreeBuilder):
                 )
             )
         return tree, levels, torch.zeros(batch, self.size, q.shape[-1], dtype=q.dtype, device=device)
+
+
+def _spans(
+    inner: list[list[int]], kids: list[list[int]], widths: tuple[int, ...]
+) -> tuple[tuple[slice, ...], ...]:
+    """`Layout.spans`, of the nodes with children at every depth and the children of every node."""
+    having = [
+        [[i for i in at if len(kids[i]) > rank] for rank in range(w)]
+        for at, w in zip(inner, widths, strict=True)
+    ]
+    return tuple(tuple(slice(ids[0], ids[-1] + 1) for ids in level) for level in having)
+
+
+def _preorder(kids: list[list[int]]) -> list[int]:
+    """Every node before its children, the last child first: post-order from its end."""
+    order, stack = [], [0]
+    while stack:
+        node = stack.pop()
+        order.append(node)
+        stack += kids[node]
+    return order

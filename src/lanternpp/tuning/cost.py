@@ -54,7 +54,8 @@ class Costs:
 
     The target's pass is a curve over the number of nodes, the root included, that never falls. Drafting is linear in
     the levels, the inner nodes and the nodes. Verification is linear in the children verified, and in the sum over the
-    levels of the most children that a node has, which is what a device goes through that does not wait for results.
+    levels of the most children that a node has, which is what a device goes through that does not wait for results, and
+    what traversal verification goes through anywhere.
     No coefficient is negative. The fields are keys of the tuning's report.
     """
 

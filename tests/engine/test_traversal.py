@@ -1,0 +1,331 @@
+"""Traversal verification enumerated: every draft of a tree, every node it may end at, every code drawn there, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import permutations
+
+import pytest
+import torch
+from drafts import Drafts, tree_drafts, tree_law
+from laws import KINDS, Contexts, chi_square, contexts, distance, sequences, tally
+from relaxed import RULES, TABLES, laws_of
+from torch import Tensor
+
+from lanternpp.accept.base import Acceptance
+from lanternpp.accept.cactus import Cactus
+from lanternpp.accept.exact import Exact
+from lanternpp.accept.lantern import Lantern
+from lanternpp.accept.mixture import Mixture
+from lanternpp.engine.block import stops as block_stops
+from lanternpp.engine.block import verify_block
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.traversal import stops, verify_traversal
+from lanternpp.trees.shapes import Path, Shape, chain
+from lanternpp.types import Tree
+
+SHAPES: dict[str, Shape] = {
+    "two by two": ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)),
+    "three by two": tuple((i, *below) for i in range(3) for below in ((), (0,), (1,))),
+    "ragged": ((0,), (1,), (2,), (1, 0), (1, 1), (2, 0)),
+    "three levels": ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)),
+}
+CASES = [(3, "two by two"), (3, "three by two"), (4, "two by two"), (5, "two by two"), (4, "ragged")]
+every_case = pytest.mark.parametrize(("vocab", "shape"), [*CASES, (3, "three levels")])
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def enumerated(vocab: int, shape: str, kind: str) -> tuple[Drafts, Contexts, Contexts]:
+    paths = SHAPES[shape]
+    p, q = contexts(vocab, max(map(len, paths)), kind)
+    return tree_drafts(paths, p, q), p, q
+
+
+@every_case
+@every_kind
+def test_the_law_is_the_targets(vocab: int, shape: str, kind: str) -> None:
+    drafts, p, _ = enumerated(vocab, shape, kind)
+    assert drafts.chance.sum().item() == pytest.approx(1)
+    law, _, after = tree_law(stops, drafts, drafts.p, p)
+    assert distance(law, sequences(p)) < 1e-12
+    for depth, found in zip(drafts.draft.tree.depth[0].tolist(), after, strict=True):
+        assert distance(found, found.sum(-1, keepdim=True) * p[depth]) < 1e-12, "at every node by itself"
+
+
+@pytest.mark.parametrize("rule", RULES)
+@every_kind
+@pytest.mark.parametrize(("vocab", "shape"), CASES)
+def test_under_a_relaxed_rule_it_is_that_rules(rule: str, kind: str, vocab: int, shape: str) -> None:
+    """At a node that has children; elsewhere nothing is drafted and the law is the target's."""
+    drafts, p, q = enumerated(vocab, shape, kind)
+    laws = laws_of(p, q, RULES[rule](vocab))
+    tree, at = drafts.draft.tree, drafts.at
+    inner, depths = (tree.children[0, :, 0] >= 0).tolist(), tree.depth[0].tolist()
+    tables = [laws[depth] if has else p[depth] for has, depth in zip(inner, depths, strict=True)]
+    law = torch.stack([table[at[:, node]] for node, table in enumerate(tables)], 1)
+    whole, _, after = tree_law(stops, drafts, law, laws)
+    for found, table in zip(after, tables, strict=True):
+        assert distance(found, found.sum(-1, keepdim=True) * table) < 1e-12
+    if shape != "ragged":
+        assert distance(whole, sequences(laws)) < 1e-12
+
+
+# The same again in plain Python, a node after the other, and what each keeps.
+
+
+def written_again(
+    p: Tensor, q: Tensor, codes: Tensor, tree: Tree, update: str = "the paper's"
+) -> tuple[Tensor, Tensor]:
+    """`stops` as the paper walks the tree. update: of a node's weight, when a child is refused."""
+    chances, bonus = torch.zeros(p.shape[:2], dtype=torch.float64), p.clone()
+    for draft in range(len(p)):
+        reach = 1.0
+
+        def visit(node: int, weight: float, draft: int = draft) -> None:
+            nonlocal reach
+            left, rest = p[draft, node].tolist(), q[draft, node].tolist()
+            for child in tree.children[draft, node].tolist():
+                code = int(codes[draft, child])
+                if child < 0 or rest[code] == 0:
+                    continue
+                visit(child, min(weight * left[code] / rest[code], 1.0))
+                beyond = [max(weight * a - b, 0.0) for a, b in zip(left, rest, strict=True)]
+                if update == "with replacement":
+                    gone = list(rest)
+                else:
+                    gone = [0.0 if y == code else b for y, b in enumerate(rest)]
+                mass = sum(beyond)
+                if update == "a public one":
+                    weight = min(mass / sum(gone), 1.0) if sum(gone) else 1.0
+                elif update == "none":
+                    weight = weight if node else 1.0
+                else:
+                    weight = mass / (mass + 1 - weight) if node and mass + 1 - weight else 1.0
+                left = [b / mass for b in beyond] if mass else left
+                rest = [b / sum(gone) for b in gone] if sum(gone) else gone
+            weight = weight if node else 1.0
+            chances[draft, node], bonus[draft, node] = reach * weight, torch.tensor(left)
+            reach *= 1 - weight
+
+        visit(0, 1.0)
+    assert tree.layout is not None
+    return chances[:, tree.layout.order].cumsum(1)[:, :-1], bonus
+
+
+@pytest.mark.parametrize(("vocab", "shape"), [(3, "two by two"), (4, "ragged"), (3, "three levels")])
+@pytest.mark.parametrize("kind", ["random", "with zeros", "all of them"])
+def test_the_nodes_at_once_are_the_nodes_one_by_one(vocab: int, shape: str, kind: str) -> None:
+    drafts, _, _ = enumerated(vocab, shape, kind)
+    given = drafts.p, drafts.draft.probs, drafts.draft.codes, drafts.draft.tree
+    (behind, left), (again, bonus) = stops(*given), written_again(*given)
+    assert distance(behind, again) < 1e-12
+    come_to = torch.cat((behind, torch.ones_like(behind[:, :1])), 1).diff(dim=1, prepend=0 * behind[:, :1])
+    order = drafts.draft.tree.layout.order
+    left, bonus = (left / left.sum(-1, keepdim=True))[:, order], bonus[:, order]
+    assert distance(left[come_to > 1e-9], bonus[come_to > 1e-9]) < 1e-6
+
+
+def as_drawn(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+    """The target itself in place of what is left of it."""
+    behind, _ = stops(p, q, codes, tree)
+    return behind, p
+
+
+def of_a_walk(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+    """What a walk would draw after a refusal of one child, as if nothing had been lost above."""
+    behind, _ = stops(p, q, codes, tree)
+    return behind, (p - q).clamp(min=0)
+
+
+WRONG = {
+    "the target's residual": as_drawn,
+    "the walk's residual": of_a_walk,
+    **{name: partial(written_again, update=name) for name in ("a public one", "none", "with replacement")},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("kind", ["random", "all of them"])
+def test_a_wrong_residual_or_weight_would_be_seen(wrong: str, kind: str) -> None:
+    drafts, p, _ = enumerated(3, "two by two", kind)
+    assert distance(tree_law(WRONG[wrong], drafts, drafts.p, p)[0], sequences(p)) > 1e-3
+
+
+def test_single_precision_follows_the_law_too() -> None:
+    for kind in ("random", "equal", "all of them"):
+        drafts, p, _ = enumerated(4, "two by two", kind)
+
+        def single(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+            behind, left = stops(p.float(), q.float(), codes, tree)
+            return behind, left.double()
+
+        assert distance(tree_law(single, drafts, drafts.p, p)[0], sequences(p)) < 1e-6
+
+
+Children = Iterator[tuple[float, float, int]]
+
+
+def tried(p: Tensor, q: Tensor, count: int, weight: float) -> Iterator[tuple[float, Children]]:
+    """Every way to draw `count` children and how likely it is; of each child what it is come to with, its weight and code."""
+    for codes in permutations(range(len(p)), min(count, len(p))):
+        chance, left, rest, a, reach = 1.0, p, q, weight, 1.0
+        found: list[tuple[float, float, int]] = []
+        for code in codes:
+            if rest.sum() == 0:
+                chance *= float(
+                    code == min(set(range(len(p))) - {x for _, _, x in found})
+                )  # one way to have no more
+                found.append((0.0, 0.0, code))
+                rest = rest.clone()
+                continue
+            rest = rest / rest.sum()
+            chance *= float(rest[code])
+            if not chance:
+                break
+            mine = min(a * float(left[code]) / float(rest[code]), 1.0)
+            found.append((reach, mine, code))
+            reach *= 1 - mine
+            beyond = (a * left - rest).clamp(min=0)
+            mass = float(beyond.sum())
+            a = mass / (mass + 1 - a) if mass + 1 - a > 0 else 1.0
+            left = beyond / mass if mass else left
+            rest = rest.clone()
+            rest[code] = 0
+        if chance:
+            yield chance, iter(found)
+
+
+def expected(p: Contexts, q: Contexts, shape: Shape, path: Path, at: int, weight: float, walk: bool) -> float:
+    """How many nodes below this one are kept on average, once it is come to. walk: by the walk, once it is kept."""
+    count = sum(other[:-1] == path for other in shape if len(other) == len(path) + 1)
+    total = 0.0
+    if count:
+        level = len(path)
+        for chance, children in tried(p[level][at], q[level][at], count, 1.0 if walk else weight):
+            for rank, (reach, mine, code) in enumerate(children):
+                below = expected(p, q, shape, (*path, rank), at * p[0].shape[-1] + code, mine, walk)
+                total += chance * reach * (mine * (1 + below) if walk else mine + below)
+    return total
+
+
+@pytest.mark.parametrize(("vocab", "shape"), [(3, "two by two"), (4, "two by two"), (3, "three levels")])
+@pytest.mark.parametrize("kind", ["random", "near", "with zeros", "forced"])
+def test_a_node_is_kept_with_its_weight_whatever_is_below_which_is_no_less_than_by_a_walk(
+    vocab: int, shape: str, kind: str
+) -> None:
+    """The expectation of codes needs the siblings on a path alone; the enumeration goes through all drafts."""
+    drafts, p, q = enumerated(vocab, shape, kind)
+    _, kept, _ = tree_law(stops, drafts, drafts.p, p)
+    codes = 1 + expected(p, q, SHAPES[shape], (), 0, 1.0, False)
+    assert kept.sum().item() == pytest.approx(codes, abs=1e-12)
+    walk = 1 + expected(p, q, SHAPES[shape], (), 0, 1.0, True)
+    assert codes >= walk - 1e-12
+    if kind == "random":
+        assert codes > walk + 1e-3
+
+
+@every_kind
+def test_on_a_chain_it_is_block_verification(kind: str) -> None:
+    p, q = contexts(3, 3, kind)
+    drafts = tree_drafts(chain(3), p, q)
+    behind, left = stops(drafts.p, drafts.draft.probs, drafts.draft.codes, drafts.draft.tree)
+    again, block = block_stops(drafts.p, drafts.draft.probs, drafts.draft.codes)
+    assert distance(behind, again) < 1e-12
+    mass = left.sum(-1, keepdim=True), block.sum(-1, keepdim=True)
+    both = (mass[0] > 1e-9) & (mass[1] > 1e-9)
+    assert distance((left / mass[0]).where(both, 0), (block / mass[1]).where(both, 0)) < 1e-6
+    count = len(drafts.chance)
+    noise = Noise(torch.arange(count), torch.ones(count, dtype=torch.int64))
+    given = drafts.draft, drafts.p.log().clamp(min=-700), Sampling(), Exact(), noise
+    for name in ("path", "kept", "next_codes", "bonus"):
+        assert torch.equal(getattr(verify_traversal(*given), name), getattr(verify_block(*given), name))
+
+
+@pytest.mark.parametrize("kind", ["random", "near"])
+def test_a_sibling_that_was_not_found_in_time_is_no_refused_one(kind: str) -> None:
+    """Where few distinct codes are drawn, a row ends in repetitions, though its q has more. How soon depends on its codes."""
+    drafts, p, _ = enumerated(4, "two by two", kind)
+    codes = drafts.draft.codes.clone()
+    codes[:, 2] = codes[:, 1]
+    missing = 0.3 + 0.1 * codes[:, 1].double()
+    repeated = replace(drafts, draft=replace(drafts.draft, codes=codes), chance=drafts.chance * missing)
+    found = replace(drafts, chance=drafts.chance * (1 - missing))
+    laws = [tree_law(stops, some, some.p, p)[0] for some in (repeated, found)]
+    assert distance(sum(laws), sequences(p)) < 1e-12
+
+
+# Through `verify_traversal` itself.
+
+VOCAB, DRAWS, SHAPE = 4, 100_000, "two by two"
+
+
+def drawn(rule: Acceptance, kind: str, draws: int, measure: bool = False):
+    """Drafts drawn from q and verified: the verdict, and the contexts' p and q. No code is forbidden by the format."""
+    p, q = contexts(VOCAB, 2, kind)
+    numbers = torch.rand(draws, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    drafts = tree_drafts(SHAPES[SHAPE], p, q, numbers)
+    noise = Noise(torch.arange(draws), torch.ones(draws, dtype=torch.int64)).precomputed(2)
+    logits = drafts.p.log().clamp(min=-700)
+    return verify_traversal(drafts.draft, logits, Sampling(), rule, noise, measure), p, q
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [("exact", "with zeros"), ("exact", "forced"), *((rule, "random") for rule in ("exact", *RULES))],
+)
+def test_what_is_drawn_follows_the_law(rule: str, kind: str) -> None:
+    made = Exact() if rule == "exact" else RULES[rule](VOCAB)
+    verdict, p, q = drawn(made, kind, DRAWS if rule == "exact" else DRAWS // 4)
+    tables = laws_of(p, q, made)
+    codes = verdict.next_codes.clone()
+    generator = torch.Generator().manual_seed(3)
+    for level in range(1, 3):
+        missing = verdict.kept <= level
+        at = (codes[:, :level] * VOCAB ** torch.arange(level - 1, -1, -1)).sum(1)
+        codes[missing, level] = torch.multinomial(tables[level][at[missing]], 1, generator=generator)[:, 0]
+    assert chi_square(tally(codes, VOCAB), sequences(tables)) > 1e-3
+    drafts = tree_drafts(SHAPES[SHAPE], p, q)
+    law = torch.stack(
+        [tables[d][drafts.at[:, i]] for i, d in enumerate(drafts.draft.tree.depth[0].tolist())], 1
+    )
+    kept = tree_law(stops, drafts, law, tables)[1]
+    lengths = torch.stack((kept[0], kept[1:3].sum(), kept[3:].sum(), torch.zeros(()))).double().diff().neg()
+    assert chi_square((verdict.kept - 1).bincount(minlength=3), lengths) > 1e-3
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_spent_is_the_distance_of_the_law_at_every_kept_node(rule: str) -> None:
+    made = RULES[rule](VOCAB)
+    verdict, p, q = drawn(made, "random", 2000, measure=True)
+    spent = [(one - own).abs().sum(-1) / 2 for one, own in zip(laws_of(p, q, made), p, strict=True)]
+    deeper = verdict.kept > 1
+    assert torch.allclose(verdict.tv_cost[:, 0], spent[0][0].expand(2000))
+    assert torch.allclose(verdict.tv_cost[deeper, 1], spent[1][verdict.next_codes[deeper, 0]])
+    assert verdict.tv_cost[verdict.kept > 2, 2].max() < 1e-12
+    assert max(float(one.max()) for one in spent) > 1e-2
+
+
+def test_what_the_format_forbids_is_never_kept_nor_drawn() -> None:
+    """Though the drafter offers it, and neighbours would lend it all they have."""
+    q = [torch.full((VOCAB**level, VOCAB), 1 / VOCAB, dtype=torch.float64) for level in range(3)]
+    numbers = torch.rand(2000, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    draft = tree_drafts(SHAPES[SHAPE], q, q, numbers).draft
+    logits = torch.tensor([0.5, 0.5, 0.0, 0.0], dtype=torch.float64).log().expand(2000, 7, -1)
+    noise = Noise(torch.arange(2000), torch.ones(2000, dtype=torch.int64))
+    for rule in (Exact(), Lantern(TABLES[4], 1.0, "optimal"), Cactus(5.0), Mixture(0.9)):
+        verdict = verify_traversal(draft, logits, Sampling(), rule, noise)
+        decided = torch.arange(3) < verdict.kept[:, None]
+        assert verdict.next_codes[decided].max() < 2 and verdict.kept.max() == 3
+
+
+def test_improbable_codes_do_not_overflow() -> None:
+    drafts, _, _ = enumerated(3, "two by two", "random")
+    tiny = torch.tensor([1.0, 1e-30, 1e-44])
+    p, q = tiny.expand_as(drafts.p), tiny.flip(0).expand_as(drafts.p)
+    for one, other in ((p, q), (q, p), (p, p)):
+        behind, left = stops(one, other, drafts.draft.codes, drafts.draft.tree)
+        assert left.isfinite().all() and (left >= 0).all()
+        assert ((behind >= 0) & (behind <= 1)).all()
