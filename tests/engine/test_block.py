@@ -129,7 +129,7 @@ def drawn(rule: Acceptance, kind: str, depth: int, draws: int = DRAWS, measure: 
             codes[:, level + 1] = torch.multinomial(qs[:, level], 1, generator=generator)[:, 0]
             at = at * VOCAB + codes[:, level + 1]
     draft = Draft(chain_tree(draws, depth, torch.device("cpu")), codes, qs)
-    noise = Noise(torch.arange(draws), torch.ones(draws, dtype=torch.int64)).precomputed(depth)
+    noise = Noise(torch.arange(draws), torch.ones(draws, dtype=torch.int64)).precomputed(depth)[0]
     return verify_block(draft, ps.log().clamp(min=-700), Sampling(), rule, noise, measure), p, q
 
 

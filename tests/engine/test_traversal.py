@@ -267,7 +267,7 @@ def drawn(rule: Acceptance, kind: str, draws: int, measure: bool = False):
     p, q = contexts(VOCAB, 2, kind)
     numbers = torch.rand(draws, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     drafts = tree_drafts(SHAPES[SHAPE], p, q, numbers)
-    noise = Noise(torch.arange(draws), torch.ones(draws, dtype=torch.int64)).precomputed(2)
+    noise = Noise(torch.arange(draws), torch.ones(draws, dtype=torch.int64)).precomputed(2)[0]
     logits = drafts.p.log().clamp(min=-700)
     return verify_traversal(drafts.draft, logits, Sampling(), rule, noise, measure), p, q
 

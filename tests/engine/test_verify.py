@@ -58,7 +58,7 @@ def test_a_chain_is_judged_as_a_walk_would(
     rule: str, sampling: str, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guesses, logits = draft(known)
-    noise = Noise(torch.arange(SAMPLES), torch.ones(SAMPLES, dtype=torch.int64)).precomputed(DEPTH)
+    noise = Noise(torch.arange(SAMPLES), torch.ones(SAMPLES, dtype=torch.int64)).precomputed(DEPTH)[0]
     assert guesses.tree.chain
     swift = verify(guesses, logits, SAMPLINGS[sampling], RULES[rule], noise)
     monkeypatch.setattr(Tree, "chain", False)

@@ -67,6 +67,7 @@ class Engine:
         self.accepted = torch.zeros_like(self.codes)
         self.tv_cost = torch.zeros(batch, device=like.device)
         self.noise = Noise(seed=torch.zeros_like(self.count), step=self.passes)
+        self._next_noise: list[Noise] = []  # of the next steps, in reverse order
         self._offsets = torch.arange(proposer.depth + 1, device=like.device)
         proposer.open(target, sampling, guidance, batch)
 
@@ -84,6 +85,7 @@ class Engine:
         prompt_cache = self.cache.rows(rows, prompt.start, count)
         embeds = prompt.embeds.to(self.cache.kv.dtype)
         features = self.target(embeds, prompt_cache.nodes(), prompt_cache)
+        self._next_noise.clear()
         self.noise.seed[slot] = seed
         self.tv_cost[slot] = 0
         self.passes[slot] = 0
@@ -103,7 +105,8 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Propose a draft, run the target over all its nodes in one pass, verify it, commit the accepted path."""
-        rows, noise = self.guidance.rows, self.noise.precomputed(self.proposer.depth)
+        self._next_noise = self._next_noise or self.noise.precomputed(self.proposer.depth)[::-1]
+        rows, noise = self.guidance.rows, self._next_noise.pop()
         self._enter("draft")
         draft = self.proposer.propose(noise)
         self._enter("pass")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 PRECOMPUTED = 1 << 16  # numbers that are computed at once at most
+STEPS = 32  # steps whose numbers are computed at once at most
 _GOLDEN, _MIX_A, _MIX_B = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 
 
@@ -53,18 +54,23 @@ class Noise:
         """Uniform float64 in (0, 1) of 46 random bits, [B, *shape]: for draws from many improbable codes."""
         return _joined(self.uniform(purpose, *shape, 2))
 
-    def precomputed(self, levels: int) -> Noise:
-        """This noise, with some numbers of every purpose up to a draft's last level computed in one operation.
+    def precomputed(self, levels: int) -> list[Noise]:
+        """This noise at its present step and at some later ones, in order, every number computed in one operation.
 
-        For a small batch that takes as long as one number, as launching an operation costs more than computing it.
-        For a large batch it would not, and the noise is returned as it is.
+        They hold some numbers of every purpose up to a draft's last level. For a small batch that takes as long as one
+        number, as launching an operation costs more than computing it. For a larger batch fewer steps are computed, and
+        for a large one none: the noise is returned as it is.
         """
-        purpose = torch.arange(self.ACCEPT, self.DRAFT + levels, device=self.seed.device)
+        level = torch.arange(levels, device=self.seed.device) + self.DRAFT
+        purpose = torch.cat((torch.tensor([self.ACCEPT, self.BONUS], device=level.device), level))
         count = min(64, PRECOMPUTED // (len(self.seed) * len(purpose)))
         if not count:
-            return self
-        numbers = _joined(self._uniform(purpose, 2 * count).view(-1, len(purpose), count, 2))
-        return PrecomputedNoise(self.seed, self.step, numbers)
+            return [self]
+        steps = min(STEPS, PRECOMPUTED // (len(self.seed) * len(purpose) * count))
+        step = self.step[:, None] + torch.arange(steps, device=self.seed.device)
+        later = Noise(self.seed[:, None].expand_as(step).flatten(), step.flatten())
+        numbers = later._uniform(purpose, 2 * count).view(-1, steps, len(purpose), count, 2)
+        return [PrecomputedNoise(self.seed, self.step, part) for part in _joined(numbers).unbind(1)]
 
     def _uniform(self, purpose: Tensor, count: int) -> Tensor:
         """Uniform float32 in (0, 1) of purposes [P], [B, P, count]."""
@@ -98,7 +104,7 @@ class PrecomputedNoise(Noise):
         count = 1
         for n in shape:
             count *= n
-        place = purpose - self.ACCEPT
+        place = purpose - self.ACCEPT if purpose < self.DRAFT else purpose - self.DRAFT + 2
         if 0 <= place < self.numbers.shape[1] and count <= self.numbers.shape[2]:
             return self.numbers[:, place, :count].view(len(self.seed), *shape)
         return Noise(self.seed, self.step).fine(purpose, *shape)
