@@ -54,19 +54,25 @@ class NeighbourAcceptance(DecayingAcceptance):
         """p(y) plus the mass its neighbours lend, computed without the relaxed distributions.
 
         Most codes use up their budget after a few neighbours, or reach q(y), beyond which the value does not matter.
-        On a CPU the remaining neighbours are summed for the other codes alone; on other devices for all codes, which
-        needs no transfer to the host.
+        On a CPU the first neighbours are summed one after another, as that reads little memory, and the remaining ones for
+        the other codes alone. On other devices many are summed at once, for all codes, which needs no transfer to the host.
         """
         rows, q = p.flatten(0, -2).T.contiguous(), q.flatten(0, -2).T  # [V, M]: of a neighbour a row is read
-        limit = self.budget(p).flatten(0, -2).T
+        limit = self.budget(p).flatten(0, -2).T.contiguous()
         total, mass_of = torch.zeros_like(rows), rows.clone()
-        dense = FIRST if p.device.type == "cpu" else self.table.shape[1]
-        for near in self.table[:, :dense].split(MORE, 1):
-            lent, total = _lend(F.embedding(near, rows), total, limit)  # [V, M]
-            mass_of += lent
-        if dense < self.table.shape[1]:
+        if p.device.type != "cpu":
+            for near in self.table.split(MORE, 1):
+                lent, total = _lend(F.embedding(near, rows), total, limit)  # [V, M]
+                mass_of += lent
+            return mass_of.T.reshape(p.shape)
+        lenders, lent = rows.where(rows < 1, float("inf")), torch.zeros_like(rows)
+        for near in self.table[:, :FIRST].T:
+            total += lenders.index_select(0, near)
+            lent = total.where(total <= limit, lent)  # of the longest prefix within the limit
+        mass_of += lent
+        if FIRST < self.table.shape[1]:
             code, row = ((total <= limit) & (mass_of < q)).nonzero(as_tuple=True)  # [m]
-            for near in self.table[:, dense:].split(MORE, 1):
+            for near in self.table[:, FIRST:].split(MORE, 1):
                 most = limit[code, row]
                 lent, last = _lend(rows[near[code].long(), row[:, None]], total[code, row], most)
                 mass_of[code, row] += lent
