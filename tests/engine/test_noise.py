@@ -191,6 +191,9 @@ def test_precomputed_numbers_are_those_of_their_step(samples):
             (Noise.BONUS, (1,)),
             (Noise.DRAFT + 2, (2, 9)),
             (Noise.DRAFT, (99,)),
+            (Noise.BONUS + 1, (4,)),  # of none of the purposes that are computed in advance
+            (Noise.DRAFT - 1, (4,)),
+            (Noise.DRAFT + 3, (4,)),
         ):
             assert torch.equal(ready.fine(purpose, *shape), noise.fine(purpose, *shape))
         noise.step.add_(len(steps) - 1)

@@ -405,7 +405,8 @@ def test_memory_grows_by_the_cache_and_not_by_the_weights(made: Callable[[str], 
         case.model.generate(**given)
     slots = 32 + 19 + 3
     cache = 2 * 2 * LANGUAGE["num_hidden_layers"] * LANGUAGE["num_key_value_heads"] * 8 * slots * 8
-    assert peak.most < usual + 2 * cache + weights // 4, (peak.most, usual, cache, weights)
+    numbers = 100_000  # random ones of the next steps, and what computing them takes
+    assert peak.most < usual + 2 * cache + numbers + weights // 4, (peak.most, usual, cache, weights)
 
 
 def drafters(folder: Path) -> tuple[Path, Path]:

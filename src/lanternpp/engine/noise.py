@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 PRECOMPUTED = 1 << 16  # numbers that are computed at once at most
-STEPS = 32  # steps whose numbers are computed at once at most
+STEPS = 8  # steps whose numbers are computed at once at most
 _GOLDEN, _MIX_A, _MIX_B = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 
 
@@ -104,8 +104,8 @@ class PrecomputedNoise(Noise):
         count = 1
         for n in shape:
             count *= n
-        place = purpose - self.ACCEPT if purpose < self.DRAFT else purpose - self.DRAFT + 2
-        if 0 <= place < self.numbers.shape[1] and count <= self.numbers.shape[2]:
+        place = purpose - self.ACCEPT if purpose <= self.BONUS else purpose - self.DRAFT + 2
+        if (purpose <= self.BONUS or purpose >= self.DRAFT) and place < self.numbers.shape[1] and count <= self.numbers.shape[2]:
             return self.numbers[:, place, :count].view(len(self.seed), *shape)
         return Noise(self.seed, self.step).fine(purpose, *shape)
 
