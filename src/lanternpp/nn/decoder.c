@@ -153,14 +153,14 @@ static void few_rows(int rows, const half *x, int64_t inputs, const half *weight
 #ifdef __AMX_BF16__
 static int tiles; /* whether the kernel lets this process use the CPU's tiles */
 
-/* Tiles for products of up to `rows` rows, for the calling thread: 0 and 1 sums, 2 inputs, 3 and 4 weights. */
+/* Tiles for the calling thread: of products of up to `rows` rows 0 and 1 sums, 2 inputs, 3 and 4 weights; 5 to 7 of attention. */
 static void configure(int rows) {
     struct {
         uint8_t palette, start, unused[14];
         uint16_t bytes[16];
         uint8_t rows[16];
     } config = {.palette = 1};
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < 8; i++) {
         config.bytes[i] = 64;
         config.rows[i] = i < 3 ? rows : 16;
     }
@@ -273,17 +273,107 @@ static void attend(const float *query, int64_t count, const half *keys, const ha
 
 static int64_t up_to(int64_t multiple, int64_t x) { return (x + multiple - 1) / multiple * multiple; }
 
+#ifdef __AMX_BF16__
+/* Values [size, d] as tiles of weights: [up to 32 / 2, d, 2], slots in pairs, with zeros behind the last. */
+static void pair_up(const half *values, int64_t size, int64_t d, half *pairs) {
+    int16_t order[64];
+    for (int i = 0; i < 64; i++) order[i] = i / 2 + i % 2 * 32;
+    const __m512i first = _mm512_loadu_si512(order), second = _mm512_loadu_si512(order + 32);
+    for (int64_t j = 0; j < up_to(32, size); j += 2)
+        for (int64_t i = 0; i < d; i += 32, pairs += 64) {
+            __m512i even = j < size ? _mm512_loadu_si512(values + j * d + i) : _mm512_setzero_si512();
+            __m512i odd = j + 1 < size ? _mm512_loadu_si512(values + (j + 1) * d + i) : _mm512_setzero_si512();
+            _mm512_storeu_si512(pairs, _mm512_permutex2var_epi16(even, first, odd));
+            _mm512_storeu_si512(pairs + 32, _mm512_permutex2var_epi16(even, second, odd));
+        }
+}
+
+/* `attend` for up to 16 queries, `step` floats apart, with the CPU's tiles; d is a multiple of 32.
+
+   pairs: the values by `pair_up`. bias [size], `apart` floats apart, of 16: 0 where a query's mask is set, else -infinity.
+   scratch: 32 d halves, and of up to 32 slots each 16 floats and 16 halves. */
+static void attend_in_tiles(const float *query, int64_t step, int64_t count, const half *keys, const half *pairs,
+                            const float *bias, int64_t apart, int64_t size, int64_t d, char *scratch, half **out) {
+    const int64_t stride = up_to(32, size);
+    half *packed = (half *)scratch, *tail = packed + 16 * d, *weights;
+    float *scores = (float *)(tail + 16 * d), totals[16];
+    weights = (half *)(scores + 16 * stride);
+    memset(packed, 0, 32 * d);
+    for (int64_t q = 0; q < count; q++)
+        for (int64_t i = 0; i < d; i++) packed[i / 2 * 32 + 2 * q + i % 2] = narrow(query[q * step + i]);
+    for (int64_t j = 0; j < size; j += 16) {
+        const half *some = keys + j * d;
+        if (size - j < 16) {
+            memset(tail, 0, 32 * d);
+            some = memcpy(tail, some, 2 * (size - j) * d);
+        }
+        _tile_zero(7);
+        for (int64_t i = 0; i < d; i += 32) {
+            _tile_loadd(5, some + i, 2 * d);
+            _tile_loadd(6, packed + 16 * i, 64);
+            _tile_dpbf16ps(7, 5, 6);
+        }
+        _tile_stored(7, scores + 16 * j, 64);
+    }
+    __m512 highest = _mm512_set1_ps(-3e38f);
+    floats total = {0};
+    for (int64_t j = 0; j < size; j++) {
+        __m512 score = _mm512_loadu_ps(scores + 16 * j) + _mm512_loadu_ps(bias + j * apart);
+        _mm512_storeu_ps(scores + 16 * j, score);
+        highest = _mm512_max_ps(highest, score);
+    }
+    for (int64_t j = 0; j < size; j++) {
+        floats *score = (floats *)(scores + 16 * j);
+        total += *score = exponential(*score - (floats)highest);
+    }
+    memset(scores + 16 * size, 0, 64 * (stride - size));
+    memcpy(totals, &total, sizeof totals);
+    /* From slots by queries to queries by slots, two slots at a time. */
+    int16_t order[32];
+    int32_t column[16], block[16][16];
+    for (int i = 0; i < 16; i++) {
+        order[2 * i] = i;
+        order[2 * i + 1] = 16 + i;
+        column[i] = 16 * i;
+    }
+    for (int64_t j = 0; j < stride; j += 32) {
+        for (int64_t k = 0; k < 16; k++) {
+            const float *two = scores + 16 * (j + 2 * k);
+            __m512i both = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(two + 16), _mm512_loadu_ps(two));
+            _mm512_storeu_si512(block[k], _mm512_permutexvar_epi16(_mm512_loadu_si512(order), both));
+        }
+        for (int64_t q = 0; q < count; q++)
+            _mm512_storeu_si512(weights + q * stride + j,
+                                _mm512_i32gather_epi32(_mm512_loadu_si512(column), block[0] + q, 4));
+    }
+    for (int64_t c = 0; c < d; c += 16) {
+        float sums[16][16];
+        _tile_zero(7);
+        for (int64_t j = 0; j < stride; j += 32) {
+            _tile_loadd(5, weights + j, 2 * stride);
+            _tile_loadd(6, pairs + j * d + 2 * c, 4 * d);
+            _tile_dpbf16ps(7, 5, 6);
+        }
+        _tile_stored(7, sums, 64);
+        for (int64_t q = 0; q < count; q++)
+            for (int64_t i = 0; i < 16; i++) out[q][c + i] = narrow(sums[q][i] / (totals[q] + 1e-30f));
+    }
+}
+#endif
+
 static int64_t padded(int64_t bytes) { return up_to(64, bytes); }
 
 static int64_t bytes_of_a_thread(const Shape *s, int64_t m, int64_t nodes, int64_t slots) {
     int64_t queries = nodes * s->heads / s->kv_heads;
-    return padded(2 * up_to(ROWS, m) * s->dim) + padded(4 * queries * s->head_dim) + padded(4 * queries * up_to(LANES, slots));
+    int64_t tiled = padded(2 * up_to(32, slots) * s->head_dim) + padded(64 * s->head_dim + 96 * up_to(32, slots));
+    return padded(2 * up_to(ROWS, m) * s->dim) + padded(4 * queries * s->head_dim) +
+           padded(4 * queries * up_to(LANES, slots)) + tiled;
 }
 
 int64_t scratch_bytes(const Shape *s, int64_t rows, int64_t nodes, int64_t slots, int64_t threads) {
     int64_t m = rows * nodes, heads = s->heads + 2 * s->kv_heads, most = up_to(ROWS, m);
     return padded(4 * m * s->dim) + padded(4 * m * heads * s->head_dim) + padded(2 * most * s->heads * s->head_dim) +
-           padded(2 * most * s->hidden) + threads * bytes_of_a_thread(s, m, nodes, slots);
+           padded(2 * most * s->hidden) + padded(4 * rows * slots * up_to(16, nodes)) + threads * bytes_of_a_thread(s, m, nodes, slots);
 }
 
 static void *take(char **at, int64_t bytes) {
@@ -302,6 +392,13 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
     float *qkv = take(&at, 4 * m * width);
     half *mixed = take(&at, 2 * most * s.heads * d); /* what attention returns */
     half *active = take(&at, 2 * most * s.hidden);   /* silu(gate) * up */
+    const int64_t lanes = up_to(16, p.nodes);
+    float *bias = take(&at, 4 * p.rows * p.slots * lanes); /* [rows, slots, lanes]: 0 where a node attends, else -infinity */
+#ifdef __AMX_BF16__
+    const int tiled = tiles && d % 32 == 0;
+#else
+    const int tiled = 0;
+#endif
 
 #pragma omp parallel num_threads((int)threads)
     {
@@ -314,6 +411,8 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
         half *normed = take(&own, 2 * most * s.dim);
         float *query = take(&own, 4 * queries * d);
         float *weights = take(&own, 4 * queries * up_to(LANES, p.slots));
+        half *pairs = take(&own, 2 * up_to(32, p.slots) * d);
+        char *scratch = take(&own, 64 * d + 96 * up_to(32, p.slots));
         float out[ROWS][COLUMNS];
         const uint8_t *mask[queries];
         half *where[queries];
@@ -330,6 +429,12 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
 
         for (int64_t i = m * me / team; i < m * (me + 1) / team; i++)
             for (int64_t j = 0; j < s.dim; j++) stream[i * s.dim + j] = widen(p.x[i * s.dim + j]);
+        if (tiled)
+            for (int64_t i = me; i < p.rows * p.slots; i += team)
+                for (int64_t n = 0; n < lanes; n++) {
+                    const uint8_t *seen = p.mask + (i / p.slots * p.nodes + n) * p.slots + i % p.slots;
+                    bias[i * lanes + n] = n >= p.nodes || *seen ? 0 : -INFINITY;
+                }
         for (int64_t l = 0; l < s.layers; l++) {
             const Layer layer = layers[l];
 #pragma omp barrier
@@ -368,6 +473,20 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
                     }
                 }
                 if (from > to) from = to; /* an idle row */
+#ifdef __AMX_BF16__
+                if (tiled) {
+                    pair_up(values + from * d, to - from, d, pairs);
+                    for (int64_t g = 0; g < group; g++)
+                        for (int64_t n = 0; n < p.nodes; n += 16) {
+                            half *some[16];
+                            int64_t count = p.nodes - n < 16 ? p.nodes - n : 16;
+                            for (int64_t q = 0; q < count; q++) some[q] = where[(n + q) * group + g];
+                            attend_in_tiles(query + (n * group + g) * d, group * d, count, keys + from * d, pairs,
+                                            bias + (row * p.slots + from) * lanes + n, lanes, to - from, d, scratch, some);
+                        }
+                    continue;
+                }
+#endif
                 for (int64_t q = 0; q < queries; q++) mask[q] += from;
                 attend(query, queries, keys + from * d, values + from * d, mask, to - from, d, weights,
                        up_to(LANES, to - from), where);
