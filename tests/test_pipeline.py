@@ -19,7 +19,6 @@ from lanternpp import InputError, Pipeline
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.cool import Cool
 from lanternpp.engine.batching import drawing, generate
-from lanternpp.engines import tensor_bytes
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.trees.static import StaticTree

@@ -105,7 +105,11 @@ class PrecomputedNoise(Noise):
         for n in shape:
             count *= n
         place = purpose - self.ACCEPT if purpose <= self.BONUS else purpose - self.DRAFT + 2
-        if (purpose <= self.BONUS or purpose >= self.DRAFT) and place < self.numbers.shape[1] and count <= self.numbers.shape[2]:
+        if (
+            (purpose <= self.BONUS or purpose >= self.DRAFT)
+            and place < self.numbers.shape[1]
+            and count <= self.numbers.shape[2]
+        ):
             return self.numbers[:, place, :count].view(len(self.seed), *shape)
         return Noise(self.seed, self.step).fine(purpose, *shape)
 
