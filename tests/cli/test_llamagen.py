@@ -100,7 +100,10 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(run, models: Path, tmp_path
     refused(run("generate", "a cat", "--model", models / "c2i", "--method", "ar"), "'a cat'", "0 to 9")
     drafted = ("--model", models / "c2i", "--method", "lantern++")
     refused(run("generate", "7", *drafted), "comes without a drafter", "--drafter")
-    refused(run("generate", "7", *drafted, "--drafter", models / "t2i"), "no drafter known here")
+    refused(
+        run("generate", "7", *drafted, "--drafter", models / "t2i" / "t2i_XL_tiny.pt"),
+        "no drafter known here",
+    )
 
 
 def test_checkpoints_that_cannot_be_used_are_refused_in_one_line(run, tmp_path: Path) -> None:
