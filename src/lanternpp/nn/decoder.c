@@ -201,6 +201,12 @@ static void product(const Linear *layer, int64_t block, const half *x, int rows,
             for (int c = 0; c < COLUMNS; c++) out[r][c] += layer->bias[block * COLUMNS + c];
 }
 
+/* Add out [rows, COLUMNS] to columns `block` * COLUMNS and following of y [rows, width]. */
+static void add_block(float (*out)[COLUMNS], int64_t rows, int64_t block, int64_t width, float *y) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < COLUMNS && block * COLUMNS + c < width; c++) y[r * width + block * COLUMNS + c] += out[r][c];
+}
+
 /* y [head_dim] = x rotated by a row of the rotary table [2, head_dim]. */
 static void rotate(const float *x, const float *rotation, int64_t size, float *y) {
     int64_t half_size = size / 2;
@@ -493,15 +499,12 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
             }
 #pragma omp barrier
             PRODUCTS(layer.wo, mixed)
-                for (int64_t r = 0; r < rows; r++)
-                    for (int64_t c = 0; c < COLUMNS && b * COLUMNS + c < s.dim; c++)
-                        stream[(first + r) * s.dim + b * COLUMNS + c] += out[r][c];
+                add_block(out, rows, b, s.dim, stream + first * s.dim);
 #pragma omp barrier
             for (int64_t i = 0; i < m; i++)
                 normalise(stream + i * s.dim, layer.ffn_norm, s.eps, s.dim, normed + i * s.dim);
             PRODUCTS(layer.w13, normed)
-                for (int64_t r = 0; r < rows; r++)
-{
+                for (int64_t r = 0; r < rows; r++) {
                     floats gate = *(floats *)out[r], up = *(floats *)(out[r] + LANES);
                     gate = gate / (1 + exponential(-gate)) * up;
                     for (int64_t c = 0; c < LANES; c++)
@@ -509,9 +512,7 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
                 }
 #pragma omp barrier
             PRODUCTS(layer.w2, active)
-                for (int64_t r = 0; r < rows; r++)
-                    for (int64_t c = 0; c < COLUMNS && b * COLUMNS + c < s.dim; c++)
-                        stream[(first + r) * s.dim + b * COLUMNS + c] += out[r][c];
+                add_block(out, rows, b, s.dim, stream + first * s.dim);
         }
 #pragma omp barrier
         for (int64_t i = m * me / team; i < m * (me + 1) / team; i++)
