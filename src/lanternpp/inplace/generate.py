@@ -85,8 +85,8 @@ class Held:
     ) -> tuple[Tensor, Format]:
         """The codes [B, length] that a call asks for, and the format they are in."""
         with self._lock:
-            target, asked = self.target, call.processors
-            format = target.format(call).without(asked.suppressed, target.codes)
+            target, processors = self.target, call.processors
+            format = target.format(call).without(processors.suppressed, target.codes)
             branches = Guidance(scale).branches
             rows = token_rows(call.ids, call.mask)
             if branches == 2:
@@ -98,8 +98,8 @@ class Held:
                 )
             if target.arrange(format, slots, prompts):
                 self.pipe.release()
-            top_k = min(asked.top_k, target.vocab)
-            sampling = {"temperature": asked.temperature, "top_k": top_k, "top_p": asked.top_p}
+            top_k = min(processors.top_k, target.vocab)
+            sampling = {"temperature": processors.temperature, "top_k": top_k, "top_p": processors.top_p}
             settings = self.settings(method, dials, cfg=scale, batch_size=len(seeds), **sampling)
             finished = draw(self.pipe.engine(settings), [str(row) for row in range(len(seeds))], seeds)
             target.prompts = ()
@@ -143,13 +143,18 @@ def custom_generate(
     if input_ids.shape[1] == 0:
         raise InputError("prompts must be given as input_ids, not as inputs_embeds")
     dials = {name: more.pop(name) for name in MethodDials.__annotations__ if more.get(name) is not None}
-    asked = Processors.read(logits_processor).greedy(not generation_config.do_sample)
+    processors = Processors.read(logits_processor).greedy(not generation_config.do_sample)
     state = held(model, drafter)
     ends = [t for each in stopping_criteria for t in getattr(each, "eos_token_id", torch.tensor([])).tolist()]
-    call = Call(input_ids, more.pop("attention_mask", None), generation_config, asked, ends, more)
-    scales = (cfg, asked.guidance, generation_config.guidance_scale, model.generation_config.guidance_scale)
+    call = Call(input_ids, more.pop("attention_mask", None), generation_config, processors, ends, more)
+    scales = (
+        cfg,
+        processors.guidance,
+        generation_config.guidance_scale,
+        model.generation_config.guidance_scale,
+    )
     scale = next((float(scale) for scale in scales if scale is not None), state.target.guidance)
-    codes, format = state.draw(call, scale, seeds_of(len(input_ids), asked, generator), method, dials)
+    codes, format = state.draw(call, scale, seeds_of(len(input_ids), processors, generator), method, dials)
     sequences = state.target.sequences(codes, format, call)
     if generation_config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=cast("torch.LongTensor", sequences))
@@ -171,9 +176,9 @@ def _listed(function: Callable[..., Any]) -> None:
 _listed(custom_generate)
 
 
-def seeds_of(count: int, asked: Processors, generator: torch.Generator | None) -> list[int]:
+def seeds_of(count: int, processors: Processors, generator: torch.Generator | None) -> list[int]:
     """A seed for each picture, from a generator or torch's own; greedy pictures take none."""
-    if asked.temperature == 0:
+    if processors.temperature == 0:
         return [0] * count
     where = "cpu" if generator is None else generator.device
     found: list[int] = torch.randint(2**63 - 1, (count,), generator=generator, device=where).tolist()
