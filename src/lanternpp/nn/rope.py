@@ -44,4 +44,9 @@ def angle_table(angle: Tensor) -> Tensor:
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """x [R, N, H, d] rotated by rows [R, N, 2, 1, d] of a table -> the same shape."""
+    if torch.compiler.is_compiling():  # the gradient of `roll` is compiled to slow code on a CPU
+        half = x.shape[-1] // 2
+        first, second = x.chunk(2, -1)
+        cos, sin = rotation[:, :, 0, :, :half], rotation[:, :, 1, :, half:]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     return torch.addcmul(x * rotation[:, :, 0], x.roll(x.shape[-1] // 2, -1), rotation[:, :, 1])

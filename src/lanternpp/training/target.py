@@ -19,6 +19,7 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
+from lanternpp.nn.decoder import causal_mask
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.targets.words import SILENT, WordsConfig, WordsTarget
 from lanternpp.training import hardware
@@ -98,6 +99,9 @@ class TargetTask(Task):
 
     def speed_up(self) -> None:
         """Compile the network, its head and the loss as one graph of one shape."""
+        if self.device.type == "cpu":
+            length = self.config.slots + self.config.grid**2 - 1
+            self.model.decoder.causal = causal_mask(length, torch.empty(0, dtype=self.dtype))
         self.loss = torch.compile(self.loss, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
 
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
