@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ import torch
 from lanternpp.errors import InputError
 from lanternpp.models import read_target
 from lanternpp.training.data import BatchSampler
+from lanternpp.training.first_weights import init_weights
 from lanternpp.training.material import codes as cache
 from lanternpp.training.material.codes import Codes, Split, VariantSampler, read_codes, unigram
 from lanternpp.training.run import TrainingOptions
@@ -35,11 +37,17 @@ CPU = torch.device("cpu")
 
 
 def go(
-    data: Path, model: Path, steps: int = 6, stop: int | None = None, checks: int = 1, **settings: Any
+    data: Path,
+    model: Path,
+    steps: int = 6,
+    stop: int | None = None,
+    checks: int = 1,
+    weights_of: Path | None = None,
+    **settings: Any,
 ) -> bool:
     options = TrainingOptions(model / "target", steps, stop_after=stop, log_steps=1, checks=checks)
     hparams = TargetSettings(**{"batch_size": 4, "warmup": 2, **settings})
-    return train(data, model, SHAPE, hparams, options, crops=1)
+    return train(data, model, SHAPE, hparams, options, crops=1, weights_of=weights_of)
 
 
 def log(model: Path) -> list[dict[str, Any]]:
@@ -249,3 +257,28 @@ def test_unigram_is_what_frequencies_alone_cost() -> None:
     p = (codes.train.codes.flatten().long() == 0).double().mean()
     assert unigram(replace(codes, val=other), 8) == pytest.approx(-p.log().item(), abs=0.02)
     assert cache.unigram is unigram
+
+
+def test_training_begins_with_the_weights_of_another_model(data: Path, model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model / "tokenizer", other / "tokenizer")
+    assert go(data, model, steps=4)
+    assert go(data, other, steps=1, weights_of=model, lr=1e-6, muon_lr=1e-6)  # learns next to nothing
+    first, then, random = (read_target(folder, torch.float32) for folder in (model, other, model))
+    init_weights(random)
+    words, null = torch.ones(1, first.slots, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
+    codes = torch.arange(16)[None]
+    mine, same, fresh = (code_logits(x, words, null, codes, torch.float32) for x in (first, then, random))
+    assert (mine - same).abs().max() < 1e-3 * (mine - fresh).abs().max()
+    with pytest.raises(InputError, match="weights_of"):
+        go(data, other, steps=2, lr=1e-6, muon_lr=1e-6)
+    with pytest.raises(InputError, match="--dim 32 --layers 2 --heads 2 --hidden 48"):
+        train(
+            data,
+            tmp_path / "other",
+            {**SHAPE, "layers": 1},
+            TargetSettings(batch_size=4),
+            TrainingOptions(tmp_path / "wider", 1),
+            crops=1,
+            weights_of=model,
+        )

@@ -80,16 +80,16 @@ def tokenizer(
     codes_of: Annotated[
         str | None, typer.Option(help="A model whose codes are kept: only its decoder is trained further.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 128,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 4e-4,
-    adversarial: Annotated[bool, typer.Option(help="Sharpen the decoder against a discriminator.")] = False,
+    batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 32,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 5e-4,
+    adversarial: Annotated[bool, typer.Option(help="Sharpen the decoder against a discriminator.")] = True,
     adversarial_start: Annotated[float, typer.Option(help="Share of the budget before that.")] = 0.5,
     adversarial_weight: Annotated[
         float, typer.Option(help="Its gradient, in lengths of the reconstruction's.")
     ] = 0.3,
     perceptual: Annotated[
         float, typer.Option(help="Weight of the distance in the features of a classifier.")
-    ] = 0.0,
+    ] = 0.1,
     classifier_of: Annotated[str, typer.Option(help="The model whose classifier that is.")] = "nature-128",
     seed: Seed = 0,
     limit: Limit = None,
@@ -123,7 +123,10 @@ def target(
     layers: Annotated[int, typer.Option(help="Blocks.")] = 14,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 6,
     hidden: Annotated[int, typer.Option(help="Width inside a block's SwiGLU.")] = 1024,
-    batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 24,
+    weights_of: Annotated[
+        str | None, typer.Option(help="A model of the same shape whose weights it begins with.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 32,
     lr: Annotated[float, typer.Option(help="Peak rate of AdamW (tables, prefix, norms).")] = 1.5e-3,
     muon_lr: Annotated[float, typer.Option(help="Peak rate of Muon (matrices), in AdamW's scale.")] = 2e-3,
     dropout: Annotated[float, typer.Option(help="Dropout inside the blocks.")] = 0.0,
@@ -140,12 +143,14 @@ def target(
     plan: Planned,
 ) -> None:
     """Train the target: codes from captions, one after another. Needs a trained tokenizer."""
+    from lanternpp.models import model_folder
     from lanternpp.training.target import TargetSettings, train
 
     settings = TargetSettings(batch_size, lr, muon_lr, seed, corrupt, decay=decay, warmup=warmup, cfg=cfg)
     shape = {"dim": dim, "layers": layers, "heads": heads, "hidden": hidden, "dropout": dropout}
     where = plan(model / "target")
-    leave(train(data, model, shape, settings, where, crops, limit))
+    start = None if weights_of is None else model_folder(weights_of)
+    leave(train(data, model, shape, settings, where, crops, limit, start))
 
 
 @app.command()

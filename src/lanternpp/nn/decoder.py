@@ -183,7 +183,9 @@ class Decoder(nn.Module):
         self.norm = Norm(config.dim, config.norm_eps) if config.final_norm else nn.Identity()
         self.register_buffer("rotary_table", rotary_table, persistent=False)  # [positions, 2, d]
         self.native: NativePasses | None = None  # set by `pack`
-        self.causal: Tensor | None = None  # [T, T], set before compiling: a mask that is computed in the graph is slower
+        self.causal: Tensor | None = (
+            None  # [T, T], set before compiling: a mask that is computed in the graph is slower
+        )
 
     def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to `cache`."""

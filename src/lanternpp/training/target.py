@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,14 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
+from lanternpp.models import read_target
+from lanternpp.nn.checkpoints import checksum, digest
 from lanternpp.nn.decoder import causal_mask
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.targets.words import SILENT, WordsConfig, WordsTarget
 from lanternpp.training import hardware
 from lanternpp.training.data import BatchSampler, evenly_spaced
+from lanternpp.training.first_weights import init_weights, take_over
 from lanternpp.training.material.codes import Codes, Split, VariantSampler, read_codes, tokenizer_of, unigram
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Task, TrainingOptions, averaged, run
@@ -38,7 +41,7 @@ SAMPLE_PICTURES = 4  # pictures drawn at a check
 class TargetSettings:
     """Hyperparameters: all that decides the result, except the budget and the machine."""
 
-    batch_size: int = 24
+    batch_size: int = 32
     lr: float = 1.5e-3  # AdamW: tables, prefix, norms
     muon_lr: float = 2e-3  # Muon: the matrices of the blocks, in AdamW's scale
     seed: int = 0
@@ -50,6 +53,7 @@ class TargetSettings:
         0.2  # the last share of the budget, over which the rates fall to zero; None: a cosine
     )
     cfg: float = 2.5  # of the pictures drawn at the checks
+    weights_of: str | None = None  # what the weights began as, in a word; None: random
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -69,8 +73,15 @@ class TargetTask(Task):
     keep = "nll"
 
     def __init__(
-        self, config: WordsConfig, settings: TargetSettings, codes: Codes, vq: VQ, device: torch.device
+        self,
+        config: WordsConfig,
+        settings: TargetSettings,
+        codes: Codes,
+        vq: VQ,
+        device: torch.device,
+        start: WordsTarget | None = None,
     ):
+        """start: a target of the same shape, whose weights it begins with."""
         torch.manual_seed(settings.seed)
         self.config, self.hparams, self.codes, self.device = config, settings, codes, device
         self.data = codes.data
@@ -79,6 +90,8 @@ class TargetTask(Task):
         self.vq = vq.to(device)
         model = WordsTarget(config, self.vq)
         init_weights(model)
+        if start is not None:
+            take_over(model, start)
         self.model: WordsTarget = model.to(device).train()
         self.average: WordsTarget = averaged(self.model)  # type: ignore[assignment]
         self.dtype = torch.bfloat16 if half_width(device) else torch.float32
@@ -178,23 +191,6 @@ class TargetTask(Task):
         return {"kind": "words", **asdict(config)}, tensors
 
 
-def init_weights(model: WordsTarget) -> None:
-    """First values: similar codes begin with similar vectors, every block begins as the identity.
-
-    The free tables start small beside the map of the codebook, so that what is learned of one code serves
-    its neighbours from the first step; the logits start near zero.
-    """
-    for table, basis, free in ((model.codes_in, 0.3, 0.02), (model.codes_out, 0.02, 0.002)):
-        nn.init.normal_(table.table, std=free)
-        if table.basis is not None:
-            nn.init.normal_(table.basis, std=basis)
-    for name in ("word_table", "slot_table", "null_prefix"):
-        nn.init.normal_(getattr(model, name), std=0.2)
-    for name, parameter in model.decoder.blocks.named_parameters():
-        if name.endswith(("wo.weight", "w2.weight")):
-            nn.init.zeros_(parameter)
-
-
 def code_logits(model: WordsTarget, words: Tensor, null: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
     """words [B, T], null [B], codes [B, length] -> logits [B, length, V] of each code given those before."""
     return model.head(model.forward_sequence(model.prefix(words, null).to(dtype), codes))
@@ -259,9 +255,20 @@ def train(
     options: TrainingOptions,
     crops: int = 2,
     limit: int | None = None,
+    weights_of: Path | None = None,
 ) -> bool:
-    """Train `model/target` on the codes of `data`; False if interrupted. `shape`: dim, layers, heads ..."""
+    """Train `model/target` on the codes of `data`; False if interrupted.
+
+    shape: dim, layers, heads ... weights_of: the folder of a model of that shape, whose target's weights it begins with.
+    """
     check_shape(shape)
+    start: WordsTarget | None = None
+    if weights_of is not None:
+        found = read_target(weights_of, torch.float32)
+        if not isinstance(found, WordsTarget):
+            raise InputError(f"{weights_of} is not a model that `lanternpp train target` trains.")
+        start = found
+        settings = replace(settings, weights_of=digest(map(checksum, start.state_dict().values())))
     vq = read_vq(tokenizer_of(model))
     codes = read_codes(data, model, crops, options.device, limit)
     config = WordsConfig(
@@ -271,7 +278,7 @@ def train(
         code_dim=vq.config.dim,
         factored=True,
     )
-    return run(TargetTask(config, settings, codes, vq, options.device), options)
+    return run(TargetTask(config, settings, codes, vq, options.device, start), options)
 
 
 def check_shape(shape: dict[str, Any]) -> None:

@@ -31,8 +31,8 @@ USAGE_PICTURES = 2048  # training pictures whose codes are counted at the end
 class TokenizerSettings:
     """Hyperparameters: all that decides the result, except the budget and the machine."""
 
-    batch_size: int = 128
-    lr: float = 4e-4
+    batch_size: int = 32
+    lr: float = 5e-4
     seed: int = 0
     adversarial: bool = False
     adversarial_start: float = 0.5  # share of the budget
@@ -50,7 +50,7 @@ class TokenizerSettings:
         if self.batch_size < 1:
             raise InputError(f"batch size {self.batch_size} must be at least 1.")
         if not 0 < self.lr < 1:
-            raise InputError(f"lr {self.lr} must lie between 0 and 1; 4e-4 is usual.")
+            raise InputError(f"lr {self.lr} must lie between 0 and 1; 5e-4 is usual.")
         if self.perceptual < 0:
             raise InputError(f"perceptual {self.perceptual} is a weight: 0 or more.")
 
