@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from lanternpp.engine.decode import Engine, FinishedSample
+from lanternpp.nn.threads import FittedThreads
 
 
 class ContinuousBatch:
@@ -62,13 +63,15 @@ def drawing(
     finished, length = 0, engine.target.length
     engine.drawing = True
     try:
-        for sample in batch.run():
-            if sample:
-                finished += 1
-                yield sample
-            elif progress:
-                decided = sum(batch.counts[slot] for slot in batch.running)
-                progress(finished * length + decided, len(conditions) * length)
+        with FittedThreads(engine.target.decoder) as threads:
+            for sample in batch.run():
+                threads.update()
+                if sample:
+                    finished += 1
+                    yield sample
+                elif progress:
+                    decided = sum(batch.counts[slot] for slot in batch.running)
+                    progress(finished * length + decided, len(conditions) * length)
     finally:
         engine.drawing = False
         for slot in batch.running:

@@ -27,6 +27,7 @@
 #define CHANNELS 4 /* of such vectors that attention sums at once */
 #define QUERIES 4  /* that attention handles at once */
 #define DEPTH 64   /* inputs of a tile of weights in 8 bits */
+#define AHEAD 16384 /* bytes of weights between what is multiplied and what is fetched */
 
 typedef uint16_t half; /* a bfloat16: the upper half of a float */
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -159,8 +160,13 @@ static void few_rows(int rows, const half *x, int64_t inputs, const half *weight
 #endif
 }
 
-#ifdef __AMX_BF16__
 static int tiles; /* whether the kernel lets this process use the CPU's tiles */
+
+#ifdef __AMX_BF16__
+/* Begin to read what a tile's products AHEAD bytes further on will need: the CPU's own guesses are late for few rows. */
+static inline void prefetch(const void *weight) {
+    for (int i = 0; i < 2048; i += 64) _mm_prefetch((const char *)weight + AHEAD + i, _MM_HINT_T0);
+}
 
 /* Tiles for the calling thread: of products of up to `rows` rows 0 and 1 sums, 2 inputs, 3 and 4 weights; 5 to 7 of attention. */
 static void configure(int rows) {
@@ -194,28 +200,28 @@ typedef struct {
 /* x [rows, inputs] as whole numbers. No product's sum leaves 32 bits: magnitudes add up to at most about 2^24 in a row. */
 static void quantise(const half *x, int64_t rows, int64_t inputs, Whole *out) {
     const int64_t width = up_to(DEPTH, inputs);
-    memset(out->number, 0, 2 * rows * width);
     for (int64_t r = 0; r < rows; r++, x += inputs) {
         half highest = 0;
         float total = 0;
-        for (int64_t i = 0; i < inputs; i++) highest = (x[i] & 0x7fff) > highest ? x[i] & 0x7fff : highest;
+#pragma omp simd reduction(max : highest)
+        for (int64_t i = 0; i < inputs; i++) {
+            half magnitude = x[i] & 0x7fff; /* ordered as the numbers are */
+            highest = highest > magnitude ? highest : magnitude;
+        }
 #pragma omp simd reduction(+ : total)
         for (int64_t i = 0; i < inputs; i++) total += widen(x[i] & 0x7fff);
         const float largest = widen(highest) / 0x7f7f, mean = total / (1 << 24), scale = largest > mean ? largest : mean;
         const float inverse = scale > 1e-30f ? 1 / scale : 0;
         int8_t *upper = out->number + 2 * r * width, *lower = upper + width;
         out->scale[r] = highest > 0x7f80 ? NAN : scale;
+        if (width > inputs) memset(upper, 0, 2 * width);
         for (int64_t i = 0; i < inputs; i += LANES) {
             ints number = (ints)(widen_all(x + i) * inverse + 12582912.0f) - 0x4b400000; /* to the nearest */
-#ifdef __AMX_BF16__
+            ints low = number << 24 >> 24;
             if (tiles) {
-                ints low = number << 24 >> 24;
                 *(bytes *)(upper + i) = __builtin_convertvector((number - low) >> 8, bytes);
                 *(bytes *)(lower + i) = __builtin_convertvector(low, bytes);
-                continue;
-            }
-#endif
-            *(shorts *)(upper + 2 * i) = __builtin_convertvector(number, shorts);
+            } else *(shorts *)(upper + 2 * i) = __builtin_convertvector(number, shorts);
         }
     }
 }
@@ -256,41 +262,53 @@ static void few_whole_rows(int rows, const int16_t *x, int64_t width, const int8
     for (int r = 0; r < rows && r < 4; r++) {
         int32_t all[COLUMNS] = {0};
         const int8_t *w = weight;
-        for (int64_t i = 0; i < width; i += 4, w += 4 * COLUMNS)
+        for (int64_t i = 0; i < width; i += 4, w += 4 * COLUMNS) {
+            const int16_t *four = row[r] + i;
+#pragma omp simd
             for (int c = 0; c < COLUMNS; c++)
-                for (int j = 0; j < 4; j++) all[c] += row[r][i + j] * w[4 * c + j];
+                all[c] += four[0] * w[4 * c] + four[1] * w[4 * c + 1] + four[2] * w[4 * c + 2] + four[3] * w[4 * c + 3];
+        }
         memcpy(sums[r], all, sizeof all);
     }
 #endif
 }
 
-/* sums [rows, COLUMNS] = rows `first` and following of x times one block of weights in 8 bits. */
-static void whole_product(const Linear *layer, int64_t block, const Whole *x, int64_t first, int rows, int32_t (*sums)[COLUMNS]) {
+/* `product` with weights in 8 bits. */
+static void whole_product(const Linear *layer, int64_t block, const Whole *x, int64_t first, int rows, float (*out)[COLUMNS]) {
     const int64_t width = up_to(DEPTH, layer->inputs);
     const int8_t *weight = (const int8_t *)layer->weight + block * width * COLUMNS, *from = x->number + 2 * first * width;
+    const float *scale = layer->scale + block * COLUMNS;
+    int32_t sums[ROWS][COLUMNS]; /* of up to ROWS / 2 rows: in tiles of the upper and of the lower bits, else whole */
+    for (int done = 0, step; done < rows; done += step, from += 2 * step * width) {
+        int together = 1; /* rows of sums for a row of x */
 #ifdef __AMX_BF16__
-    if (tiles) {
-        for (int r = 0; r < rows; r += ROWS / 2, from += ROWS * width) {
-            uint32_t parts[ROWS / 2][2][COLUMNS];
+        if (tiles) {
+            step = ROWS / 2, together = 2;
             _tile_zero(0);
             _tile_zero(1);
             for (int64_t i = 0; i < width; i += DEPTH) {
+                if (first + done == 0) prefetch(weight + i * COLUMNS);
                 _tile_loadd(2, from + i, width);
                 _tile_loadd(3, weight + i * COLUMNS, 4 * COLUMNS);
                 _tile_loadd(4, weight + i * COLUMNS + 2 * COLUMNS, 4 * COLUMNS);
                 _tile_dpbssd(0, 2, 3);
                 _tile_dpbssd(1, 2, 4);
             }
-            _tile_stored(0, parts[0][0], 4 * COLUMNS);
-            _tile_stored(1, parts[0][0] + COLUMNS / 2, 4 * COLUMNS);
-            for (int k = 0; k < ROWS / 2 && r + k < rows; k++)
-                for (int c = 0; c < COLUMNS; c++) sums[r + k][c] = (int32_t)(256 * parts[k][0][c] + parts[k][1][c]);
-        }
-        return;
-    }
+            _tile_stored(0, sums[0], 4 * COLUMNS);
+            _tile_stored(1, sums[0] + COLUMNS / 2, 4 * COLUMNS);
+        } else
 #endif
-    for (int r = 0; r < rows; r += 4)
-        few_whole_rows(rows - r, (const int16_t *)from + r * width, width, weight, sums + r);
+        {
+            step = 4;
+            few_whole_rows(rows - done, (const int16_t *)from, width, weight, sums);
+        }
+        for (int r = 0; r < step && done + r < rows; r++)
+            for (int c = 0; c < COLUMNS; c++) {
+                uint32_t sum = sums[r * together][c];
+                if (together == 2) sum = 256 * sum + sums[2 * r + 1][c];
+                out[done + r][c] = (int32_t)sum * (x->scale[first + done + r] * scale[c]);
+            }
+    }
 }
 
 /* out [ROWS, COLUMNS] = rows `first` and following of x times one block of weights, rows <= ROWS; `whole` is x by `quantise`.
@@ -301,18 +319,15 @@ static void product(const Linear *layer, int64_t block, const half *x, const Who
     const int64_t inputs = layer->inputs;
     const half *weight = (const half *)layer->weight + block * inputs * COLUMNS;
     x += first * inputs;
-    if (layer->scale) {
-        int32_t sums[ROWS][COLUMNS];
-        whole_product(layer, block, whole, first, rows, sums);
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < COLUMNS; c++)
-                out[r][c] = sums[r][c] * (whole->scale[first + r] * layer->scale[block * COLUMNS + c]);
-    } else
+    if (layer->scale)
+        whole_product(layer, block, whole, first, rows, out);
+    else
 #ifdef __AMX_BF16__
     if (tiles) {
         _tile_zero(0);
         _tile_zero(1);
         for (int64_t i = 0; i < inputs; i += 32) {
+            if (!first) prefetch(weight + i * COLUMNS);
             _tile_loadd(2, x + i, 2 * inputs);
             _tile_loadd(3, weight + i * COLUMNS, 4 * COLUMNS);
             _tile_loadd(4, weight + i * COLUMNS + COLUMNS, 4 * COLUMNS);

@@ -172,7 +172,9 @@ def native(decoder: Decoder) -> NativeDecoder | None:
     """The decoder in C; None where its shape, its weights or this machine do not allow it."""
     config, weights = decoder.config, [p for p in decoder.parameters() if p.ndim == 2]
     plain = all(
-        (type(p.detach()) is Tensor or stored_parts(p)) and p.dtype == torch.bfloat16 and p.device.type == "cpu"
+        (type(p.detach()) is Tensor or stored_parts(p))
+        and p.dtype == torch.bfloat16
+        and p.device.type == "cpu"
         for p in weights
     )
     widths = (config.dim, config.hidden, config.heads * config.head_dim)

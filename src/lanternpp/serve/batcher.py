@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from lanternpp.errors import InputError
+from lanternpp.nn.threads import FittedThreads
 from lanternpp.pipeline import Pipeline
 from lanternpp.serve.batch_runner import BatchRunner
 from lanternpp.serve.calibration import Calibration, Choose
@@ -125,8 +126,9 @@ class Batcher(SubmissionQueue):
     def _run(self) -> None:
         reason: Exception = Closed("the server shut down before the picture was finished")
         try:
-            while self._iterate():
-                pass
+            with FittedThreads(self.pipe.target.decoder) as threads:
+                while self._iterate():
+                    threads.update()
         except (
             Exception
         ) as error:  # a bug or a broken device: let every ticket fail instead of waiting for ever
