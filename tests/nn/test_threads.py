@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ import torch
 from lanternpp.nn import threads
 from lanternpp.nn.threads import FittedThreads
 
-IN_C, IN_PYTORCH = SimpleNamespace(native=object()), SimpleNamespace(native=None)
+IN_C: Any = SimpleNamespace(native=object())
+IN_PYTORCH: Any = SimpleNamespace(native=None)
 Run = Callable[[float, float], None]
 
 
@@ -22,8 +25,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """A function after which the thread has run for so many seconds more, and waited for so many; it has four threads."""
     monkeypatch.setattr(threads, "WAITS", tmp_path / "schedstat")
     monkeypatch.setattr(threads, "INTERVAL", 0.0)
-    monkeypatch.setattr(FittedThreads, "halvings", 0)
-    monkeypatch.setattr(FittedThreads, "warned", False)
+    monkeypatch.setattr(threads, "shared", threads.Shared())
     total = [0.0, 0.0]
 
     def run(ran: float, waited: float) -> None:
@@ -39,29 +41,35 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
 
 def test_threads_are_halved_while_the_cores_are_wanted_and_doubled_when_they_are_free(run: Run):
+    busy, free = (0.1, 0.1), (0.5, 0.0)
+    phases = [(0.1, 0.01), busy, busy, busy, free, free, free, free, free, free]
     counts = []
-    with FittedThreads(IN_C) as fitted, pytest.warns(UserWarning, match="so 2 of 4 threads draw") as caught:  # type: ignore[arg-type]
-        for ran, waited in [
-            (0.1, 0.001),
-            *[(0.1, 0.1)] * 3,
-            (0.6, 0),
-            (0.6, 0),
-            (0.1, 0.1),
-            (1.1, 0),
-            (1.1, 0),
-            (9, 0),
-        ]:
+    with FittedThreads(IN_C) as fitted, pytest.warns(UserWarning, match="so 2 of 4 threads draw") as caught:
+        for ran, waited in phases:
             run(ran, waited)
             fitted.update()
             counts.append(torch.get_num_threads())
-    assert counts == [4, 2, 1, 1, 1, 2, 1, 2, 4, 4]
+    assert counts == [4, 2, 1, 1, 1, 1, 2, 2, 2, 4]
     assert len(caught) == 1
+
+
+@pytest.mark.filterwarnings("ignore:other work")
+def test_beside_lasting_work_more_threads_are_tried_less_and_less_often(run: Run):
+    tried = []
+    with FittedThreads(IN_C) as fitted:
+        for moment in range(800):  # it is alone until more threads are tried, which then wait
+            run(0.05, 0.05 if torch.get_num_threads() > 1 else 0)
+            fitted.update()
+            if torch.get_num_threads() == 2 and moment > 2:
+                tried.append(0.05 * moment)
+    gaps = [later - sooner for sooner, later in pairwise(tried)]
+    assert gaps[0] < 3 and gaps == pytest.approx(sorted(gaps)) and gaps[-1] > 8
 
 
 @pytest.mark.filterwarnings("ignore:other work")
 def test_the_next_drawing_begins_with_as_many_threads_as_the_last_one_had(run: Run):
     for _ in range(2):
-        with FittedThreads(IN_C) as fitted:  # type: ignore[arg-type]
+        with FittedThreads(IN_C) as fitted:
             before = torch.get_num_threads()
             run(0.1, 0.1)
             fitted.update()
@@ -69,9 +77,22 @@ def test_the_next_drawing_begins_with_as_many_threads_as_the_last_one_had(run: R
     assert before == 2
 
 
-def test_passes_that_pytorch_computes_keep_their_threads(run: Run):
-    with FittedThreads(IN_PYTORCH) as fitted, warnings.catch_warnings():  # type: ignore[arg-type]
+@pytest.mark.parametrize(("decoder", "rows"), [(IN_PYTORCH, 1), (IN_C, 129)])
+def test_passes_that_pytorch_computes_keep_their_threads(run: Run, decoder: Any, rows: int):
+    with FittedThreads(decoder, rows) as fitted, warnings.catch_warnings():
         warnings.simplefilter("error")
         run(0.1, 0.1)
         fitted.update()
         assert torch.get_num_threads() == 4
+
+
+@pytest.mark.filterwarnings("ignore:other work")
+def test_a_context_in_another_one_leaves_the_threads_alone(run: Run):
+    with FittedThreads(IN_C) as outer:
+        run(0.1, 0.1)
+        outer.update()
+        with FittedThreads(IN_C) as inner:
+            run(0.1, 0.1)
+            inner.update()
+            assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 2

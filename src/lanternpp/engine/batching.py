@@ -61,9 +61,10 @@ def drawing(
         raise RuntimeError("this engine is drawing already; make one for each thread and each generator")
     batch = ContinuousBatch(engine, zip(conditions, seeds, strict=True))
     finished, length = 0, engine.target.length
+    rows = engine.guidance.branches * engine.batch * engine.proposer.size
     engine.drawing = True
     try:
-        with FittedThreads(engine.target.decoder) as threads:
+        with FittedThreads(engine.target.decoder, rows) as threads:
             for sample in batch.run():
                 threads.update()
                 if sample:

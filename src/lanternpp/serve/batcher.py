@@ -11,7 +11,6 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from lanternpp.errors import InputError
-from lanternpp.nn.threads import FittedThreads
 from lanternpp.pipeline import Pipeline
 from lanternpp.serve.batch_runner import BatchRunner
 from lanternpp.serve.calibration import Calibration, Choose
@@ -126,9 +125,8 @@ class Batcher(SubmissionQueue):
     def _run(self) -> None:
         reason: Exception = Closed("the server shut down before the picture was finished")
         try:
-            with FittedThreads(self.pipe.target.decoder) as threads:
-                while self._iterate():
-                    threads.update()
+            while self._iterate():
+                pass
         except (
             Exception
         ) as error:  # a bug or a broken device: let every ticket fail instead of waiting for ever
