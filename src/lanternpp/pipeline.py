@@ -286,13 +286,10 @@ class Pipeline:
     @torch.inference_mode()
     def images(self, codes: Tensor) -> list[Image.Image]:
         """codes [n, length] -> n pictures, one at a time: their rounding does not depend on n."""
-        drawn: list[Image.Image] = []
-        with FittedThreads(self.target.decoder) as threads:
-            for one in codes.split(1):
-                pixels = (self.target.pixels(one)[0].float().clamp(-1, 1) + 1) * 127.5
-                drawn.append(Image.fromarray(pixels.round().byte().permute(1, 2, 0).cpu().numpy()))
-                threads.update()
-        return drawn
+        with FittedThreads(self.target.decoder):
+            unit = (self.target.pixels(one)[0].float().clamp(-1, 1) for one in codes.split(1))
+            levels = [((one + 1) * 127.5).round().byte().permute(1, 2, 0).cpu().numpy() for one in unit]
+        return [Image.fromarray(one) for one in levels]
 
     def describe(self, settings: Settings) -> dict[str, Any]:
         """Settings as results report them: with the device, the dtype, and the effect of 8-bit weights."""
