@@ -136,7 +136,7 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_how_many_there_are(libra
 def test_sums_of_equal_weights_and_inputs_stay_within_32_bits(library: object):
     plain = decoder(64, 1, 4, 1024, final_norm=False)
     plain.blocks[0].w13.weight.fill_(0.1)
-    plain.blocks[0].w2.weight.fill_(0.1)
+    plain.blocks[0].w2.weight.fill_(-0.1)  # -128 as a whole number
     x = torch.rand(2, 9, 64).to(HALF)
     plain = in_8_bits(plain)
     exact = features(in_float64(plain), x.double(), 3)

@@ -193,11 +193,11 @@ void prepare(void) {
 
 /* Rows of inputs for weights in 8 bits: about x / scale [rows, inputs], zeros up to a multiple of DEPTH. */
 typedef struct {
-    int8_t *number; /* [rows, 2, inputs]: with tiles the upper bits, then the lower, both signed; else [rows, inputs] of int16_t */
+    int8_t *number; /* [rows, 2, inputs]: with tiles upper, then lower bits, both signed; else [rows, inputs] of int16_t */
     float *scale;   /* [rows] */
 } Whole;
 
-/* x [rows, inputs] as whole numbers. No product's sum leaves 32 bits: magnitudes add up to at most about 2^24 in a row. */
+/* x [rows, inputs] as whole numbers. No product's sum leaves 32 bits: magnitudes add up to some 16 million in a row. */
 static void quantise(const half *x, int64_t rows, int64_t inputs, Whole *out) {
     const int64_t width = up_to(DEPTH, inputs);
     for (int64_t r = 0; r < rows; r++, x += inputs) {
@@ -210,7 +210,7 @@ static void quantise(const half *x, int64_t rows, int64_t inputs, Whole *out) {
         }
 #pragma omp simd reduction(+ : total)
         for (int64_t i = 0; i < inputs; i++) total += widen(x[i] & 0x7fff);
-        const float largest = widen(highest) / 0x7f7f, mean = total / (1 << 24), scale = largest > mean ? largest : mean;
+        const float largest = widen(highest) / 0x7f7f, mean = total / 16000000, scale = largest > mean ? largest : mean;
         const float inverse = scale > 1e-30f ? 1 / scale : 0;
         int8_t *upper = out->number + 2 * r * width, *lower = upper + width;
         out->scale[r] = highest > 0x7f80 ? NAN : scale;
