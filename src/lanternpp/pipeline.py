@@ -28,6 +28,7 @@ from lanternpp.errors import InputError
 from lanternpp.methods import AUTO
 from lanternpp.models import MODELS, Model, model_folder, read_defaults
 from lanternpp.nn.int8 import Effect
+from lanternpp.nn.threads import FittedThreads
 from lanternpp.results import Result, Stats, UnfinishedError, versions
 from lanternpp.settings import (
     Settings,
@@ -285,11 +286,10 @@ class Pipeline:
     @torch.inference_mode()
     def images(self, codes: Tensor) -> list[Image.Image]:
         """codes [n, length] -> n pictures, one at a time: their rounding does not depend on n."""
-        drawn: list[Image.Image] = []
-        for one in codes.split(1):
-            pixels = (self.target.pixels(one)[0].float().clamp(-1, 1) + 1) * 127.5
-            drawn.append(Image.fromarray(pixels.round().byte().permute(1, 2, 0).cpu().numpy()))
-        return drawn
+        with FittedThreads(self.target.decoder):
+            unit = (self.target.pixels(one)[0].float().clamp(-1, 1) for one in codes.split(1))
+            levels = [((one + 1) * 127.5).round().byte().permute(1, 2, 0).cpu().numpy() for one in unit]
+        return [Image.fromarray(one) for one in levels]
 
     def describe(self, settings: Settings) -> dict[str, Any]:
         """Settings as results report them: with the device, the dtype, and the effect of 8-bit weights."""

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import copy
+import math
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from lanternpp.engine.cache import Cache
 from lanternpp.nn import native
 from lanternpp.nn.decoder import Decoder, DecoderConfig
+from lanternpp.nn.int8 import quantise, stored_parts
 from lanternpp.nn.packed import pack
 from lanternpp.nn.rope import grid_table
 
 HALF = torch.bfloat16
 NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
-PLAIN = (*NO_TILES, "-mno-avx512bf16")
+PLAIN = (*NO_TILES, "-mno-avx512bf16", "-mno-avx512vnni")
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 
@@ -32,6 +35,23 @@ def decoder(*sizes: int, **more: object) -> Decoder:
         if name.endswith("norm.weight"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return made.to(HALF).eval().requires_grad_(False)
+
+
+def in_8_bits(network: Decoder) -> Decoder:
+    """The same network; the test is skipped without torchao."""
+    pytest.importorskip("torchao")
+    quantise(network)
+    return network
+
+
+def in_float64(network: Decoder) -> Decoder:
+    """With the weights that those of `network` stand for."""
+    found = copy.deepcopy(network)
+    for child in found.modules():
+        parts = stored_parts(child.weight) if isinstance(child, nn.Linear) else None
+        if parts:
+            child.weight = nn.Parameter(parts[0].double() * parts[1].double()[:, None], requires_grad=False)
+    return found.double()
 
 
 def in_c(network: Decoder, library: object = None) -> Decoder:
@@ -57,6 +77,10 @@ def features(network: Decoder, x: torch.Tensor, nodes: int) -> torch.Tensor:
     return torch.cat(found, 1)
 
 
+Stored = Callable[[Decoder], Decoder]
+WEIGHTS = [pytest.param(lambda network: network, id="bfloat16"), pytest.param(in_8_bits, id="int8")]
+
+
 @pytest.fixture(scope="module", params=["all", "no tiles", "plain C"])
 def library(request: pytest.FixtureRequest) -> Iterator[object]:
     """The kernels as this CPU runs them, and as CPUs with fewer instructions would."""
@@ -67,6 +91,7 @@ def library(request: pytest.FixtureRequest) -> Iterator[object]:
         pytest.skip("this compiler does not know these instructions")
 
 
+@pytest.mark.parametrize("stored", WEIGHTS)
 @pytest.mark.parametrize(
     ("sizes", "more"),
     [
@@ -81,19 +106,20 @@ def library(request: pytest.FixtureRequest) -> Iterator[object]:
     ],
 )
 def test_it_is_nearer_to_float64_than_pytorch_is(
-    library: object, sizes: tuple[int, ...], more: dict[str, object]
+    library: object, sizes: tuple[int, ...], more: dict[str, object], stored: Stored
 ):
-    plain = decoder(*sizes, **more)
+    plain = stored(decoder(*sizes, **more))
     mine = in_c(plain, library)
     x = torch.randn(2, 44, sizes[0]).to(HALF)
-    exact = features(copy.deepcopy(plain).double(), x.double(), 5)
+    exact = features(in_float64(plain), x.double(), 5)
     wrong, usual = ((features(network, x, 5) - exact).abs() for network in (mine, plain))
     assert wrong.mean() < usual.mean()
     assert wrong.max() < 0.15 * exact.abs().max()
 
 
-def test_a_row_does_not_depend_on_its_neighbours_nor_on_how_many_there_are(library: object):
-    network = in_c(decoder(64, 2, 4, 96), library)
+@pytest.mark.parametrize("stored", WEIGHTS)
+def test_a_row_does_not_depend_on_its_neighbours_nor_on_how_many_there_are(library: object, stored: Stored):
+    network = in_c(stored(decoder(64, 2, 4, 96)), library)
     x = torch.randn(3, 41, 64).to(HALF)
     alone = features(network, x[:1].repeat(2, 1, 1), 1)[0]
     for nodes in (1, 4, 19):
@@ -105,6 +131,16 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_how_many_there_are(libra
             assert torch.equal(features(network, x, 7)[0], alone)
     finally:
         torch.set_num_threads(before)
+
+
+def test_sums_of_equal_weights_and_inputs_stay_within_32_bits(library: object):
+    plain = decoder(64, 1, 4, 1024, final_norm=False)
+    plain.blocks[0].w13.weight.fill_(0.1)
+    plain.blocks[0].w2.weight.fill_(-0.1)  # -128 as a whole number
+    x = torch.rand(2, 9, 64).to(HALF)
+    plain = in_8_bits(plain)
+    exact = features(in_float64(plain), x.double(), 3)
+    assert torch.allclose(features(in_c(plain, library), x, 3).double(), exact, rtol=0.03)
 
 
 @torch.inference_mode()
@@ -142,13 +178,14 @@ def test_an_idle_row_stays_finite_and_harms_nobody():
     assert torch.equal(network(x, nodes, cache), both)
 
 
-@pytest.mark.parametrize("x", [0.0, 1e-30, 1e4])
+@pytest.mark.parametrize("stored", WEIGHTS)
+@pytest.mark.parametrize("x", [0.0, 1e-30, 1e4, math.nan])
 @torch.inference_mode()
-def test_small_and_large_inputs(x: float):
-    plain = decoder(64, 2, 4, 96)
+def test_small_and_large_inputs(x: float, stored: Stored):
+    plain = stored(decoder(64, 2, 4, 96))
     inputs = torch.full((1, 12, 64), x).to(HALF)
     mine, usual = (features(network, inputs, 3).float() for network in (in_c(plain), plain))
-    assert torch.allclose(mine, usual, rtol=0.1, atol=0.1)
+    assert torch.allclose(mine, usual, rtol=0.1, atol=0.1, equal_nan=True)
 
 
 @pytest.mark.parametrize("more", [{"qk_norm": True}, {"norm_after": True}, {"head_dim": 24}])
@@ -160,6 +197,11 @@ def test_shapes_that_it_does_not_know_are_left_to_pytorch(more: dict[str, object
 
 def test_other_dtypes_are_left_to_pytorch():
     assert native.native(decoder(64, 1, 4, 96).float()) is None
+    assert native.native(in_8_bits(decoder(64, 1, 4, 96).float())) is None
+
+
+def test_8_bits_are_read_where_the_rest_is_bfloat16():
+    assert native.native(in_8_bits(decoder(64, 1, 4, 96))) is not None
 
 
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from lanternpp.engine.decode import Engine, FinishedSample
+from lanternpp.nn.threads import FittedThreads
 
 
 class ContinuousBatch:
@@ -60,15 +61,18 @@ def drawing(
         raise RuntimeError("this engine is drawing already; make one for each thread and each generator")
     batch = ContinuousBatch(engine, zip(conditions, seeds, strict=True))
     finished, length = 0, engine.target.length
+    rows = engine.guidance.branches * engine.batch * engine.proposer.size
     engine.drawing = True
     try:
-        for sample in batch.run():
-            if sample:
-                finished += 1
-                yield sample
-            elif progress:
-                decided = sum(batch.counts[slot] for slot in batch.running)
-                progress(finished * length + decided, len(conditions) * length)
+        with FittedThreads(engine.target.decoder, rows) as threads:
+            for sample in batch.run():
+                threads.update()
+                if sample:
+                    finished += 1
+                    yield sample
+                elif progress:
+                    decided = sum(batch.counts[slot] for slot in batch.running)
+                    progress(finished * length + decided, len(conditions) * length)
     finally:
         engine.drawing = False
         for slot in batch.running:

@@ -2,7 +2,8 @@
 
    The same function as `Decoder.forward` of decoder.py with a KV cache. PyTorch takes some 50 operations a layer for it, and
    for a few rows starting them costs more than computing them; here a layer is five stages with a barrier after each.
-   Sums are float32, and so is the residual stream; weights, keys, values and the inputs of products are bfloat16.
+   Sums are float32, and so is the residual stream; weights, keys, values and the inputs of products are bfloat16. Weights may
+   also have 8 bits: inputs are then whole numbers of 16 bits times a scale for each row, and sums are exact up to these scales.
    A row's result depends on that row alone and not on how many rows or threads there are. */
 
 #include <math.h>
@@ -25,6 +26,8 @@
 #define MOST_LANES 16 /* of such vectors in a head */
 #define CHANNELS 4 /* of such vectors that attention sums at once */
 #define QUERIES 4  /* that attention handles at once */
+#define DEPTH 64   /* inputs of a tile of weights in 8 bits */
+#define AHEAD 16384 /* bytes of weights between what is multiplied and what is fetched */
 
 typedef uint16_t half; /* a bfloat16: the upper half of a float */
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -33,11 +36,16 @@ typedef float four __attribute__((vector_size(16)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef int16_t shorts __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
 
-/* A linear layer: weights [blocks, inputs / 2, COLUMNS, 2], so that a block is read from front to back. */
+/* A linear layer: weights [blocks, inputs / 2, COLUMNS, 2], so that a block is read from front to back.
+
+   In 8 bits they are [blocks, inputs / 4, COLUMNS, 4], with zeros up to a multiple of DEPTH inputs. */
 typedef struct {
-    const half *weight;
-    const float *bias; /* [outputs], or null */
+    const void *weight; /* half, or int8_t where there is a scale */
+    const float *scale; /* [blocks, COLUMNS], or null */
+    const float *bias;  /* [blocks, COLUMNS], or null */
     int64_t inputs, outputs;
 } Linear;
 
@@ -111,6 +119,8 @@ static void normalise(const float *x, const float *weight, float eps, int64_t co
     for (int64_t i = 0; i < count; i++) out[i] = narrow(x[i] * scale * weight[i]);
 }
 
+static int64_t up_to(int64_t multiple, int64_t x) { return (x + multiple - 1) / multiple * multiple; }
+
 /* out [4, COLUMNS] = x [4, inputs] times one block of weights; rows beyond `rows` repeat the last. */
 static void few_rows(int rows, const half *x, int64_t inputs, const half *weight, float (*out)[COLUMNS]) {
     const half *row[4];
@@ -150,8 +160,13 @@ static void few_rows(int rows, const half *x, int64_t inputs, const half *weight
 #endif
 }
 
-#ifdef __AMX_BF16__
 static int tiles; /* whether the kernel lets this process use the CPU's tiles */
+
+#ifdef __AMX_BF16__
+/* Begin to read what a tile's products AHEAD bytes further on will need: the CPU's own guesses are late for few rows. */
+static inline void prefetch(const void *weight) {
+    for (int i = 0; i < 2048; i += 64) _mm_prefetch((const char *)weight + AHEAD + i, _MM_HINT_T0);
+}
 
 /* Tiles for the calling thread: of products of up to `rows` rows 0 and 1 sums, 2 inputs, 3 and 4 weights; 5 to 7 of attention. */
 static void configure(int rows) {
@@ -176,15 +191,143 @@ void prepare(void) {
 #endif
 }
 
-/* out [ROWS, COLUMNS] = x [rows, inputs] times one block of weights, rows <= ROWS; x has ROWS readable rows. */
-static void product(const Linear *layer, int64_t block, const half *x, int rows, float (*out)[COLUMNS]) {
+/* Rows of inputs for weights in 8 bits: about x / scale [rows, inputs], zeros up to a multiple of DEPTH. */
+typedef struct {
+    int8_t *number; /* [rows, 2, inputs]: with tiles upper, then lower bits, both signed; else [rows, inputs] of int16_t */
+    float *scale;   /* [rows] */
+} Whole;
+
+/* x [rows, inputs] as whole numbers. No product's sum leaves 32 bits: magnitudes add up to some 16 million in a row. */
+static void quantise(const half *x, int64_t rows, int64_t inputs, Whole *out) {
+    const int64_t width = up_to(DEPTH, inputs);
+    for (int64_t r = 0; r < rows; r++, x += inputs) {
+        half highest = 0;
+        float total = 0;
+#pragma omp simd reduction(max : highest)
+        for (int64_t i = 0; i < inputs; i++) {
+            half magnitude = x[i] & 0x7fff; /* ordered as the numbers are */
+            highest = highest > magnitude ? highest : magnitude;
+        }
+#pragma omp simd reduction(+ : total)
+        for (int64_t i = 0; i < inputs; i++) total += widen(x[i] & 0x7fff);
+        const float largest = widen(highest) / 0x7f7f, mean = total / 16000000, scale = largest > mean ? largest : mean;
+        const float inverse = scale > 1e-30f ? 1 / scale : 0;
+        int8_t *upper = out->number + 2 * r * width, *lower = upper + width;
+        out->scale[r] = highest > 0x7f80 ? NAN : scale;
+        if (width > inputs) memset(upper, 0, 2 * width);
+        for (int64_t i = 0; i < inputs; i += LANES) {
+            ints number = (ints)(widen_all(x + i) * inverse + 12582912.0f) - 0x4b400000; /* to the nearest */
+            ints low = number << 24 >> 24;
+            if (tiles) {
+                *(bytes *)(upper + i) = __builtin_convertvector((number - low) >> 8, bytes);
+                *(bytes *)(lower + i) = __builtin_convertvector(low, bytes);
+            } else *(shorts *)(upper + 2 * i) = __builtin_convertvector(number, shorts);
+        }
+    }
+}
+
+/* sums [4, COLUMNS] = x [4, width] times one block of weights in 8 bits; rows beyond `rows` repeat the last. */
+static void few_whole_rows(int rows, const int16_t *x, int64_t width, const int8_t *weight, int32_t (*sums)[COLUMNS]) {
+    const int16_t *row[4];
+    for (int r = 0; r < 4; r++) row[r] = x + (r < rows ? r : rows - 1) * width;
+#ifdef __AVX512VNNI__
+    __m512i parts[4][4]; /* of a row: two sums for each of 8 columns */
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) parts[r][c] = _mm512_setzero_si512();
+    for (int64_t i = 0; i < width; i += 4, weight += 4 * COLUMNS) {
+        __m512i some[4];
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) some[c] = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(weight + 32 * c)));
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; r++) {
+            int64_t four;
+            memcpy(&four, row[r] + i, 8);
+#pragma GCC unroll 4
+            for (int c = 0; c < 4; c++) parts[r][c] = _mm512_dpwssd_epi32(parts[r][c], _mm512_set1_epi64(four), some[c]);
+        }
+    }
+    int32_t order[16];
+    for (int i = 0; i < 16; i++) order[i] = 2 * i;
+    const __m512i even = _mm512_loadu_si512(order), odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; r++)
+#pragma GCC unroll 2
+        for (int c = 0; c < 4; c += 2)
+            _mm512_storeu_si512(sums[r] + 8 * c,
+                                _mm512_add_epi32(_mm512_permutex2var_epi32(parts[r][c], even, parts[r][c + 1]),
+                                                 _mm512_permutex2var_epi32(parts[r][c], odd, parts[r][c + 1])));
+#else
+    for (int r = 0; r < rows && r < 4; r++) {
+        int32_t all[COLUMNS] = {0};
+        const int8_t *w = weight;
+        for (int64_t i = 0; i < width; i += 4, w += 4 * COLUMNS) {
+            const int16_t *four = row[r] + i;
+#pragma omp simd
+            for (int c = 0; c < COLUMNS; c++)
+                all[c] += four[0] * w[4 * c] + four[1] * w[4 * c + 1] + four[2] * w[4 * c + 2] + four[3] * w[4 * c + 3];
+        }
+        memcpy(sums[r], all, sizeof all);
+    }
+#endif
+}
+
+/* `product` with weights in 8 bits. */
+static void whole_product(const Linear *layer, int64_t block, const Whole *x, int64_t first, int rows, float (*out)[COLUMNS]) {
+    const int64_t width = up_to(DEPTH, layer->inputs);
+    const int8_t *weight = (const int8_t *)layer->weight + block * width * COLUMNS, *from = x->number + 2 * first * width;
+    const float *scale = layer->scale + block * COLUMNS;
+    int32_t sums[ROWS][COLUMNS]; /* of up to ROWS / 2 rows: in tiles of the upper and of the lower bits, else whole */
+    for (int done = 0, step; done < rows; done += step, from += 2 * step * width) {
+        int together = 1; /* rows of sums for a row of x */
+#ifdef __AMX_BF16__
+        if (tiles) {
+            step = ROWS / 2, together = 2;
+            _tile_zero(0);
+            _tile_zero(1);
+            for (int64_t i = 0; i < width; i += DEPTH) {
+                if (first + done == 0) prefetch(weight + i * COLUMNS);
+                _tile_loadd(2, from + i, width);
+                _tile_loadd(3, weight + i * COLUMNS, 4 * COLUMNS);
+                _tile_loadd(4, weight + i * COLUMNS + 2 * COLUMNS, 4 * COLUMNS);
+                _tile_dpbssd(0, 2, 3);
+                _tile_dpbssd(1, 2, 4);
+            }
+            _tile_stored(0, sums[0], 4 * COLUMNS);
+            _tile_stored(1, sums[0] + COLUMNS / 2, 4 * COLUMNS);
+        } else
+#endif
+        {
+            step = 4;
+            few_whole_rows(rows - done, (const int16_t *)from, width, weight, sums);
+        }
+        for (int r = 0; r < step && done + r < rows; r++)
+            for (int c = 0; c < COLUMNS; c++) {
+                uint32_t sum = sums[r * together][c];
+                if (together == 2) sum = 256 * sum + sums[2 * r + 1][c];
+                out[done + r][c] = (int32_t)sum * (x->scale[first + done + r] * scale[c]);
+            }
+    }
+}
+
+/* out [ROWS, COLUMNS] = rows `first` and following of x times one block of weights, rows <= ROWS; `whole` is x by `quantise`.
+
+   x has ROWS readable rows from there. */
+static void product(const Linear *layer, int64_t block, const half *x, const Whole *whole, int64_t first, int rows,
+                    float (*out)[COLUMNS]) {
     const int64_t inputs = layer->inputs;
-    const half *weight = layer->weight + block * inputs * COLUMNS;
+    const half *weight = (const half *)layer->weight + block * inputs * COLUMNS;
+    x += first * inputs;
+    if (layer->scale)
+        whole_product(layer, block, whole, first, rows, out);
+    else
 #ifdef __AMX_BF16__
     if (tiles) {
         _tile_zero(0);
         _tile_zero(1);
         for (int64_t i = 0; i < inputs; i += 32) {
+            if (!first) prefetch(weight + i * COLUMNS);
             _tile_loadd(2, x + i, 2 * inputs);
             _tile_loadd(3, weight + i * COLUMNS, 4 * COLUMNS);
             _tile_loadd(4, weight + i * COLUMNS + COLUMNS, 4 * COLUMNS);
@@ -195,7 +338,7 @@ static void product(const Linear *layer, int64_t block, const half *x, int rows,
         _tile_stored(1, out[0] + COLUMNS / 2, 4 * COLUMNS);
     } else
 #endif
-        for (int first = 0; first < rows; first += 4) few_rows(rows - first, x + first * inputs, inputs, weight, out + first);
+        for (int r = 0; r < rows; r += 4) few_rows(rows - r, x + r * inputs, inputs, weight, out + r);
     if (layer->bias)
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < COLUMNS; c++) out[r][c] += layer->bias[block * COLUMNS + c];
@@ -276,8 +419,6 @@ static void attend(const float *query, int64_t count, const half *keys, const ha
     else if (d == 128) attend_to(query, count, keys, values, mask, size, 128, weights, stride, out);
     else attend_to(query, count, keys, values, mask, size, d, weights, stride, out);
 }
-
-static int64_t up_to(int64_t multiple, int64_t x) { return (x + multiple - 1) / multiple * multiple; }
 
 #ifdef __AMX_BF16__
 /* Values [size, d] as tiles of weights: [up to 32 / 2, d, 2], slots in pairs, with zeros behind the last. */
@@ -369,10 +510,17 @@ static void attend_in_tiles(const float *query, int64_t step, int64_t count, con
 
 static int64_t padded(int64_t bytes) { return up_to(64, bytes); }
 
+/* The most inputs of a linear layer, up to a multiple of DEPTH. */
+static int64_t widest(const Shape *s) {
+    int64_t wide = s->heads * s->head_dim;
+    wide = wide > s->dim ? wide : s->dim;
+    return up_to(DEPTH, wide > s->hidden ? wide : s->hidden);
+}
+
 static int64_t bytes_of_a_thread(const Shape *s, int64_t m, int64_t nodes, int64_t slots) {
-    int64_t queries = nodes * s->heads / s->kv_heads;
+    int64_t queries = nodes * s->heads / s->kv_heads, most = up_to(ROWS, m);
     int64_t tiled = padded(2 * up_to(32, slots) * s->head_dim) + padded(64 * s->head_dim + 96 * up_to(32, slots));
-    return padded(2 * up_to(ROWS, m) * s->dim) + padded(4 * queries * s->head_dim) +
+    return padded(2 * most * s->dim) + padded(2 * most * widest(s)) + padded(4 * most) + padded(4 * queries * s->head_dim) +
            padded(4 * queries * up_to(LANES, slots)) + tiled;
 }
 
@@ -415,6 +563,7 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
 #endif
         char *own = at + me * bytes_of_a_thread(shape, m, p.nodes, p.slots);
         half *normed = take(&own, 2 * most * s.dim);
+        Whole whole = {take(&own, 2 * most * widest(shape)), take(&own, 4 * most)};
         float *query = take(&own, 4 * queries * d);
         float *weights = take(&own, 4 * queries * up_to(LANES, p.slots));
         half *pairs = take(&own, 2 * up_to(32, p.slots) * d);
@@ -423,15 +572,17 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
         const uint8_t *mask[queries];
         half *where[queries];
 #ifdef __AMX_BF16__
-        if (tiles) configure(m < ROWS ? (int)m : ROWS);
+        const int64_t tile_rows = layers->wqkv.scale ? 2 * m : m; /* with weights in 8 bits, a row of inputs takes two */
+        if (tiles) configure(tile_rows < ROWS ? (int)tile_rows : ROWS);
 #endif
 /* For the blocks of a layer that are this thread's, and rows `first` to `first + rows` of x: their product is in `out`. */
 #define PRODUCTS(linear, x)                                                                                   \
+    if ((linear).scale) quantise(x, m, (linear).inputs, &whole);                                              \
     for (int64_t blocks = ((linear).outputs + COLUMNS - 1) / COLUMNS, b = blocks * me / team;                 \
          b < blocks * (me + 1) / team; b++)                                                                   \
         for (int64_t first = 0, rows; first < m; first += ROWS)                                               \
             if (rows = m - first < ROWS ? m - first : ROWS,                                                   \
-                product(&(linear), b, (x) + first * (linear).inputs, (int)rows, out), 1)
+                product(&(linear), b, x, &whole, first, (int)rows, out), 1)
 
         for (int64_t i = m * me / team; i < m * (me + 1) / team; i++)
             for (int64_t j = 0; j < s.dim; j++) stream[i * s.dim + j] = widen(p.x[i * s.dim + j]);

@@ -54,6 +54,12 @@ def require() -> None:
         )
 
 
+def stored_parts(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What `quantise` has stored of a weight: [out, in] int8 and a scale [out]; None of one that it has not."""
+    scale: Tensor | None = getattr(weight, "scale", None)
+    return None if scale is None else (weight.qdata, scale.flatten())  # type: ignore[attr-defined]
+
+
 def compared(before: Tensor, after: Tensor, weights: tuple[int, int]) -> Effect:
     """logits [..., V] of the same places before and after; bytes of the weights before and after."""
     before, after = before.float(), after.float()

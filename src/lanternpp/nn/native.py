@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import digest, replacing, user_cache
 from lanternpp.nn.decoder import Block, Decoder
+from lanternpp.nn.int8 import stored_parts
 from lanternpp.types import Nodes
 
 SOURCE = Path(__file__).with_name("decoder.c")
@@ -39,6 +40,7 @@ FLAGS = (
     "-fPIC",
 )
 COLUMNS = 32  # of a block of weights, as in decoder.c
+DEPTH = 64  # weights in 8 bits have a multiple of so many inputs, as in decoder.c
 MOST_ROWS = 128  # of a pass; products of more rows are PyTorch's, which uses tiles of the CPU
 MOST_WEIGHTS = 1 << 27  # of a decoder: they are kept a second time, and larger ones gain little
 
@@ -46,7 +48,10 @@ MOST_WEIGHTS = 1 << 27  # of a decoder: they are kept a second time, and larger 
 class Linear(Structure):
     """`Linear` of decoder.c."""
 
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64))
+    _fields_ = (
+        *((name, c_void_p) for name in ("weight", "scale", "bias")),
+        *((name, c_int64) for name in ("inputs", "outputs")),
+    )
 
 
 class Layer(Structure):
@@ -117,32 +122,31 @@ class NativeDecoder:
         return kept
 
     def _layer(self, block: Block) -> Layer:
-        half = COLUMNS // 2
-        gate_up = [pad(part, half).unflatten(0, (-1, half)) for part in block.w13.weight.chunk(2)]
-        w13 = torch.cat(gate_up, 1).flatten(0, 1)  # gate and up alternate by half blocks
-        bias = None
-        if block.w13.bias is not None:
-            parts = [pad(part[:, None], half).unflatten(0, (-1, half)) for part in block.w13.bias.chunk(2)]
-            bias = torch.cat(parts, 1).flatten()
         norms = (getattr(norm, "weight", None) for norm in (block.attention_norm, block.ffn_norm))
         return Layer(
             *map(self._floats, norms),
-            self._linear(block.wqkv.weight, block.wqkv.bias),
-            self._linear(block.wo.weight, block.wo.bias),
-            self._linear(w13, bias),
-            self._linear(block.w2.weight, block.w2.bias),
+            self._linear(block.wqkv),
+            self._linear(block.wo),
+            self._linear(block.w13, gate_up),
+            self._linear(block.w2),
         )
 
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Weight [out, in], bias [out] -> blocks [out / COLUMNS, in / 2, COLUMNS, 2], the last one padded."""
-        outputs, inputs = weight.shape
-        blocks = pad(weight.detach(), COLUMNS).view(-1, COLUMNS, inputs // 2, 2).transpose(1, 2)
-        return Linear(
-            self._keep(blocks),
-            self._floats(None if bias is None else pad(bias.detach()[:, None], COLUMNS).flatten()),
-            inputs,
-            outputs,
-        )
+    def _linear(self, layer: nn.Linear, order: Callable[[Tensor], Tensor] = lambda x: x) -> Linear:
+        """Weight [out, in] -> blocks [out / COLUMNS, in / n, COLUMNS, n], the last one padded; n is 2, or 4 in 8 bits.
+
+        order: of the outputs, by a function of [out, m].
+        """
+
+        def ordered(x: Tensor) -> Tensor:
+            return pad(order(x.detach()), COLUMNS)
+
+        whole, weight, together = stored_parts(layer.weight), layer.weight, 2
+        if whole:
+            weight, together = nn.functional.pad(whole[0], (0, -whole[0].shape[1] % DEPTH)), 4
+        blocks = ordered(weight).unflatten(1, (-1, together)).unflatten(0, (-1, COLUMNS)).transpose(1, 2)
+        scale, bias = whole and whole[1][:, None], None if layer.bias is None else layer.bias[:, None]
+        floats = (None if x is None else self._floats(ordered(x)) for x in (scale, bias))
+        return Linear(self._keep(blocks), *floats, layer.in_features, layer.out_features)
 
     def _floats(self, tensor: Tensor | None) -> int | None:
         return None if tensor is None else self._keep(tensor.detach().float())
@@ -151,6 +155,12 @@ class NativeDecoder:
         """The address of a tensor, which lives as long as this object."""
         self._kept.append(tensor.contiguous())
         return self._kept[-1].data_ptr()
+
+
+def gate_up(x: Tensor) -> Tensor:
+    """x [2 n, m], a half for the gate and one for what it lets through -> the halves alternate by half blocks, padded."""
+    half = COLUMNS // 2
+    return torch.cat([pad(part, half).unflatten(0, (-1, half)) for part in x.chunk(2)], 1).flatten(0, 1)
 
 
 def pad(x: Tensor, multiple: int) -> Tensor:
@@ -162,7 +172,10 @@ def native(decoder: Decoder) -> NativeDecoder | None:
     """The decoder in C; None where its shape, its weights or this machine do not allow it."""
     config, weights = decoder.config, [p for p in decoder.parameters() if p.ndim == 2]
     plain = all(
-        type(p.detach()) is Tensor and p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in weights
+        (type(p.detach()) is Tensor or stored_parts(p))
+        and p.dtype == torch.bfloat16
+        and p.device.type == "cpu"
+        for p in weights
     )
     widths = (config.dim, config.hidden, config.heads * config.head_dim)
     simple = not (config.qk_norm or config.norm_after or any(width % COLUMNS for width in widths))

@@ -1,0 +1,109 @@
+"""Fewer threads while other work wants this machine's cores.
+
+After every operation that threads share they wait for each other. Where one of them is without a core, all stand still until
+it has one again, so that two threads beside other work take longer than one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lanternpp.nn.decoder import Decoder
+from lanternpp.nn.native import MOST_ROWS
+
+WAITS = Path(
+    "/proc/thread-self/schedstat"
+)  # of this thread: nanoseconds that it ran, and that it waited for a core
+INTERVAL = 0.05  # seconds between two looks at it
+SHARED = 0.15  # of the time in which a thread wants to run: a share of waiting from which on the machine counts as shared
+# Seconds of running without such waits before more threads are tried: at first, and at most.
+PATIENCE = (0.3, 10.0)
+
+
+@dataclass
+class Shared:
+    """What is known of the machine, which the next drawing meets as the last one left it."""
+
+    halvings: int = 0  # of the number of threads
+    alone: float = 0.0  # seconds that the drawing thread has run without waits since the last change
+    patience: float = PATIENCE[0]  # doubled where more threads were tried too early
+    warned: bool = False
+
+
+shared = Shared()
+
+
+class FittedThreads:
+    """A context in which `update`, called often, halves PyTorch's threads while the calling thread waits for a core.
+
+    Once it no longer waits they are doubled, up to as many as there were, and after the context there are as many again.
+    The first time that they are halved a warning says so. Only where a decoder's passes over so many rows are computed in C:
+    their results do not depend on the number of threads, while those of PyTorch's products of many rows do. And only on Linux,
+    which counts how long threads wait. Within such a context of the same thread another one does nothing.
+    """
+
+    _inside = threading.local()
+
+    def __init__(self, decoder: Decoder, rows: int = 1):
+        in_c = decoder.native is not None and rows <= MOST_ROWS
+        self.active = in_c and WAITS.is_file() and not getattr(self._inside, "context", False)
+        self.threads = self.every = torch.get_num_threads()
+        self.looked, self.ran, self.waited = 0.0, 0, 0
+
+    def __enter__(self) -> FittedThreads:
+        """Begin with as many threads as the last context ended with."""
+        if self.active:
+            self._inside.context = True
+            self._look()
+            self._set()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Back to as many threads as there were."""
+        if self.active:
+            self._inside.context = False
+            if self.threads != self.every:
+                torch.set_num_threads(self.every)
+
+    def update(self) -> None:
+        """Look whether the calling thread has waited, where the last look is long enough ago."""
+        if not self.active or time.perf_counter() - self.looked < INTERVAL:
+            return
+        ran, waited = self._look()
+        shared.alone += ran
+        if waited > SHARED * (ran + waited):
+            if self.threads > 1:
+                early = shared.alone < PATIENCE[0]
+                shared.patience = min(2 * shared.patience, PATIENCE[1]) if early else PATIENCE[0]
+                shared.halvings += 1
+            shared.alone = 0.0
+        elif shared.halvings and shared.alone > shared.patience:
+            shared.halvings, shared.alone = shared.halvings - 1, 0.0
+        self._set()
+
+    def _look(self) -> tuple[float, float]:
+        """Seconds that the calling thread has run since the last look, and that it waited for a core."""
+        before = self.ran, self.waited
+        self.looked = time.perf_counter()
+        self.ran, self.waited = map(int, WAITS.read_text().split()[:2])
+        return (self.ran - before[0]) / 1e9, (self.waited - before[1]) / 1e9
+
+    def _set(self) -> None:
+        threads = max(1, self.every >> shared.halvings)
+        if threads == self.threads:
+            return
+        torch.set_num_threads(threads)
+        self.threads = threads
+        if threads < self.every and not shared.warned:
+            shared.warned = True
+            warnings.warn(
+                f"other work wants this machine's cores, so {threads} of {self.every} threads draw until it ends; "
+                "pictures take longer",
+                stacklevel=2,
+            )
