@@ -52,6 +52,10 @@ OTHERWISE = {
         lambda target: TreeProposer(OtherMarkovDrafter(target, HOLES), StaticTree(chain(3))),
     ),
     "block, all levels at once": ("block", lambda target: Parallel(parallel(target), StaticTree(chain(3)))),
+    "block, a chain longer than the picture, and layers of the target": (
+        "block",
+        lambda target: Parallel(parallel(target, 11, (0,)), StaticTree(chain(12))),
+    ),
     "block, jacobi": ("block", lambda target: Jacobi(3, "none", "mixed")),
     "traversal, flatter q": (
         "traversal",
