@@ -280,7 +280,11 @@ def train(
     if layers < 1:
         raise InputError(f"layers {layers} must be at least 1.")
     known = asdict(settings) | {"layers": layers}
-    found = gather(model, options, data, self_sampling, known, follow, crops, limit)
+
+    def check(target: Target) -> None:
+        spread_taps(settings.taps, target.decoder.config.layers)
+
+    found = gather(model, options, data, self_sampling, known, follow, crops, limit, check)
     settings = replace(settings, cfg=found.cfg)
     known_target = found.target, found.codes, found.origin, options.device, found.sampling
     return run(ParallelTask(settings, layers, *known_target), options)
