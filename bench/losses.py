@@ -32,6 +32,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "parallel guided": {"loss": "guided"},
     "parallel lk": {"loss": "lk"},
     "parallel both": {"loss": "both"},
+    "parallel block": {"loss": "block"},
 }
 PARTS = ("tokenizer", "target")
 
@@ -166,8 +167,8 @@ def table(rows: dict[tuple[str, int], dict[str, Any]]) -> str:
             "lk": "-log acceptance",
             "agree": "agreement",
         },
-        "parallel": {f"accept{i}": f"level {i + 1}" for i in (0, 1, 3, 7)}
-        | {"chain": "codes per pass of a chain"},
+        "parallel": {f"accept[{i}]": f"level {i + 1}" for i in (0, 1, 3, 7, 11)}
+        | {"codes": "codes of a draft, by blocks", "chain": "by a walk"},
     }
     lines = []
     for kind, columns in seen.items():
@@ -177,7 +178,9 @@ def table(rows: dict[tuple[str, int], dict[str, Any]]) -> str:
         for (name, seed), row in rows.items():
             if not name.startswith(kind):
                 continue
-            figures = row["validation"]
+            figures = dict(row["validation"])
+            if kind == "parallel":
+                figures |= {f"accept[{i}]": value for i, value in enumerate(figures["accept"])}
             cells = [name.removeprefix(kind).strip(), str(seed), *(f"{figures[key]:.3f}" for key in columns)]
             if kind == "eagle":
                 cells += [" ".join(f"{x:.2f}" for x in figures["kept_by_depth"] if x is not None)]

@@ -37,7 +37,7 @@ def write_smaller(folder: Path, words: WordsConfig, vq: VQ) -> Path:
     return folder
 
 
-def write_model(folder: Path, grid: int = 4) -> Path:
+def write_model(folder: Path, grid: int = 4, layers: int = 2) -> Path:
     """A model of 32 codes on a grid of 4 x 4, 16 px, that knows a red tulip. A larger grid takes longer to draw."""
     torch.manual_seed(0)
     vq_shape = VQConfig(
@@ -49,7 +49,7 @@ def write_model(folder: Path, grid: int = 4) -> Path:
         words=("red", "tulip"),
         subjects=("tulip",),
         dim=32,
-        layers=2,
+        layers=layers,
         heads=2,
         hidden=48,
         grid=grid,

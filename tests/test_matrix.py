@@ -41,6 +41,7 @@ PROPOSERS = {
     "ddd": lambda target: TreeProposer(eagle(target), DepthTree(3, 4, 10, 1, math.log(0.7))),
     "parallel chain": lambda target: Parallel(parallel(target), StaticTree(chain(4))),
     "parallel tree": lambda target: Parallel(parallel(target, 2), StaticTree(BUSHY)),
+    "parallel taps chain": lambda target: Parallel(parallel(target, 13, (0,)), StaticTree(chain(12))),
     "parallel eagle2": lambda target: Parallel(parallel(target), DynamicTree(3, 3, 9)),
     "independent chain": lambda target: Independent(smaller(target), StaticTree(chain(4))),
     "independent tree": lambda target: Independent(smaller(target), StaticTree(BUSHY)),
@@ -55,7 +56,7 @@ BUSHY = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
 OTHERWISE = {  # the same drafts, not verified by a walk: name and verifier, parted by a comma
     f"{name}, {verify}": PROPOSERS[name]
     for verify, names in {
-        "block": ("oracle chain", "parallel chain", "jacobi"),
+        "block": ("oracle chain", "parallel chain", "parallel taps chain", "jacobi"),
         "traversal": ("oracle tree", "parallel tree", "independent tree"),
     }.items()
     for name in names

@@ -100,8 +100,8 @@ class MarkovTarget(ToyTarget):
             self.table[torch.zeros(rows, 3, dtype=torch.int64)], torch.zeros(rows, dtype=torch.int64)
         )
 
-    def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
-        return x
+    def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache, taps: tuple[int, ...] = ()) -> Tensor:
+        return x.repeat(1, 1, 1 + len(taps))
 
     def head(self, features: Tensor) -> Tensor:
         return features[..., : self.vocab] @ self.logp
@@ -201,14 +201,15 @@ def neighbours(book: Tensor, k: int) -> Tensor:
     return far.argsort(-1)[:, :k].int()
 
 
-def parallel(target: ToyTarget, queries: int = 4) -> ParallelDrafter:
+def parallel(target: ToyTarget, queries: int = 4, taps: tuple[int, ...] = ()) -> ParallelDrafter:
     """A random drafter whose queries and turning layers matter."""
     torch.manual_seed(3)
     dim = target.embed(torch.zeros(1, 1, dtype=torch.int64)).shape[-1]
     heads = max(1, dim // 8)
     rotary_table = grid_table(target.slots, target.width, dim // heads)
     drafter = ParallelDrafter(
-        ParallelConfig.like(DecoderConfig(dim, 1, heads, 24), queries=queries, turn=12), rotary_table
+        ParallelConfig.like(DecoderConfig(dim, 1, heads, 24), queries=queries, turn=12, taps=taps),
+        rotary_table,
     )
     for weight in drafter.parameters():
         weight.data.mul_(4 if weight.dim() == 2 else 1)

@@ -71,7 +71,7 @@ class TargetOutput:
     """The output of one pass of the target over a draft, and the verdict on it."""
 
     draft: Draft
-    features: Tensor  # [R, N, D] after the final norm
+    features: Tensor  # [R, N, D] after the final norm; [R, N, (1 + taps) D] where the proposer has `taps`
     logits: Tensor  # [B, N, V] guided and constrained, before temperature
     verdict: Verdict
 
@@ -92,7 +92,7 @@ class Admission:
     rows: Tensor  # [r] int64 its rows, the conditional one first
     condition: str | None
     prompt: Prompt  # of these rows
-    features: Tensor  # [r, T, D] of the prompt's slots
+    features: Tensor  # [r, T, D] of the prompt's slots, as those of a `TargetOutput`
     root: Tensor  # [1] int64 the first code
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import write_llamagen
+from documents import DOCS, blocks
 from families import write_janus
+from models import write_model
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -166,10 +168,49 @@ def test_rollouts_end_once_and_go_on_from_their_end_when_asked(run, shelf: Path)
     refused(run(*base, "--rollouts", 6), "(data '")
     (place / "config.json").unlink()  # as a kill may leave it, where new weights come with a new config
     assert run(*base, "--rollouts", 5).code == 0 and weights(place) == second
-    more = run(*base, "--rollouts", 5, "--restart")
+    relaxed = (*base, "--rollouts", 5, "--method", "lantern++")
+    refused(run(*relaxed), "(data '")
+    grow = ("--restart", "--levels", 16, "--taps", 1, "--layers", 2)
+    more = run(*relaxed, *grow)
     assert more.code == 0 and "recording" in more.err and weights(place) != second
+    config = json.loads((place / "config.json").read_text())
+    assert (config["queries"], config["taps"], config["layers"]) == (15, [0], 2)
+    drawn = run(
+        "compare", PROMPT["t2i"], "--model", "t2i", "--runs", 1, "--method", "parallel", "--tree", "chain-16"
+    )
+    assert (drawn.code, drawn.err) == (0, "")
     (place / "model.safetensors").write_bytes(bytes_of_first)
     refused(run(*base, "--rollouts", 5), "another drafter than its rollouts began with", "--restart")
+
+
+def test_options_of_the_other_kind_and_a_method_without_runs_are_refused(run, shelf: Path) -> None:
+    train = ("train", "drafter", "--model", "janus", *own("janus"))
+    refused(run(*train, "--levels", 9), "--levels is for drafters of --kind parallel")
+    refused(run(*train, "--kind", "parallel", "--rounds", 2), "--rounds is for drafters of --kind eagle")
+    refused(run(*train, "--kind", "parallel", "--method", "lantern++"), "add --rollouts N")
+    refused(
+        run(*train, "--kind", "parallel", "--taps", 2), "--taps 2 is too many: the target has 1 layers below"
+    )
+    assert not (shelf / "janus" / "parallel" / "state.pt").exists()
+
+
+def test_every_row_of_the_table_of_drafters_can_be_trained(run, elsewhere: Path) -> None:
+    """The commands of docs/drafters.md, on a tiny model with a small budget."""
+    write_model(elsewhere / "tiny", layers=4)
+    (elsewhere / "tiny" / "prompts.txt").write_text("a red tulip\nthe tulip\na tulip\n")
+    (block,) = (block for block in blocks(DOCS / "drafters.md", "sh") if "runs/chain/" in block.text)
+    rows = list(block.commands)
+    assert len(rows) == 10
+    small = ("--model", "tiny", "--steps", 1, "--checks", 1, "--batch-size", 2)
+    for args in rows:
+        if "runs/chain/all" in args and "--rollouts" in args:
+            assert "cp -r runs/chain/all runs/chain/relaxed" in block.text
+            shutil.copytree("runs/chain/all", "runs/chain/relaxed")
+        done = run(*args, *small, *(("--rollouts", 4) if "--rollouts" in args else ("--samples", 4)))
+        assert done.code == 0 and "codes" in done.err, done.err
+    assert {path.name for path in (elsewhere / "runs/chain").iterdir()} == {
+        args[args.index("--out") + 1][11:] for args in rows
+    }
 
 
 def weights(folder: Path) -> dict[str, list[float]]:

@@ -52,6 +52,10 @@ OTHERWISE = {
         lambda target: TreeProposer(OtherMarkovDrafter(target, HOLES), StaticTree(chain(3))),
     ),
     "block, all levels at once": ("block", lambda target: Parallel(parallel(target), StaticTree(chain(3)))),
+    "block, a chain longer than the picture, and layers of the target": (
+        "block",
+        lambda target: Parallel(parallel(target, 4, (0,)), StaticTree(chain(6))),
+    ),
     "block, jacobi": ("block", lambda target: Jacobi(3, "none", "mixed")),
     "traversal, flatter q": (
         "traversal",
@@ -85,7 +89,8 @@ def test_the_whole_loop_follows_the_targets_law(proposer):
 def test_the_whole_loop_follows_the_targets_law_however_a_draft_is_verified(case):
     target, (name, proposer) = MarkovTarget(CHAIN), OTHERWISE[case]
     parts, draws = (proposer(target), Exact(), Sampling(), Guidance()), DRAWS if name == "block" else FEWER
-    made = images(target, *parts, draws, verifier=VERIFIERS[name])
+    draws, batch = (20_000, 20_000) if "longer" in case else (draws, 50_000)  # each step takes longer
+    made = images(target, *parts, draws, batch, VERIFIERS[name])
     assert chi_square(tally(made, 3), target.law()) > UNLIKELY
 
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -183,6 +186,24 @@ def test_a_pass_into_the_cache_is_the_causal_pass(shape):
         x[:, 5:], cache.nodes(count, torch.ones(4, 4, dtype=torch.bool).tril().expand(2, -1, -1)), cache
     )
     assert torch.allclose(torch.cat((first, rest), 1), decoder.forward_sequence(x), atol=1e-10)
+
+
+@every_shape
+def test_layers_below_the_last_are_returned_as_they_leave_them(shape):
+    """By a pass over the whole sequence and by one into the cache; the features are the same with and without."""
+    decoder = network(replace(shape, layers=3))
+    x, features = torch.randn(2, 5, shape.dim, dtype=torch.float64), []
+    lower = copy.deepcopy(decoder)
+    lower.norm = torch.nn.Identity()
+    for count in (1, 2):
+        lower.blocks = decoder.blocks[:count]
+        features.append(lower.forward_sequence(x))
+    expected = torch.cat((decoder.forward_sequence(x), *features), -1)
+    assert torch.equal(decoder.forward_sequence(x, taps=(0, 1)), expected)
+    memory = Cache(decoder.config, 2, 8, x).rows(torch.arange(2), torch.zeros(2, dtype=torch.int64), 5)
+    assert torch.allclose(decoder(x, memory.nodes(), memory, (0, 1)), expected, atol=1e-10)
+    top = torch.cat((expected[..., : shape.dim], expected[..., 2 * shape.dim :]), -1)
+    assert torch.equal(decoder.forward_sequence(x, taps=(1,)), top)
 
 
 def test_what_comes_later_does_not_change_what_came_before():

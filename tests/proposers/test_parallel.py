@@ -27,8 +27,8 @@ def without_gradients():
         yield
 
 
-def engine(target, cfg: float, batch: int = 1, queries: int = 4) -> Engine:
-    proposer = Parallel(parallel(target, queries), StaticTree(EAGLE))
+def engine(target, cfg: float, batch: int = 1, queries: int = 4, taps: tuple[int, ...] = ()) -> Engine:
+    proposer = Parallel(parallel(target, queries, taps), StaticTree(EAGLE))
     return Engine(target, proposer, Exact(), SAMPLING, Guidance(cfg), batch)
 
 
@@ -49,17 +49,27 @@ def step_and_recall(loop: Engine) -> torch.Tensor:
     loop.step()
     loop.observers.remove(outputs)
     (output,), kept = outputs.seen, int(loop.count[0]) - before
-    features, depths = loop.guidance.merge(output.features)[0], output.draft.tree.depth[0].tolist()
+    features, depths = loop.guidance.merge(output.features)[0, :, :16], output.draft.tree.depth[0].tolist()
     spine = [features[depths.index(d)] if d in depths else features[0] * 0 for d in range(12)]
     return torch.stack(spine[kept : kept + loop.proposer.depth])
 
 
 @pytest.mark.parametrize("cfg", [1.0, 3.0])
-@pytest.mark.parametrize(("steps", "said"), [(0, "hill"), (1, "hill"), (3, "hill"), (3, "sea")])
-def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, steps, said):
+@pytest.mark.parametrize(
+    ("steps", "said", "taps"),
+    [
+        (0, "hill", ()),
+        (1, "hill", ()),
+        (3, "hill", ()),
+        (3, "sea", ()),
+        (0, "sea", (0, 1)),
+        (3, "sea", (0, 1)),
+    ],
+)
+def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, steps, said, taps):
     """Off by one here would only lower the codes per pass, silently."""
-    target, guidance = ToyTarget(), Guidance(cfg)
-    loop = engine(target, cfg)
+    target, guidance = ToyTarget(layers=3), Guidance(cfg)
+    loop = engine(target, cfg, taps=taps)
     drafter = loop.proposer.drafter
     loop.admit(0, said, 5)
     hints = torch.zeros(
@@ -76,7 +86,7 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
     codes = loop.codes[:, :count]
     read = torch.cat((prompt.embeds, target.embed(guidance.rows(codes))), 1)[:, :-1]
     features = guidance.merge(
-        target.decoder.forward_sequence(read, seen=causal_mask(prompt.start, read.shape[1]))
+        target.decoder.forward_sequence(read, seen=causal_mask(prompt.start, read.shape[1]), taps=taps)
     )
     ahead = torch.cat((prompt.embeds[:1], target.embed(codes)), 1)[:, 1:]
     anchor = torch.tensor([[features.shape[1] - 1]])

@@ -58,9 +58,9 @@ def test_every_level_is_judged_by_the_targets_guided_distribution_at_its_place(r
     assert figures["loss"].item() == pytest.approx(0, abs=1e-5)
 
 
-@pytest.mark.parametrize("loss", ["guided", "lk", "both"])
-def test_training_raises_the_chance_that_drafts_are_kept(ready: Path, loss: str) -> None:
-    made = task(ready, loss=loss, lr=5e-3)
+@pytest.mark.parametrize(("loss", "taps"), [("guided", 0), ("lk", 0), ("both", 1), ("block", 0)])
+def test_training_raises_the_chance_that_drafts_are_kept(ready: Path, loss: str, taps: int) -> None:
+    made = task(ready, loss=loss, taps=taps, lr=5e-3)
     before = made.validate()
     for step in range(40):
         figures = made.step(step, 0.0)
@@ -68,12 +68,21 @@ def test_training_raises_the_chance_that_drafts_are_kept(ready: Path, loss: str)
     after = made.validate()
     assert figures["accept"] > 0.3
     assert after["chain"] > before["chain"] + 0.2
-    assert after["refused"] < before["refused"]
+    assert after["codes"] > before["codes"] + 0.2
+    assert after["refused"] == pytest.approx(1 + 4 - after["codes"])
 
 
 def test_an_unknown_loss_is_refused_by_name() -> None:
-    with pytest.raises(InputError, match="'mse' is unknown: choose guided, lk, both"):
+    with pytest.raises(InputError, match="'mse' is unknown: choose guided, lk, both, block"):
         ParallelSettings(loss="mse")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("levels", 1), ("levels", 65), ("fade", 0.0), ("fade", 1.1), ("taps", -1)]
+)
+def test_a_setting_out_of_range_is_named(name: str, value: float) -> None:
+    with pytest.raises(InputError, match=f"^{name} {value} must be "):
+        ParallelSettings(**{name: value})  # type: ignore[arg-type]
 
 
 def test_an_interrupted_training_ends_as_one_that_was_not(ready: Path, data: Path, tmp_path: Path) -> None:

@@ -7,34 +7,61 @@ import pytest
 import torch
 from toys import ToyTarget, parallel
 
+from lanternpp.accept.exact import Exact
+from lanternpp.accept.mixture import Mixture
+from lanternpp.engine.batching import generate
+from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verifiers import VERIFIERS
+from lanternpp.errors import InputError
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.training.features import drafter_inputs
 from lanternpp.training.material.runs import Rollout, record, replay
 from lanternpp.training.parallel import ParallelSettings
-from lanternpp.training.rollouts import RolloutTask, deepen
+from lanternpp.training.rollouts import RolloutTask, grown
+from lanternpp.trees.shapes import chain
+from lanternpp.trees.static import StaticTree
 
 TEXTS = ["hill", "sea", "stone", "clouds", "a"]
 
 
-def runs(target: ToyTarget, count: int = 5) -> list[Rollout]:
+def runs(target: ToyTarget, count: int = 5, taps: tuple[int, ...] = ()) -> list[Rollout]:
     return sorted(
-        record(target, parallel(target), TEXTS[:count], 3.0, 4, batch=2),
+        record(target, parallel(target, taps=taps), TEXTS[:count], 3.0, 4, batch=2),
         key=lambda r: TEXTS.index(r.text or ""),
     )
 
 
-def test_a_run_holds_the_features_of_the_picture_it_drew() -> None:
-    target = ToyTarget()
-    for run in runs(target):
+@pytest.mark.parametrize("taps", [(), (0, 1)])
+def test_a_run_holds_the_features_of_the_picture_it_drew(taps: tuple[int, ...]) -> None:
+    target = ToyTarget(layers=3)
+    for run in runs(target, taps=taps):
         features, anchors, hints = replay(run, 4)
         prompt = target.prompt([run.text], 2)
         codes = run.codes[None].long().expand(2, -1)
-        whole = drafter_inputs(target, prompt.embeds, codes, prompt.start)[1]
+        whole = drafter_inputs(target, prompt.embeds, codes, prompt.start, taps=taps)[1]
         expected = Guidance(3.0).merge(whole)[0]
         assert torch.allclose(features.double(), expected, atol=1e-9)
         assert anchors[0] == 2 and len(anchors) == len(run.kept) == len(hints)
         assert not hints[0].any(), "nothing was refused before the first draft"
+
+
+@pytest.mark.parametrize(("rule", "verifier"), [(None, "block"), (Mixture(0.5), "block"), (None, "token")])
+def test_runs_are_those_of_the_rule_and_the_verifier_that_are_given(
+    rule: Mixture | None, verifier: str
+) -> None:
+    """By default of block verification without loss, as drafts of a chain are verified."""
+    target = ToyTarget()
+    proposer = Parallel(parallel(target), StaticTree(chain(4)))
+    parts = proposer, rule or Exact(), Sampling(), Guidance(3.0), 2
+    engine = Engine(target, *parts, verifier=VERIFIERS[verifier])
+    expected = generate(engine, TEXTS, range(5))
+    given = {} if (rule, verifier) == (None, "block") else {"rule": rule, "verifier": VERIFIERS[verifier]}
+    recorded = list(record(target, parallel(target), TEXTS, 3.0, 4, batch=2, **given))
+    for run in recorded:
+        sample = expected[TEXTS.index(run.text or "")]
+        assert run.codes.tolist() == sample.codes.tolist() and run.kept.tolist() == sample.accepted[1:]
 
 
 def test_hints_lie_where_the_refused_nodes_were() -> None:
@@ -56,9 +83,10 @@ def test_hints_lie_where_the_refused_nodes_were() -> None:
     assert hints[1, :, 0].tolist() == [2, 3, 0]
 
 
-def test_training_drafts_as_the_engine_did(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("taps", [(), (0, 1)])
+def test_training_drafts_as_the_engine_did(monkeypatch: pytest.MonkeyPatch, taps: tuple[int, ...]) -> None:
     """From a recorded run follow the very distributions that its guesses were drawn from, hints and all."""
-    target, seen = ToyTarget(), []
+    target, seen = ToyTarget(layers=3), []
     propose = Parallel.propose
 
     def spy(self: Parallel, noise: Any) -> Any:
@@ -67,13 +95,14 @@ def test_training_drafts_as_the_engine_did(monkeypatch: pytest.MonkeyPatch) -> N
         return seen[-1]
 
     monkeypatch.setattr(Parallel, "propose", spy)
-    (run,) = record(target, parallel(target), ["stone"], 3.0, 4, batch=1)
+    drafter = parallel(target, taps=taps)
+    (run,) = record(target, drafter, ["stone"], 3.0, 4, batch=1)
     assert run.kept.max() > 1 and len(seen) == len(run.kept) > 4
-    made = task(target, [run, run, run], anchors=len(seen), levels=4, noise=0.0)
+    made = task(target, [run, run, run], anchors=len(seen), levels=4, noise=0.0, taps=len(taps))
     read = made.drafts(made.train, [run], torch.tensor([0]), torch.Generator())
     assert read.hints is not None and read.hints.any() and read.start is not None and read.start[0] == 1
     with torch.no_grad():
-        guesses = target.head(made.predict_features(parallel(target), read)).softmax(-1)[0]
+        guesses = target.head(made.predict_features(drafter, read)).softmax(-1)[0]
     for guess, anchor in zip(guesses, read.anchors[0].tolist(), strict=True):
         turn = replay(run, 4)[1].tolist().index(anchor)
         known = min(int(run.kept[turn]), 4, 15 - (anchor - 2))  # levels drafted behind codes that were kept
@@ -82,19 +111,28 @@ def test_training_drafts_as_the_engine_did(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_drafter_that_grows_drafts_as_before() -> None:
     """And what was added can learn: its last matrices alone are zero."""
-    target = ToyTarget()
+    target = ToyTarget(layers=3)
     small = parallel(target)
-    large = deepen(small, 2, target)
+    large = grown(small, 2, 9, 2, target)
     layers = len(small.decoder.blocks)
-    assert len(large.decoder.blocks) == layers + 1 == len(deepen(large, 1, target).decoder.blocks)
+    assert len(large.decoder.blocks) == layers + 1 and large.config.queries == 8 and large.taps == (0, 1)
+    assert grown(large, 1, 2, 0, target).config == large.config
+    with pytest.raises(InputError, match="--taps 1: the drafter reads 2 layers already"):
+        grown(large, 1, 2, 1, target)
+    with pytest.raises(InputError, match="--taps 3 is too many: the target has 2 layers below its last"):
+        grown(small, 1, 2, 3, target)
     torch.manual_seed(0)
-    next_inputs, features = torch.randn(2, 1, 6, small.decoder.config.dim)
+    dim = small.decoder.config.dim
+    next_inputs, features = torch.randn(1, 6, dim), torch.randn(1, 6, 3 * dim)
     anchors = torch.tensor([[1, 3]])
     with torch.no_grad():
-        before = small.float().forward_sequence(next_inputs, features, anchors, 2)
-        after = large.forward_sequence(next_inputs, features, anchors, 2)
+        before = small.float().forward_sequence(next_inputs, features[..., :dim], anchors, 8)
+        after = large.forward_sequence(next_inputs, features, anchors, 8)
     for x, y in zip(before, after, strict=True):
-        assert torch.equal(x, y)
+        assert torch.allclose(x, y, atol=1e-5)
+    with torch.no_grad():
+        large.fc.weight[:, 2 * dim :].normal_()
+        assert not torch.allclose(large.forward_sequence(next_inputs, features, anchors, 8)[0], after[0])
     assert all(
         p.any()
         for name, p in large.decoder.blocks[-1].named_parameters()

@@ -53,11 +53,38 @@ def drafter(
             help="Go on with a parallel drafter, on N runs of the target with it, recorded first.",
         ),
     ] = None,
-    loss: Annotated[
-        Literal["paper", "guided", "lk", "both"] | None,
+    method: Annotated[
+        str | None,
         typer.Option(
-            help="paper: the target's distribution; guided: after guidance; lk: the acceptance; both: the last "
-            "two. Default: guided of eagle, both of parallel."
+            metavar="NAME",
+            help="--rollouts: the method by whose rule and verification they are drawn. Default: parallel, lossless.",
+        ),
+    ] = None,
+    loss: Annotated[
+        Literal["paper", "guided", "lk", "both", "block"] | None,
+        typer.Option(
+            help="paper (eagle): the target's distribution; guided: after guidance; lk: the acceptance; both: the last "
+            "two; block (parallel): guided, and the codes of a draft that block verification keeps. "
+            "Default: guided of eagle, both of parallel."
+        ),
+    ] = None,
+    levels: Annotated[
+        int | None,
+        typer.Option(
+            help="parallel: codes of a draft; a drafter that --rollouts goes on with grows to so many. Default: 14."
+        ),
+    ] = None,
+    fade: Annotated[
+        float | None,
+        typer.Option(
+            help="parallel: weight of each level in the loss, relative to the one before. Default: 0.88."
+        ),
+    ] = None,
+    taps: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="parallel: layers of the target below its last that the drafter reads too, evenly spread. Default: 0.",
         ),
     ] = None,
     weight: Annotated[
@@ -124,8 +151,15 @@ def drafter(
     where = plan(folder, save_minutes=save_minutes)
     drawn = SelfSampling(prompts, samples, sample_batch, seed) if own else None
     only = given(weight=weight, rounds=rounds, inherit=inherit)
+    only_parallel = given(levels=levels, fade=fade, taps=taps)
     keep = bool(cache_features)
+    if method is not None and rollouts is None:
+        raise InputError("--method says how the runs of --rollouts are drawn: add --rollouts N.")
     if kind == "eagle":
+        if only_parallel:
+            raise InputError(
+                f"--{next(iter(only_parallel))} is for drafters of --kind parallel: leave it out."
+            )
         if rollouts is not None:
             raise InputError(
                 "--rollouts is for drafters of --kind parallel: an EAGLE drafter hears nothing of them."
@@ -139,13 +173,14 @@ def drafter(
         raise InputError(
             f"--{next(iter(only)).replace('_', '-')} is for drafters of --kind eagle: leave it out."
         )
-    hparams = parallel.ParallelSettings(**shared)
+    hparams = parallel.ParallelSettings(**shared, **only_parallel)
     if rollouts is not None and rollouts < 1:
         raise InputError(f"--rollouts {rollouts} must be at least 1.")
     if rollouts is None:
         leave(parallel.train(data, model, layers, hparams, where, crops, limit, drawn, follow=cfg is None))
     else:
-        leave(runs.train(data, model, hparams, where, rollouts, drawn, follow=cfg is None, layers=layers))
+        more = {"follow": cfg is None, "layers": layers} | given(method=method)
+        leave(runs.train(data, model, hparams, where, rollouts, drawn, **more))
     say_how(model, out, kind)
 
 

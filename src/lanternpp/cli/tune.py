@@ -79,7 +79,7 @@ def tune(
     n: Pictures = 8,
     rounds: Rounds = 3,
     nodes: Nodes = 64,
-    depth: Depth = 10,
+    depth: Depth = 16,
     budget_tv: Variation = None,
     budget_frechet: Frechet = None,
     budget_pictures: Measured = None,

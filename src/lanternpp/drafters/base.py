@@ -152,7 +152,12 @@ def check_fit(source: Source, dim: int, target: Target) -> None:
 
 
 class QueryDrafter(Drafter):
-    """Predicts all levels of a draft in one pass, on guided features, with one row per sample."""
+    """Predicts all levels of a draft in one pass, on guided features, with one row per sample.
+
+    taps: the layers of the target whose guided output it reads behind the features, which are then (1 + taps) D wide.
+    """
+
+    taps: tuple[int, ...] = ()
 
     @abstractmethod
     def forward(

@@ -3,7 +3,8 @@
 It works on guided features: where the head is linear, the head of merged features is the merged logits, so
 one row does for both branches of classifier-free guidance. A query sees everything decided and the queries
 before it (the mask tokens of PaSS, arXiv 2311.13581); its feature of a level is then conditioned on the
-code drafted just before, through two small layers (the sequential heads of Hydra, arXiv 2402.05109). The target's
+code drafted just before, through two small layers (the sequential heads of Hydra, arXiv 2402.05109). Of decided codes it
+may also read what layers below the target's last return (EAGLE-3, arXiv 2503.01840), guided as features are. The target's
 features at the refused end of the last draft predict those of the next pass there, as in Jacobi decoding (arXiv
 2410.01699); they are added to the queries as hints.
 """
@@ -11,15 +12,22 @@ features at the refused end of the last draft predict those of the next pass the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.drafters.base import DrafterConfig, QueryDrafter
+from lanternpp.errors import InputError
 from lanternpp.nn.configs import Slots, Width
 from lanternpp.nn.decoder import AttentionCache, Decoder
+from lanternpp.nn.sources import Source
+from lanternpp.schema import Between, Length
+from lanternpp.targets.base import Target
 from lanternpp.types import Nodes
+
+Taps = Annotated[tuple[Annotated[int, Between(0, 511)], ...], Length(0, 16)]
 
 
 @dataclass(frozen=True)
@@ -28,10 +36,15 @@ class ParallelConfig(DrafterConfig):
 
     queries: Slots = 7  # levels beyond the first; deeper ones repeat the last query
     turn: Width = 256  # H: width of the layers that condition on the previous code
+    taps: Taps = ()  # layers of the target below its last, counted from 0, whose output is read too
+
+    def __post_init__(self) -> None:
+        if list(self.taps) != sorted(set(self.taps)):
+            raise ValueError(f"taps {list(self.taps)} must be different layers in ascending order")
 
 
 class ParallelDrafter(QueryDrafter):
-    """fc(2D -> D), a decoder, and a query for every level beyond the first."""
+    """fc((2 + taps) D -> D), a decoder, and a query for every level beyond the first."""
 
     config_class = ParallelConfig
     about = "folders written by lanternpp train drafter --kind parallel"
@@ -41,7 +54,8 @@ class ParallelDrafter(QueryDrafter):
         super().__init__()
         self.config = config
         dim = config.decoder.dim
-        self.fc = nn.Linear(2 * dim, dim)
+        self.taps = config.taps
+        self.fc = nn.Linear((2 + len(config.taps)) * dim, dim)
         self.queries = nn.Parameter(torch.empty(config.queries, dim))
         nn.init.normal_(self.queries, std=0.02)
         self.decoder = Decoder(config.decoder, rotary_table)
@@ -49,6 +63,17 @@ class ParallelDrafter(QueryDrafter):
         self.down = nn.Linear(dim, config.turn)
         self.before = nn.Linear(dim, config.turn, bias=False)
         self.up = nn.Linear(config.turn, dim)
+
+    @classmethod
+    def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:
+        """As `Drafter.read`; also an InputError where it reads layers that the target does not have below its last."""
+        drafter, layers = super().read(source, target, dtype), target.decoder.config.layers
+        if drafter.taps and drafter.taps[-1] >= layers - 1:
+            raise InputError(
+                f"drafter {source.path} reads layer {drafter.taps[-1]} of its target, counted from 0, and this one has "
+                f"{layers}; use a drafter trained for this target"
+            )
+        return drafter
 
     def forward(
         self,
@@ -58,7 +83,7 @@ class ParallelDrafter(QueryDrafter):
         cache: AttentionCache,
         hints: Tensor | None = None,
     ) -> Tensor:
-        """next_embeds [B, N, D], guided features [B, N, D] -> guided features at the positions after all `nodes`, [B, N + Q, D].
+        """next_embeds [B, N, D], guided features [B, N, (1 + taps) D] -> those at the positions after all `nodes`, [B, N + Q, D].
 
         The last Q nodes are queries: places where no code is known yet. hints [B, N + Q, D]: the
         target's features at these positions on the refused end of the last draft; 0 where there are none.
@@ -69,7 +94,15 @@ class ParallelDrafter(QueryDrafter):
     def inputs(
         self, next_embeds: Tensor, features: Tensor, levels: int, times: int, hints: Tensor | None
     ) -> Tensor:
-        """The decoder's input: next_embeds and features [B, N, D], and hints -> [B, N + times * levels, D]."""
+        """The decoder's input: next_embeds [B, N, D], features [B, N, (1 + taps) D] and hints -> [B, N + times * levels, D].
+
+        What layers return is divided by its root mean square, as it may be large and has passed no norm.
+        """
+        if self.taps:
+            dim = self.config.decoder.dim
+            tapped = features[..., dim:].unflatten(-1, (-1, dim))
+            tapped = F.rms_norm(tapped, (dim,), eps=self.config.decoder.norm_eps)
+            features = torch.cat((features[..., :dim], tapped.flatten(-2)), -1)
         x = self.fc(torch.cat((next_embeds, features), -1))
         if levels:
             level = torch.arange(levels, device=x.device).clamp_(max=self.config.queries - 1)
@@ -98,19 +131,23 @@ class ParallelDrafter(QueryDrafter):
         start: Tensor | None = None,
         hints: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """next_embeds [B, S, D], features [B, S, D], anchors [B or 1, A] slots to draft from -> features at the next positions.
+        """next_embeds [B, S, D], features [B, S, (1 + taps) D], anchors [B or 1, A] slots to draft from -> features behind them.
 
         [B, S, D] of the first level, and [B, A, levels, D] of more: each query sees the slots up to its
         anchor and the queries between. Rows begin at start [B]; None: at slot 0. hints [B, S + A * levels, D].
         """
         count, times = next_embeds.shape[1], anchors.shape[1]
         x = self.inputs(next_embeds, features, levels, times, hints)
-        out = self.decoder.forward_sequence(x, *_lesson(count, anchors, levels, start))
+        out = self.decoder.forward_sequence(x, *branches(count, anchors, levels, start))
         return out[:, :count], out[:, count:].unflatten(1, (times, levels))
 
 
-def _lesson(count: int, anchors: Tensor, levels: int, start: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Positions [b, N] and attention mask [b, 1, N, N] of N = count + A * levels slots and queries behind the anchors."""
+def branches(count: int, anchors: Tensor, levels: int, start: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Positions [b, N] and attention mask [b, 1, N, N] of `count` slots and of chains of `levels` nodes behind some of them.
+
+    N = count + A * levels. The chain behind an anchor, of anchors [B or 1, A], sees the slots up to the anchor, and none
+    of the other chains. Rows begin at start [B]; None: at slot 0.
+    """
     device, rows = anchors.device, max(len(anchors), 1 if start is None else len(start))
     slots = torch.arange(count, device=device).expand(rows, -1)
     level = torch.arange(levels, device=device).repeat(anchors.shape[1]).expand(rows, -1)

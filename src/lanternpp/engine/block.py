@@ -62,12 +62,17 @@ def stops(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
     at = codes[:, 1:, None]
     chance = q[:, :-1].gather(-1, at)[..., 0]
     ratio = p[:, :-1].gather(-1, at)[..., 0] / chance
-    total = F.pad(ratio.where(chance > 0, 0).double().log().cumsum(1), (1, 0))
-    weight = (total - total.cummax(1).values).exp()  # [B, g + 1]
+    weight = chain_weights(ratio.where(chance > 0, 0))
     left = (p * weight[..., None].to(p.dtype)).sub_(q).clamp_(min=0)
     mass = left.sum(-1).double()
     either = mass + 1 - weight
     return all_refused((mass / either).where(either > 0, 1)), left
+
+
+def chain_weights(ratio: Tensor) -> Tensor:
+    """Ratios p / q [B, g] of the guesses of chains -> w_0, 1, and w_1 .. w_g, [B, g + 1] float64."""
+    total = F.pad(ratio.double().log().cumsum(1), (1, 0))
+    return (total - total.cummax(1).values).exp()
 
 
 def all_refused(halt: Tensor) -> Tensor:

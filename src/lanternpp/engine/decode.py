@@ -55,6 +55,7 @@ class Engine:
         self.observers: list[Observer] = []
         self.target, self.proposer, self.rule = target, proposer, rule
         self.sampling, self.guidance, self.batch, self.verifier = sampling, guidance, batch, verifier
+        self._taps = {"taps": proposer.taps} if proposer.taps else {}
         room = target.slots + target.length + proposer.size
         self.cache = Cache(target.decoder.config, guidance.branches * batch, room, like)
         self.codes = torch.zeros(
@@ -84,12 +85,12 @@ class Engine:
         rows = torch.arange(self.guidance.branches, device=device) * self.batch + slot
         prompt_cache = self.cache.rows(rows, prompt.start, count)
         embeds = prompt.embeds.to(self.cache.kv.dtype)
-        features = self.target(embeds, prompt_cache.nodes(), prompt_cache)
+        features = self.target(embeds, prompt_cache.nodes(), prompt_cache, **self._taps)
         self._next_noise.clear()
         self.noise.seed[slot] = seed
         self.tv_cost[slot] = 0
         self.passes[slot] = 0
-        logits = self.guidance.merge(self.target.head(features[:, -1:]))
+        logits = self._guided_logits(features[:, -1:])
         logits = self.target.constrain(logits, torch.zeros(1, 1, dtype=torch.int64, device=device))
         noise = Noise(self.noise.seed[slot : slot + 1], self.noise.step[slot : slot + 1])
         root = self.sampling.draw(self.sampling.probs(logits[:, 0]), noise)
@@ -125,11 +126,17 @@ class Engine:
         self._enter("rest")
 
     def _target_forward(self, draft: Draft) -> tuple[Tensor, Tensor]:
-        """One pass of the target over a draft: features [R, N, D], guided and constrained logits [B, N, V]."""
+        """One pass of the target over a draft: features as of `TargetOutput`, guided and constrained logits [B, N, V]."""
         rows, target = self.guidance.rows, self.target
         nodes = self.cache.nodes(rows(draft.tree.depth), rows(draft.tree.mask))
-        features = target(rows(target.embed(draft.codes)), nodes, self.cache)
-        return features, target.constrain(self.guidance.merge(target.head(features)), self._index(draft.tree))
+        features = target(rows(target.embed(draft.codes)), nodes, self.cache, **self._taps)
+        return features, target.constrain(self._guided_logits(features), self._index(draft.tree))
+
+    def _guided_logits(self, features: Tensor) -> Tensor:
+        """Features [R, N, (1 + taps) D], of which the head reads the first part -> [B, N, V]."""
+        if self._taps:
+            features = features[..., : self.target.decoder.config.dim]
+        return self.guidance.merge(self.target.head(features))
 
     def _verify(self, draft: Draft, logits: Tensor, noise: Noise) -> Verdict:
         """The verdict on a draft, cut where the image ends; a finished sample keeps nothing."""

@@ -46,6 +46,8 @@ class Proposer(ABC):
     needs: ClassVar[str | None] = None
     """The network that it is built with, by the folder of a model that holds it: "drafter", "parallel", or "independent",
     a smaller target of the same codes; None: it is built without."""
+    taps: tuple[int, ...] = ()
+    """The layers of the target whose output it is given behind the features, as `Decoder.forward` returns them."""
     size: int
     depth: int
     root: Tensor  # [B] the code each draft starts from

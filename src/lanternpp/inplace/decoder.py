@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -53,26 +54,34 @@ class TransformersDecoder(Decoder):
         self.body, self.config, self.positions = body, config, positions
         self.register_buffer("rotary_table", rotary_table, persistent=False)  # for drafters
 
-    def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
-        """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to `cache`."""
+    def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache, taps: tuple[int, ...] = ()) -> Tensor:
+        """x [R, N, D] at `nodes` -> features [R, N, D], with taps [R, N, (1 + taps) D]; their keys and values go to `cache`."""
         config: Any = self.body.config
         usual = config._attn_implementation
         running = _running.set((nodes, cache))
         config._attn_implementation = NAME
         try:
-            features: Tensor = self.body(
+            found = self.body(
                 inputs_embeds=x,
                 attention_mask=additive_mask(nodes.mask, x.dtype),
                 position_ids=self.positions(nodes.position),
                 use_cache=False,
-            ).last_hidden_state
+                output_hidden_states=bool(taps),
+            )
         finally:
             config._attn_implementation = usual
             _running.reset(running)
-        return features
+        features: Tensor = found.last_hidden_state
+        return (
+            torch.cat((features, *(found.hidden_states[1 + tap] for tap in taps)), -1) if taps else features
+        )
 
     def forward_sequence(
-        self, x: Tensor, positions: Tensor | None = None, seen: Tensor | None = None
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        seen: Tensor | None = None,
+        taps: tuple[int, ...] = (),
     ) -> Tensor:
         """Not there: drafters are trained on a model that this package read itself."""
         raise NotImplementedError("train drafters with `lanternpp train drafter --model ID --self`")

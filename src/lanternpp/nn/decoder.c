@@ -67,8 +67,10 @@ typedef struct {
     const int64_t *slot;   /* [rows, nodes] */
     const uint8_t *mask;   /* [rows, nodes, slots], 0 or 1: what a node attends to */
     half *kv;              /* [layers, 2, rows, kv_heads, slots, head_dim] */
-    half *out;             /* [rows, nodes, dim] */
+    half *out;             /* [rows, nodes, parts, dim]: the features, then what some layers return */
     char *scratch;         /* as many bytes as `scratch_bytes` says */
+    int64_t parts;
+    const int64_t *part; /* [layers]: the part of out that a layer's output goes to; 0: none */
 } Pass;
 
 static inline float widen(half x) {
@@ -592,9 +594,15 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
                     const uint8_t *seen = p.mask + (i / p.slots * p.nodes + n) * p.slots + i % p.slots;
                     bias[i * lanes + n] = n >= p.nodes || *seen ? 0 : -INFINITY;
                 }
+/* This thread's rows of the residual stream, normalised where there is a weight, to a part of `out`. */
+#define WRITE(weight, number)                                                                                 \
+    for (int64_t i = m * me / team; i < m * (me + 1) / team; i++)                                             \
+        normalise(stream + i * s.dim, weight, s.eps, s.dim, p.out + (i * p.parts + (number)) * s.dim)
+
         for (int64_t l = 0; l < s.layers; l++) {
             const Layer layer = layers[l];
 #pragma omp barrier
+            if (l && p.part[l - 1]) WRITE(NULL, p.part[l - 1]);
             for (int64_t i = 0; i < m; i++)
                 normalise(stream + i * s.dim, layer.attention_norm, s.eps, s.dim, normed + i * s.dim);
             PRODUCTS(layer.wqkv, normed)
@@ -666,8 +674,7 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
                 add_block(out, rows, b, s.dim, stream + first * s.dim);
         }
 #pragma omp barrier
-        for (int64_t i = m * me / team; i < m * (me + 1) / team; i++)
-            normalise(stream + i * s.dim, s.norm, s.eps, s.dim, p.out + i * s.dim);
+        WRITE(s.norm, 0);
 #ifdef __AMX_BF16__
         if (tiles) _tile_release();
 #endif

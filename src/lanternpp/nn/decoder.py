@@ -37,7 +37,7 @@ class NativePasses(Protocol):
         """Whether it computes a pass with inputs x [R, N, D]."""
         ...
 
-    def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
         """As `Decoder.forward`, with the cache's keys and values [L, 2, R, Hkv, S, d]."""
         ...
 
@@ -187,26 +187,36 @@ class Decoder(nn.Module):
             None  # [T, T], set before compiling: a mask that is computed in the graph is slower
         )
 
-    def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
-        """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to `cache`."""
+    def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache, taps: tuple[int, ...] = ()) -> Tensor:
+        """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to `cache`.
+
+        taps: layers below the last, counted from 0 and ascending, whose output (the residual stream behind them) is
+        returned too, behind the features: [R, N, (1 + taps) D].
+        """
         if self.native is not None and self.native.takes(x) and cache.whole is not None:
-            return self.native(x, nodes, cache.whole)
+            return self.native(x, nodes, cache.whole, taps)
         rotation = self.rotary_table[nodes.position.clamp(max=self.rotary_table.shape[0] - 1)][
             :, :, :, None
         ].to(x.dtype)
-        mask = additive_mask(nodes.mask, x.dtype)
+        mask, tapped = additive_mask(nodes.mask, x.dtype), list[Tensor]()
         for layer, block in enumerate(self.blocks):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
                 return cache.attend(layer, nodes, mask, q, k, v)
 
             x = block(x, rotation, attend)
-        return self.norm(x)
+            if layer in taps:
+                tapped.append(x)
+        return torch.cat((self.norm(x), *tapped), -1) if taps else self.norm(x)
 
     def forward_sequence(
-        self, x: Tensor, positions: Tensor | None = None, seen: Tensor | None = None
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        seen: Tensor | None = None,
+        taps: tuple[int, ...] = (),
     ) -> Tensor:
-        """x [B, T, D] -> features [B, T, D], without a cache.
+        """x [B, T, D] -> features [B, T, D], without a cache; with taps as in `forward`.
 
         At positions 0..T-1 or positions [b, T]. The mask is causal, or seen [b, 1, T, T], True where attended to; b is B or 1.
         """
@@ -224,7 +234,9 @@ class Decoder(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=gqa)
             return y.transpose(1, 2)
 
-        rotation = rotations[:, :, :, None].to(x.dtype)
-        for block in self.blocks:
+        rotation, tapped = rotations[:, :, :, None].to(x.dtype), list[Tensor]()
+        for layer, block in enumerate(self.blocks):
             x = block(x, rotation, attend)
-        return self.norm(x)
+            if layer in taps:
+                tapped.append(x)
+        return torch.cat((self.norm(x), *tapped), -1) if taps else self.norm(x)

@@ -14,7 +14,7 @@ import subprocess
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, addressof, byref, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -79,6 +79,8 @@ class Pass(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("rows", "nodes", "slots")),
         *((name, c_void_p) for name in ("x", "rotation", "slot", "mask", "kv", "out", "scratch")),
+        ("parts", c_int64),
+        ("part", c_void_p),
     )
 
 
@@ -102,15 +104,23 @@ class NativeDecoder:
         """Whether a pass with inputs x [R, N, D] has few enough rows."""
         return self.active and x.shape[0] * x.shape[1] <= MOST_ROWS
 
-    def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
-        """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to kv [L, 2, R, Hkv, S, d]."""
+    def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
+        """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to kv [L, 2, R, Hkv, S, d].
+
+        taps: as of `Decoder.forward`, [R, N, (1 + taps) D].
+        """
         rows, count, _ = x.shape
         threads, slots = torch.get_num_threads(), kv.shape[4]
         scratch = self._scratch(self.library.scratch_bytes(byref(self.shape), rows, count, slots, threads))
-        x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        x, out = x.contiguous(), x.new_empty(rows, count, (1 + len(taps)) * self.shape.dim)
         rotation = self.rotary_table[nodes.position.clamp(max=len(self.rotary_table) - 1)]
         given = (x, rotation, nodes.slot.contiguous(), nodes.mask.contiguous(), kv, out, scratch)
-        work = Pass(rows, count, slots, *(tensor.data_ptr() for tensor in given))
+        part = (c_int64 * self.shape.layers)(*(0,) * self.shape.layers)
+        for i, layer in enumerate(taps):
+            part[layer] = 1 + i
+        work = Pass(
+            rows, count, slots, *(tensor.data_ptr() for tensor in given), 1 + len(taps), addressof(part)
+        )
         self.library.decode(byref(self.shape), self.layers, byref(work), threads)
         return out
 

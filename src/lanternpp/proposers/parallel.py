@@ -25,6 +25,11 @@ class Parallel(NetworkProposer):
     needs = "parallel"
     drafter: QueryDrafter
 
+    @property
+    def taps(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Those of its drafter."""
+        return self.drafter.taps
+
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Allocate the drafter's cache and the inputs that the next draft starts with."""
         super().open(target, sampling, guidance, batch)
@@ -32,7 +37,7 @@ class Parallel(NetworkProposer):
         span = 2 * depth  # waiting inputs, at most depth + 1, and depth - 1 queries
         self.cache = Cache(self.drafter.decoder.config, batch, target.slots + target.length + span, like)
         self.next_embeds = torch.zeros(batch, depth + 1, dim, dtype=like.dtype, device=like.device)
-        self.features = torch.zeros_like(self.next_embeds)
+        self.features = self.next_embeds.repeat(1, 1, 1 + len(self.taps))
         self.hints = torch.zeros_like(self.next_embeds[:, 1:])  # [B, depth, D] of the features of every level
         self.waiting = torch.zeros_like(self.root)
         every = torch.arange(target.vocab, device=like.device)
@@ -81,7 +86,7 @@ class Parallel(NetworkProposer):
         self.features.copy_(features.gather(1, path))
         self.next_embeds.copy_(self.target.embed(verdict.next_codes))
         self.waiting.copy_(verdict.kept)
-        self.hints.copy_(refused(output, features))
+        self.hints.copy_(refused(output, features[..., : self.hints.shape[-1]]))
 
     def _drafter_forward(self) -> Tensor:
         """The drafter's pass over the waiting inputs and the queries -> features of every level, [B, depth, D]."""

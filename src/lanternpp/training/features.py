@@ -79,21 +79,27 @@ def causal_mask(start: Tensor | None, count: int) -> Tensor | None:
     return (mask | (slot[:, None] == slot))[:, None]
 
 
+def slot_inputs(target: Target, prompts: Tensor, codes: Tensor) -> Tensor:
+    """The target's inputs: prompts [R, T, D] and all codes [R, length] but the last, [R, T + length - 1, D]."""
+    return torch.cat((prompts, target.embed(codes[:, :-1]).to(prompts.dtype)), 1)
+
+
 def drafter_inputs(
     target: Target,
     prompts: Tensor,
     codes: Tensor,
     start: Tensor | None = None,
     features: Tensor | None = None,
+    taps: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """prompts [R, T, D] that begin at start [R], codes [R, length] -> a drafter's inputs and what it should predict.
 
     Returns next_inputs [R, S - 1, D], the input after each slot, and features [R, S, D], for S = T + length - 1 slots:
     a drafter predicts features[:, t + 1] from next_inputs[:, t] and features[:, t]. If `features` are given, the
-    target is not run.
+    target is not run. With taps features are [R, S, (1 + taps) D], as `Decoder.forward` returns them.
     """
-    inputs = torch.cat((prompts, target.embed(codes[:, :-1]).to(prompts.dtype)), 1)
+    inputs = slot_inputs(target, prompts, codes)
     if features is not None:
         return inputs[:, 1:], features
     mask = causal_mask(start, inputs.shape[1])
-    return inputs[:, 1:], target.decoder.forward_sequence(inputs, seen=mask)
+    return inputs[:, 1:], target.decoder.forward_sequence(inputs, seen=mask, taps=taps)

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from lanternpp.drafters.base import mark
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.targets.base import Target
 from lanternpp.training import hardware
 from lanternpp.training.data import BatchSampler, evenly_spaced
+from lanternpp.training.drafts import DraftBatch, DraftMeasure, estimated_weights, gather_slots
 from lanternpp.training.features import CaptionPrompts, drafter_inputs
 from lanternpp.training.material.codes import Codes, VariantSampler
 from lanternpp.training.material.gather import gather
@@ -24,43 +26,43 @@ from lanternpp.training.material.samples import SelfSampling
 from lanternpp.training.run import Task, TrainingOptions, averaged, run
 from lanternpp.training.team import team
 
+LOSSES = ("guided", "lk", "both", "block")
+MOST_LEVELS = 64
+PLACES = 20  # of a picture that a validation drafts from, about
+
 
 @dataclass(frozen=True)
 class ParallelSettings:
     """Hyperparameters: all that decides the result, except the budget and the machine.
 
     The loss of a level is cross-entropy to the target's guided distribution (`guided`), -log of the acceptance
-    (`lk`), or the sum of both (`both`); level l counts `fade` ** l.
+    (`lk`), or the sum of both (`both`); level l counts `fade` ** l. `block` is `guided` and, for the chain as a whole,
+    -log of the codes that block verification would decide of a draft (`blocks.estimated_weights`).
     """
 
-    loss: Literal["guided", "lk", "both"] = "both"
+    loss: Literal["guided", "lk", "both", "block"] = "both"
     cfg: float = 3.0
     batch_size: int = 16
     lr: float = 2e-3
-    levels: int = 8  # codes of a draft
-    anchors: int = 32  # slots of a picture behind which a step drafts
-    fade: float = 0.85
+    levels: int = 14  # codes of a draft
+    anchors: int = 20  # slots of a picture behind which a step drafts
+    fade: float = 0.88
     noise: float = 0.1  # width of the uniform noise that is added to features
     turn: int = 256
+    taps: int = 0  # layers of the target below its last that are read too, evenly spread
     seed: int = 0
     decay: float = 0.995
     warmup: int = 50
 
     def __post_init__(self) -> None:
-        if self.loss not in ("guided", "lk", "both"):
-            raise InputError(f"loss {self.loss!r} is unknown: choose guided, lk, both.")
-
-
-@dataclass(frozen=True)
-class DraftBatch:
-    """Inputs of B pictures: S slots, the first T of them the prompt's. Drafts of `levels` codes begin behind A slots, the anchors."""
-
-    next_inputs: Tensor  # [B, S - 1, D] the input after each slot
-    features: Tensor  # [B, S, D] guided, float32
-    first: int  # T
-    start: Tensor | None  # [B] where prompts begin; None: all at slot 0
-    anchors: Tensor  # [B, A] slots
-    hints: Tensor | None = None  # [B, S - 1 + A * (levels - 1), D]
+        if self.loss not in LOSSES:
+            raise InputError(f"loss {self.loss!r} is unknown: choose {', '.join(LOSSES)}.")
+        if not 2 <= self.levels <= MOST_LEVELS:
+            raise InputError(f"levels {self.levels} must be 2 to {MOST_LEVELS}.")
+        if self.taps < 0:
+            raise InputError(f"taps {self.taps} must be at least 0.")
+        if not 0 < self.fade <= 1:
+            raise InputError(f"fade {self.fade} must be above 0, and 1 at most: 1 counts all levels alike.")
 
 
 class ParallelTask(Task):
@@ -79,14 +81,19 @@ class ParallelTask(Task):
         codes: Codes,
         origin: str,
         device: torch.device,
+        sampling: Sampling | None = None,
     ):
         torch.manual_seed(settings.seed)
         self.hparams, self.codes, self.device = settings, codes, device
         self.guidance = Guidance(settings.cfg)
+        self.measure = DraftMeasure(target, self.guidance, sampling or Sampling())
         self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
         self.target = target.to(device).eval().requires_grad_(False)
         shape = target.decoder.config
-        self.config = ParallelConfig.like(shape, layers, queries=settings.levels - 1, turn=settings.turn)
+        taps = spread_taps(settings.taps, shape.layers)
+        self.config = ParallelConfig.like(
+            shape, layers, queries=settings.levels - 1, turn=settings.turn, taps=taps
+        )
         self.settings = {
             **self.config.flat(),
             **asdict(settings),
@@ -117,33 +124,34 @@ class ParallelTask(Task):
         """Inputs of pictures index [B] with codes [B, length], drafted behind the codes pick [A]."""
         prompts, start = captions(index, self.guidance.branches)
         with torch.no_grad():
-            next_inputs, features = drafter_inputs(self.target, prompts, self.guidance.rows(codes), start)
-        count, first = len(codes), prompts.shape[1]
-        prompt_start = None if start is None else start[:count]
-        anchors = (first - 1 + pick).to(self.device).expand(count, -1)
-        return DraftBatch(next_inputs[:count], self.guidance.merge(features), first, prompt_start, anchors)
+            rows = self.guidance.rows(codes)
+            next_inputs, features = drafter_inputs(self.target, prompts, rows, start, taps=self.config.taps)
+        anchors = (prompts.shape[1] - 1 + pick).to(self.device).expand(len(codes), -1)
+        guided = self.guidance.merge(features)
+        return DraftBatch(prompts, start, codes, next_inputs[: len(codes)], guided, anchors)
 
     def training_batch(self, step: int) -> DraftBatch:
         """The inputs of a training step."""
         index, variant, generator = self.sampler(step)
         index, variant = team().share(index), team().share(variant)
         codes = self.codes.train.pick(index, variant).to(self.device)
-        places = codes.shape[1] - self.hparams.levels
-        pick = torch.randperm(places, generator=generator)[: self.hparams.anchors].sort()[0]
+        pick = torch.randperm(codes.shape[1] - 1, generator=generator)[: self.hparams.anchors].sort()[0]
         return self.draft_batch(self.train, index, codes, pick)
 
     def validation_batches(self) -> Iterator[DraftBatch]:
         """The inputs of a validation."""
         for part in evenly_spaced(len(self.codes.val), 64).split(8):
             codes = self.codes.val.pick(part, torch.zeros_like(part)).to(self.device)
-            pick = torch.arange(2, codes.shape[1] - self.hparams.levels, 13)
+            places = max(codes.shape[1] - self.hparams.levels, 3) - 2
+            pick = torch.arange(2, 2 + places, max(places // PLACES, 1))
             yield self.draft_batch(self.val, part, codes, pick)
 
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
         """One update."""
         with hardware.autocast(self.device):
             batch = self.training_batch(step)
-            noise = (torch.rand_like(batch.features) - 0.5) * self.hparams.noise
+            last = batch.features[..., : batch.next_inputs.shape[-1]]
+            noise = (torch.rand_like(last) - 0.5) * self.hparams.noise
             figures = self.loss(self.model, batch, noise)
         optimizer = self.optimizers["model"]
         optimizer.zero_grad()
@@ -157,73 +165,80 @@ class ParallelTask(Task):
         self, drafter: ParallelDrafter, batch: DraftBatch, noise: Tensor | None = None
     ) -> dict[str, Tensor]:
         """`loss`, which a step minimises; `accept`, the mean acceptance; `levels`, that of each level [levels]."""
-        slots, width = batch.features.shape[1:]
-        level = torch.arange(self.hparams.levels, device=batch.anchors.device)
-        level_slots = batch.anchors[..., None] + 1 + level  # [B, A, levels] slots
-        in_picture = (level_slots < slots).float()
-        place = level_slots.clamp(max=slots - 1).flatten(1)[..., None].expand(-1, -1, width)
-        dtype = batch.next_inputs.dtype
+        level_slots, in_picture = batch.level_slots(self.hparams.levels)
+        like = batch.next_inputs
         with torch.no_grad():
-            p = self.target.head(batch.features.gather(1, place).to(dtype)).float().softmax(-1)
-        cost, chance = self.cost(
-            self.target.head(self.predict_features(drafter, batch, noise).flatten(1, 2)), p
-        )
-        cost, chance = (x.view_as(in_picture) * in_picture for x in (cost, chance))
+            true_features = gather_slots(batch.features[..., : like.shape[-1]], level_slots).flatten(1, 2)
+            p = self.target.head(true_features.to(like.dtype)).float().softmax(-1)
+        logits = self.target.head(self.predict_features(drafter, batch, noise).flatten(1, 2))
+        log_q = logits.float().log_softmax(-1)
+        cost, chance = (x.view_as(in_picture) * in_picture for x in self.cost(log_q, p))
         counted = in_picture.sum((0, 1)).clamp(min=1)
-        fade = self.hparams.fade**level
+        fade = self.hparams.fade ** torch.arange(len(counted), device=counted.device)
         loss = (cost.sum((0, 1)) / counted * fade).sum() / fade.sum()
+        if self.hparams.loss == "block":
+            codes = batch.codes.gather(1, level_slots.flatten(1) + 1 - batch.prompts.shape[1])
+            chains = (x.unflatten(1, in_picture.shape[1:]) for x in (p, log_q, codes))
+            kept = estimated_weights(*chains) * in_picture
+            loss = loss - (1 + (kept.sum((0, 1)) / counted).sum()).log()
         levels = chance.sum((0, 1)) / counted
         return {"loss": loss, "accept": levels.mean(), "levels": levels}
 
     def predict_features(
         self, drafter: ParallelDrafter, batch: DraftBatch, noise: Tensor | None = None
     ) -> Tensor:
-        """Features of every level behind the anchors, [B, A, levels, D]."""
+        """Features of every level behind the anchors, each conditioned on the recorded code before it, [B, A, levels, D]."""
+        features = self.level_features(drafter, batch, noise)
+        level = torch.arange(1, self.hparams.levels, device=features.device)
+        before = gather_slots(batch.next_inputs, batch.anchors[..., None] + level)
+        return torch.cat((features[:, :, :1], drafter.condition_on(features[:, :, 1:], before)), 2)
+
+    def level_features(
+        self, drafter: ParallelDrafter, batch: DraftBatch, noise: Tensor | None = None
+    ) -> Tensor:
+        """Features of every level behind the anchors, not conditioned on a code, [B, A, levels, D]."""
         levels, next_inputs = self.hparams.levels - 1, batch.next_inputs
-        inputs = batch.features if noise is None else batch.features + noise
+        inputs = batch.features
+        if noise is not None:
+            inputs = torch.cat((inputs[..., : noise.shape[-1]] + noise, inputs[..., noise.shape[-1] :]), -1)
         inputs = inputs[:, :-1].to(next_inputs.dtype)
         first_level, further_levels = drafter.forward_sequence(
-            next_inputs, inputs, batch.anchors, levels, batch.start, batch.hints
+            next_inputs, inputs, batch.anchors, levels, batch.drafter_start, batch.hints
         )
+        return torch.cat((gather_slots(first_level, batch.anchors[..., None]), further_levels), 2)
 
-        def gather_slots(x: Tensor, slot: Tensor) -> Tensor:
-            slot = slot.clamp(max=x.shape[1] - 1)
-            return x.gather(1, slot.flatten(1)[..., None].expand(-1, -1, x.shape[-1])).unflatten(
-                1, slot.shape[1:]
-            )
-
-        level = torch.arange(1, self.hparams.levels, device=next_inputs.device)
-        before = gather_slots(next_inputs, batch.anchors[..., None] + level)
-        return torch.cat(
-            (
-                gather_slots(first_level, batch.anchors[..., None]),
-                drafter.condition_on(further_levels, before),
-            ),
-            2,
-        )
-
-    def cost(self, logits: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-        """logits and p [..., V] -> the loss and the acceptance at each place, [...]."""
-        log_q = logits.float().log_softmax(-1)
+    def cost(self, log_q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        """log_q and p [..., V] -> the loss and the acceptance at each place, [...]."""
         chance = torch.minimum(log_q.exp(), p).sum(-1)
         loss = torch.zeros_like(chance)
         if self.hparams.loss != "lk":
             loss = loss - (p * log_q).sum(-1)
-        if self.hparams.loss != "guided":
+        if self.hparams.loss in ("lk", "both"):
             loss = loss - chance.log()
         return loss, chance.detach()
 
     @torch.no_grad()
-    def validate(self) -> dict[str, float]:
-        """Acceptance of each level, and the codes per pass that a chain of drafts would have with them."""
-        found = []
+    def validate(self) -> dict[str, Any]:
+        """What is kept of drafts that are drawn behind held-out codes.
+
+        codes: those that block verification decides per draft, 1 + sum E[w_i], measured on drafts from q; refused: the
+        guesses of a draft that it does not keep; chain: the codes that a walk from the root would decide if the
+        levels were independent; accept: the mean acceptance of each level behind recorded codes; kept: E[w_i].
+        """
+        found, weights, counted = [], [], []
+        generator = torch.Generator().manual_seed(self.hparams.seed)
         for batch in self.validation_batches():
             with hardware.autocast(self.device):
                 found.append(self.loss(self.average, batch)["levels"])
-        levels = torch.stack(found).mean(0)
-        chain = 1 + levels.cumprod(0).sum().item()
-        named = {f"accept{i}": x for i, x in enumerate(levels.tolist())}
-        return {"refused": 1 - levels.mean().item(), "chain": chain, **named}
+                in_picture = batch.level_slots(self.hparams.levels)[1]
+                features = self.level_features(self.average, batch)
+                measured = self.measure.weights(self.average, features, batch, generator)
+                weights.append((measured * in_picture).sum((0, 1)))
+                counted.append(in_picture.sum((0, 1)))
+        accept, kept = torch.stack(found).mean(0), sum(weights) / sum(counted).clamp(min=1)
+        codes, chain = 1 + kept.sum().item(), 1 + accept.cumprod(0).sum().item()
+        figures = {"codes": codes, "refused": 1 + self.hparams.levels - codes, "chain": chain}
+        return figures | {"accept": rounded(accept), "kept": rounded(kept)}
 
     @torch.no_grad()
     def sample(self, path: Path) -> None:
@@ -236,6 +251,18 @@ class ParallelTask(Task):
             **self.config.flat(),
             "target": mark(self.target),
         }, self.average.state_dict()
+
+
+def spread_taps(count: int, layers: int) -> tuple[int, ...]:
+    """So many of the layers 0 .. layers - 2, evenly spread. InputError where there are not as many."""
+    if count >= layers:
+        raise InputError(f"--taps {count} is too many: the target has {layers - 1} layers below its last.")
+    return tuple(layers * (i + 1) // (count + 1) - 1 for i in range(count))
+
+
+def rounded(levels: Tensor) -> list[float]:
+    """A figure of each level, to four digits."""
+    return [round(value, 4) for value in levels.tolist()]
 
 
 def train(
@@ -253,8 +280,11 @@ def train(
     if layers < 1:
         raise InputError(f"layers {layers} must be at least 1.")
     known = asdict(settings) | {"layers": layers}
-    found = gather(model, options, data, self_sampling, known, follow, crops, limit)
+
+    def check(target: Target) -> None:
+        spread_taps(settings.taps, target.decoder.config.layers)
+
+    found = gather(model, options, data, self_sampling, known, follow, crops, limit, check)
     settings = replace(settings, cfg=found.cfg)
-    return run(
-        ParallelTask(settings, layers, found.target, found.codes, found.origin, options.device), options
-    )
+    known_target = found.target, found.codes, found.origin, options.device, found.sampling
+    return run(ParallelTask(settings, layers, *known_target), options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -9,18 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.drafters.parallel import ParallelDrafter
+from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
 from lanternpp.nn.checkpoints import CONFIG, WEIGHTS, checksum, digest
 from lanternpp.nn.sources import Source
+from lanternpp.settings import resolve
 from lanternpp.targets.base import Target
-from lanternpp.training.features import CaptionPrompts
+from lanternpp.training.drafts import DraftBatch
+from lanternpp.training.features import CaptionPrompts, slot_inputs
 from lanternpp.training.material.codes import Codes, Split
 from lanternpp.training.material.gather import load_target
-from lanternpp.training.material.runs import Rollout, recorded, replay, runs_key
+from lanternpp.training.material.runs import Rollout, RunOptions, recorded, replay, runs_key
 from lanternpp.training.material.samples import (
     HELD_OUT,
     MAX_HELD_OUT,
@@ -28,7 +33,7 @@ from lanternpp.training.material.samples import (
     SelfSampling,
     choose_prompts,
 )
-from lanternpp.training.parallel import DraftBatch, ParallelSettings, ParallelTask
+from lanternpp.training.parallel import ParallelSettings, ParallelTask, spread_taps
 from lanternpp.training.run import TrainingOptions, run
 from lanternpp.training.state import check_resumable
 
@@ -46,10 +51,11 @@ class RolloutTask(ParallelTask):
         data: dict[str, Any],
         origin: str,
         device: torch.device,
+        sampling: Sampling | None = None,
     ):
         self.rollouts = rollouts[held_out:], rollouts[:held_out]
         codes = Codes(_split(self.rollouts[0]), _split(self.rollouts[1]), data)
-        super().__init__(settings, layers, target, codes, origin, device)
+        super().__init__(settings, layers, target, codes, origin, device, sampling)
 
     def training_batch(self, step: int) -> DraftBatch:
         """Some runs, and some of their passes."""
@@ -59,24 +65,30 @@ class RolloutTask(ParallelTask):
     def validation_batches(self) -> Iterator[DraftBatch]:
         """The runs held out, passes spread over them."""
         for part in torch.arange(len(self.rollouts[1])).split(8):
-            yield self.drafts(self.val, self.rollouts[1], part, torch.Generator().manual_seed(0))
+            generator = torch.Generator().manual_seed(0)
+            yield self.drafts(self.val, self.rollouts[1], part, generator, self.guidance.branches)
 
     def drafts(
-        self, captions: CaptionPrompts, rollouts: Sequence[Rollout], index: Tensor, generator: torch.Generator
+        self,
+        captions: CaptionPrompts,
+        rollouts: Sequence[Rollout],
+        index: Tensor,
+        generator: torch.Generator,
+        branches: int = 1,
     ) -> DraftBatch:
-        """Runs index [B], and `anchors` passes of each."""
-        prompts, start = captions(index, 1)
+        """Runs index [B], and `anchors` passes of each; branches: of the prompts, 1 where the target is not run."""
+        prompts, start = captions(index, branches)
         chosen = [rollouts[i] for i in index.tolist()]
         codes = torch.stack([rollout.codes for rollout in chosen]).to(self.device, torch.int64)
-        embeds = self.target.embed(codes[:, :-1]).to(prompts.dtype)
-        next_inputs = torch.cat((prompts, embeds), 1)[:, 1:]
+        next_inputs = slot_inputs(self.target, prompts[: len(codes)], codes)[:, 1:]
         features, anchors, hints = [], [], []
         levels, most = self.hparams.levels, self.hparams.anchors
         for rollout in chosen:
             run_features, slots, run_hints = replay(rollout, levels)
+            run_hints = run_hints[..., : next_inputs.shape[-1]]
             pick = torch.randint(len(slots), (most,), generator=generator)
             pick = torch.randperm(len(slots), generator=generator)[:most] if len(slots) >= most else pick
-            at_slots = torch.zeros_like(run_features[:-1])
+            at_slots = run_hints.new_zeros(len(run_features) - 1, run_hints.shape[-1])
             at_slots[slots] = run_hints[:, 0]
             features.append(run_features)
             anchors.append(slots[pick])
@@ -84,9 +96,8 @@ class RolloutTask(ParallelTask):
         stacked = (torch.stack(x).to(self.device) for x in (features, anchors, hints))
         run_features, slots, run_hints = stacked
         run_features = run_features if run_features.element_size() == 8 else run_features.float()
-        return DraftBatch(
-            next_inputs, run_features, prompts.shape[1], start, slots, run_hints.to(next_inputs.dtype)
-        )
+        found = run_hints.to(next_inputs.dtype)
+        return DraftBatch(prompts, start, codes, next_inputs, run_features, slots, found)
 
 
 def _split(rollouts: Sequence[Rollout]) -> Split:
@@ -104,10 +115,12 @@ def train(
     follow: bool = False,
     batch: int = 16,
     layers: int = 1,
+    method: str = "parallel",
 ) -> bool:
     """Train the parallel drafter in the folder of `options` further, on `count` runs of the target with it. False if interrupted.
 
-    The captions of `data`, or the prompts of `self_sampling`, are drawn. A drafter of fewer layers gets `layers` of them.
+    The captions of `data`, or the prompts of `self_sampling`, are drawn, under the rule of `method` and verified as it
+    verifies chains. A drafter of fewer layers gets `layers` of them, and likewise levels and taps (`grown`).
     Its state lies in a folder of its own below, beside the drafter that it began with, and the weights are
     replaced at the end. Once ended, it does not go on from there unless it is restarted.
     """
@@ -122,36 +135,33 @@ def train(
         .requires_grad_(False)
     )
     origin = digest(checksum(tensor) for tensor in drafter.state_dict().values())
-    deeper_drafter = deepen(drafter, layers, found.target)
-    levels = drafter.config.queries + 1
+    larger = grown(drafter, layers, settings.levels, settings.taps, found.target)
+    config = larger.config
+    levels = config.queries + 1
     held_out = min(max(MIN_HELD_OUT, count // HELD_OUT), MAX_HELD_OUT)
     picture_texts = [prompts.val[i % len(prompts.val)] for i in range(held_out)]
     picture_texts += [prompts.train[i % len(prompts.train)] for i in range(count)]
-    settings = replace(settings, cfg=found.cfg, levels=levels, turn=drafter.config.turn)
-    name = runs_key(found, origin, picture_texts, levels, batch, settings.seed + 1)
+    settings = replace(settings, cfg=found.cfg, levels=levels, turn=config.turn, taps=len(config.taps))
+    chains = {"proposer": "parallel", "tree": f"chain-{levels}"}
+    drawn = resolve(method, found.teacher.defaults(found.target), chains)
+    run_with = RunOptions(levels, drawn, config.taps, batch, settings.seed + 1)
+    name = runs_key(found, origin, picture_texts, run_with)
     known = asdict(settings) | {
-        "layers": len(deeper_drafter.decoder.blocks),
+        "layers": config.decoder.layers,
         "target": found.origin,
         "data": name,
     }
     check_resumable(run_options, known)
-    runs = recorded(found, drafter, name, picture_texts, levels, batch, settings.seed + 1)
+    as_recorded = copy.deepcopy(larger).to(options.device, found.teacher.dtype).eval().requires_grad_(False)
+    runs = recorded(found, as_recorded, name, picture_texts, run_with)
     target = found.teacher.unpacked(found.target)
     facts = {"codes": name, "runs": count, "drafter": origin, "prompts": len(prompts.train)}
     if data is not None:
         facts["folder"] = data.resolve().name
-    task = RolloutTask(
-        settings,
-        len(deeper_drafter.decoder.blocks),
-        target,
-        runs,
-        held_out,
-        facts,
-        found.origin,
-        options.device,
-    )
-    task.model.load_state_dict(deeper_drafter.state_dict())
-    task.average.load_state_dict(deeper_drafter.state_dict())
+    known_runs = runs, held_out, facts, found.origin, options.device, found.sampling
+    task = RolloutTask(settings, config.decoder.layers, target, *known_runs)
+    task.model.load_state_dict(larger.state_dict())
+    task.average.load_state_dict(larger.state_dict())
     if not run(task, run_options):
         return False
     exported, tensors = task.export()
@@ -192,15 +202,28 @@ def weights_checksum(folder: Path) -> str | None:
     )
 
 
-def deepen(drafter: ParallelDrafter, layers: int, target: Target) -> ParallelDrafter:
-    """A drafter of at least so many layers in float32: those added change nothing until they are trained."""
+def grown(drafter: ParallelDrafter, layers: int, levels: int, taps: int, target: Target) -> ParallelDrafter:
+    """A drafter in float32 of at least so many layers and levels: what is added changes nothing until it is trained.
+
+    taps: where the drafter reads no layers below the target's last, so many are added. InputError where it reads others.
+    """
     config, shape = drafter.config, drafter.config.decoder
-    deeper = replace(config, decoder=replace(shape, layers=max(layers, shape.layers)))
-    deeper_drafter = ParallelDrafter(deeper, target.decoder.rotary_table)
-    for name, parameter in deeper_drafter.decoder.blocks[shape.layers :].named_parameters():
+    if config.taps and taps not in (0, len(config.taps)):
+        raise InputError(f"--taps {taps}: the drafter reads {len(config.taps)} layers already; leave it out.")
+    larger = replace(
+        config,
+        decoder=replace(shape, layers=max(layers, shape.layers)),
+        queries=max(levels - 1, config.queries),
+        taps=config.taps or spread_taps(taps, target.decoder.config.layers),
+    )
+    made = ParallelDrafter(larger, target.decoder.rotary_table)
+    for name, parameter in made.decoder.blocks[shape.layers :].named_parameters():
         if name.endswith(("wo.weight", "w2.weight")):
             nn.init.zeros_(parameter)
-    deeper_drafter.load_state_dict(
-        {name: tensor.float() for name, tensor in drafter.state_dict().items()}, strict=False
-    )
-    return deeper_drafter
+    tensors = {name: tensor.float() for name, tensor in drafter.state_dict().items()}
+    added = larger.queries - config.queries
+    tensors["queries"] = torch.cat((tensors["queries"], tensors["queries"][-1:].expand(added, -1)))
+    inputs = tensors["fc.weight"]
+    tensors["fc.weight"] = F.pad(inputs, (0, made.fc.in_features - inputs.shape[1]))
+    made.load_state_dict(tensors, strict=False)
+    return made

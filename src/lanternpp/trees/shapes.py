@@ -48,7 +48,7 @@ SHAPES: dict[str, Shape] = {
     "eagle-25": EAGLE,
     "lantern-57": by_levels((5, 13, 16, 14, 9)),
     "deep-8": by_levels((2, 2, 2, 1, 1)),
-    **{f"chain-{n}": chain(n) for n in range(1, 9)},
+    **{f"chain-{n}": chain(n) for n in range(1, 17)},
 }
 
 MAX_NODES, MAX_DEPTH = 512, 32

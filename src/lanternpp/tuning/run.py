@@ -55,7 +55,7 @@ class TuningOptions:
     rounds: int = 3  # how often each tree is probed
     pictures: int = 8  # of each entrant of the race; 0: no race
     nodes: int = 64  # below the root, at most
-    depth: int = 10
+    depth: int = 16
     seed: int = 0
 
 

@@ -15,7 +15,7 @@ from lanternpp.tuning.cost import Costs
 RANKS = 16  # children of a node that the search considers
 FEW = ((3, 4, 4, 3, 3, 3, 2, 2), (8, 10, 8, 4, 2))  # nodes by level, of the trees that give the most counts
 LEVELS = ((2, 2, 2, 1, 1), (4, 3), (4, 8, 4), *FEW, (6, 8, 8, 7, 6, 5, 4, 4), (16, 20, 14, 8, 3, 1, 1, 1))
-CHAINS = (1, 3, 6)
+CHAINS = (1, 3, 6, 12)
 
 
 @dataclass(frozen=True)

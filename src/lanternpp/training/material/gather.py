@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,12 @@ def gather(
     follow: bool,
     crops: int,
     limit: int | None,
+    check: Callable[[Target], object] | None = None,
 ) -> Material:
     """The codes of the pictures in `data` or, with `self_sampling`, of pictures that the target draws with `cfg`.
 
-    settings: of the training, `cfg` among them; follow: take `cfg` from the model's defaults instead.
+    settings: of the training, `cfg` among them; follow: take `cfg` from the model's defaults instead; check: raises an
+    InputError where the settings do not suit the target.
     InputError where there is nothing to learn from, or the folder of `options` was trained with other settings: that is
     found before anything is drawn or encoded.
     """
@@ -74,6 +76,8 @@ def gather(
     check_resumable(options, early)
     found = load_target(model, options.folder, options.device, None if follow else settings["cfg"])
     teacher, target = found.teacher, found.target
+    if check is not None:
+        check(target)
     known = {"cfg": found.cfg, "target": found.origin}
     if self_sampling is not None:
         prompts = choose_prompts(self_sampling, data, teacher.place, target)

@@ -6,28 +6,35 @@ A drafter whose hints are the target's features at refused codes can only learn 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
+from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
+from lanternpp.dials import RULE, names
 from lanternpp.drafters.base import QueryDrafter
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.batching import drawing
+from lanternpp.engine.block import verify_block
 from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import Observer
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verifiers import Verifier
+from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import digest
 from lanternpp.nn.packed import pack
 from lanternpp.proposers.parallel import Parallel
+from lanternpp.settings import Settings, build_rule, build_verifier
 from lanternpp.targets.base import Target
 from lanternpp.training.material.gather import LoadedTarget
 from lanternpp.training.material.shards import Shards, parts_of
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Admission, TargetOutput
+from lanternpp.vq.neighbours import cache_folder, neighbours
 
 PART = 32  # runs in a file
 PARTS = ("codes", "kept", "features", "prompt")
@@ -35,13 +42,13 @@ PARTS = ("codes", "kept", "features", "prompt")
 
 @dataclass(frozen=True)
 class Rollout:
-    """One picture drawn without loss, over C passes, from chains of N - 1 guesses."""
+    """One picture drawn over C passes, from chains of N - 1 guesses."""
 
     text: str | None
     codes: Tensor  # [length] int32
     kept: Tensor  # [C] int16 codes decided by each pass after the prefill
-    features: Tensor  # [C, N, D] guided, of every node of each pass, in the target's own dtype
-    prompt: Tensor  # [T, D] guided
+    features: Tensor  # [C, N, (1 + taps) D] guided, of every node of each pass, in the target's own dtype
+    prompt: Tensor  # [T, (1 + taps) D] guided
     start: int  # the first slot of the conditional prompt
 
 
@@ -82,10 +89,14 @@ def record(
     batch: int = 16,
     seed: int = 0,
     sampling: Sampling | None = None,
+    rule: Acceptance | None = None,
+    verifier: Verifier = verify_block,
 ) -> Iterator[Rollout]:
-    """A rollout per text, as they finish; seeds run from `seed` on."""
+    """A rollout per text, as they finish; seeds run from `seed` on. rule None: the exact one."""
     proposer, guidance = Parallel(drafter, StaticTree(chain(depth))), Guidance(cfg)
-    engine = Engine(target, proposer, Exact(), sampling or Sampling(), guidance, batch)
+    engine = Engine(
+        target, proposer, rule or Exact(), sampling or Sampling(), guidance, batch, verifier=verifier
+    )
     recorder = Recorder(guidance)
     engine.observers.append(recorder)
     for index, drawn in drawing(engine, texts, range(seed, seed + len(texts))):
@@ -93,7 +104,10 @@ def record(
 
 
 def replay(rollout: Rollout, levels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Guided features [S, D] of all slots, the slots [C] drafts began behind, and their hints [C, levels, D]."""
+    """Guided features [S, (1 + taps) D] of all slots, the slots [C] drafts began behind, and their hints, as wide.
+
+    Hints are [C, levels, (1 + taps) D].
+    """
     depth = rollout.features.shape[1] - 1
     kept = rollout.kept.long()
     node = torch.arange(depth + 1)
@@ -109,11 +123,27 @@ def replay(rollout: Rollout, levels: int) -> tuple[Tensor, Tensor, Tensor]:
     return features, anchors, hints
 
 
-def runs_key(
-    found: LoadedTarget, origin: str, texts: Sequence[str], depth: int, batch: int, seed: int
-) -> str:
+@dataclass(frozen=True)
+class RunOptions:
+    """How runs are drawn: chains of `depth` guesses, verified as the settings say; layers of the target that are kept."""
+
+    depth: int
+    settings: Settings
+    taps: tuple[int, ...] = ()
+    batch: int = 16
+    seed: int = 0
+
+    @property
+    def key(self) -> str:
+        """What decides the runs, besides the model and the texts."""
+        drawn = asdict(self.settings)
+        parts = {name: drawn[name] for name in ("verify", *names(RULE)) if drawn.get(name) is not None}
+        return f"{self.depth} {self.batch} {self.seed} {list(self.taps)} {self.settings.accept} {sorted(parts.items())}"
+
+
+def runs_key(found: LoadedTarget, origin: str, texts: Sequence[str], options: RunOptions) -> str:
     """The name of runs of the texts with a drafter of weights `origin`."""
-    return digest([found.origin, origin, *texts, f"{found.cfg} {depth} {batch} {seed}"])
+    return digest([found.origin, origin, *texts, f"{found.cfg} {options.key}"])
 
 
 def recorded(
@@ -121,15 +151,21 @@ def recorded(
     drafter: ParallelDrafter,
     name: str,
     texts: Sequence[str],
-    depth: int,
-    batch: int,
-    seed: int,
+    options: RunOptions,
 ) -> list[Rollout]:
     """Runs of the texts with a drafter, `name`d as `runs_key` does, kept in shards beside the codes.
 
     What is missing is recorded now.
     """
-    target = found.target
+    target, codebook, settings = found.target, found.target.codebook, options.settings
+
+    def table(k: int) -> Tensor:
+        if codebook is None:
+            raise InputError(f"the rule {settings.accept} needs neighbours, and the target has no codebook.")
+        kept = neighbours(codebook.cpu(), min(k, len(codebook) - 1), cache_folder(found.teacher.place))
+        return kept.to(codebook.device)
+
+    rule, verifier = build_rule(settings, table), build_verifier(settings)
 
     def compute() -> None:
         target.pack()
@@ -137,8 +173,9 @@ def recorded(
         for part in shards.pending(
             f"recording {shards.count} runs of the target with the drafter: up to {shards.room}"
         ):
-            run_texts, first, runs = texts[part.start : part.stop], (seed << 32) + part.start, list[Rollout]()
-            for run in record(target, drafter, run_texts, found.cfg, depth, batch, first, found.sampling):
+            run_texts, runs = texts[part.start : part.stop], list[Rollout]()
+            seed, drawn = (options.seed << 32) + part.start, (found.cfg, options.depth, options.batch)
+            for run in record(target, drafter, run_texts, *drawn, seed, found.sampling, rule, verifier):
                 runs.append(run)
                 shards.progress(len(runs))
             tensors = {f"{i} {name}": getattr(run, name) for i, run in enumerate(runs) for name in PARTS}
@@ -146,8 +183,9 @@ def recorded(
                 tensors, {"texts": [run.text for run in runs], "starts": [run.start for run in runs]}
             )
 
-    size = target.length * target.decoder.config.dim * next(target.parameters()).element_size()
-    room = size * (depth + 1) // 2  # assumes that a pass decides two codes on average
+    dim = target.decoder.config.dim * (1 + len(options.taps))
+    size = target.length * dim * next(target.parameters()).element_size()
+    room = size * (options.depth + 1) // 3  # assumes that a pass decides three codes on average
     folder, parts = found.teacher.store / f"runs-{name}", parts_of(len(texts), PART)
     shards = Shards(folder, parts, "runs", "the recorded runs", room, "runs")
     return [
