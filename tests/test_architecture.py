@@ -63,6 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"accept.base", "accept.variation", "trees.base", "targets.base", "nn", "types"},
     "proposers": {
         *("engine.proposer", "engine.cache", "engine.guidance", "engine.noise", "engine.sampling"),
+        *("engine.block", "engine.verify"),
         *("trees.base", "trees.chain", "drafters.base", "targets.base", "nn.decoder", "registry", "types"),
     },
     "settings": {

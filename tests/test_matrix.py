@@ -51,13 +51,14 @@ PROPOSERS = {
     "jacobi maximal last": lambda target: Jacobi(5, "maximal", "last"),
     "jacobi gumbel above": lambda target: Jacobi(5, "gumbel", "above"),
     "jacobi maximal mixed": lambda target: Jacobi(5, "maximal", "mixed"),
+    "jacobi siblings": lambda target: Jacobi(4, "maximal", "mixed", 2),
 }
 BUSHY = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
 OTHERWISE = {  # the same drafts, not verified by a walk: name and verifier, parted by a comma
     f"{name}, {verify}": PROPOSERS[name]
     for verify, names in {
-        "block": ("oracle chain", "parallel chain", "parallel taps chain", "jacobi"),
-        "traversal": ("oracle tree", "parallel tree", "independent tree"),
+        "block": ("oracle chain", "parallel chain", "parallel taps chain", "jacobi", "jacobi maximal mixed"),
+        "traversal": ("oracle tree", "parallel tree", "independent tree", "jacobi siblings"),
     }.items()
     for name in names
 }

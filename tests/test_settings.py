@@ -45,14 +45,21 @@ def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
     best = {name: resolve(name, {}, {}).verify for name in METHODS}
     chains = ["parallel", "independent", "jacobi"]
     assert {name for name, verify in best.items() if verify == "block"} == {*chains}
-    assert {name for name, verify in best.items() if verify == "traversal"} == {"eagle"}
+    assert {name for name, verify in best.items() if verify == "traversal"} == {
+        "eagle",
+        "jacobi-coupled",
+        "lantern-jacobi",
+    }
     assert resolve("eagle", {}, {"tree": "chain-4"}).verify == "block"
     for changed in ({"temperature": 0.0}, {"tree": "eagle2"}):
         assert resolve("parallel", {}, changed).verify == "token"
     relaxed = {"proposer": "parallel", "tree": "chain-4"}
     assert resolve("lantern++", {}, relaxed).verify == "block"
     assert resolve("lantern++", {}, relaxed | {"residual": "paper"}).verify == "token"
-    assert resolve("jacobi", {}, {"coupling": "maximal"}).verify == "token"
+    assert resolve("jacobi", {}, {"coupling": "maximal"}).verify == "block"
+    assert resolve("jacobi", {}, {"coupling": "gumbel"}).verify == "token"
+    assert resolve("jacobi-coupled", {}, {"siblings": 0}).verify == "block"
+    assert resolve("lantern-jacobi", {}, {"residual": "paper"}).verify == "token"
     assert resolve("parallel", {}, {"verify": "token"}).verify == "token"
     reported = {"methods": {"parallel": {"verify": "block"}}}
     assert resolve("parallel", reported, {"tree": "eagle-25"}).verify == "traversal", (
@@ -66,7 +73,12 @@ def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
     ("method", "given", "why"),
     [
         ("parallel", {"temperature": 0.0}, "at temperature 0 every verifier keeps the same"),
-        ("jacobi-coupled", {}, "the proposer keeps guesses from pass to pass .coupling maximal."),
+        (
+            "jacobi",
+            {"coupling": "gumbel"},
+            "the proposer keeps the noise of its guesses .* .coupling gumbel.",
+        ),
+        ("jacobi", {"siblings": 1}, "the tree branches; use verify traversal or token"),
         ("eagle", {}, "the tree branches; use verify traversal or token"),
         ("lantern-static", {"residual": "paper"}, "the papers' residual is that of a walk; use verify token"),
         ("eagle2", {}, "offers the likeliest codes instead of drawing them"),
@@ -79,7 +91,7 @@ def test_block_verification_is_refused_where_the_law_would_change_or_nothing_be_
 ) -> None:
     with pytest.raises(InputError, match=why):
         resolve(method, {}, given | {"verify": "block"})
-    default = {"ar": None, "eagle": "traversal"}
+    default = {"ar": None, "eagle": "traversal"} | ({"jacobi": "traversal"} if "siblings" in given else {})
     assert resolve(method, {}, given).verify == default.get(method, "token")
 
 
@@ -97,7 +109,7 @@ class Drawn(StaticTree):
     [
         ("eagle", {"temperature": 0.0}, "at temperature 0 every verifier keeps the same"),
         ("eagle2", {}, "offers the likeliest codes instead of drawing them"),
-        ("jacobi-coupled", {}, "keeps guesses from pass to pass"),
+        ("jacobi-coupled", {"coupling": "gumbel"}, "keeps the noise of its guesses from pass to pass"),
         ("cool", {"residual": "paper"}, "use verify token, or residual optimal"),
         ("eagle", {"tree": Drawn}, "the shape of the tree is decided while it is drawn; use verify token"),
     ],

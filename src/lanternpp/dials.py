@@ -98,6 +98,8 @@ _ROWS = (
          choices=("none", "maximal", "gumbel"), label="Coupling", folded=True),
     Dial("fresh", str, DRAFT, "Jacobi: what a first guess is drawn from.", metavar="NAME",
          choices=("uniform", "last", "above", "mixed"), label="Fresh guesses", folded=True),
+    Dial("siblings", int, DRAFT, "Jacobi: other guesses at the first place of the window.", metavar="N", low=0, high=16,
+         label="Siblings", slider=(0, 16, 1), folded=True),
     Dial("verify", str, DRAFT, "How a draft is verified.",
          "token: a walk that ends at the first refusal; block: a whole chain at once; traversal: a whole tree at once. "
          "Default: the best that the draft allows.", metavar="NAME", choices=("token", "block", "traversal"),

@@ -23,6 +23,7 @@ class Method:
     window: int | None = None
     coupling: str | None = None
     fresh: str | None = None
+    siblings: int | None = None
     verify: str | None = None
     about: str = ""
 
@@ -90,7 +91,8 @@ METHODS: dict[str, Method] = {
         "exact",
         window=16,
         coupling="maximal",
-        fresh="uniform",
+        fresh="mixed",
+        siblings=3,
         about="Jacobi decoding whose guesses rarely change (arXiv 2510.24211)",
     ),
     "lantern-jacobi": Method(
@@ -102,6 +104,8 @@ METHODS: dict[str, Method] = {
         window=16,
         coupling="maximal",
         fresh="mixed",
+        siblings=3,
+        verify="traversal",
         about="coupled Jacobi decoding under the relaxation of LANTERN++",
     ),
 }

@@ -64,6 +64,7 @@ class Settings:
     window: int | None = None
     coupling: str | None = None
     fresh: str | None = None
+    siblings: int | None = None
     measure: bool = False  # tv_spent
     verify: str | None = None  # how a draft is verified, one of VERIFIERS
 
@@ -222,7 +223,7 @@ def _proposer(settings: Settings) -> type[Proposer]:
 def _parts(settings: Settings) -> Parts:
     """The arguments of `Proposer.build`, without the network."""
     tree = build_tree(settings.tree or TREE)
-    return Parts(tree, None, settings.window, settings.coupling, settings.fresh)
+    return Parts(tree, None, settings.window, settings.coupling, settings.fresh, settings.siblings)
 
 
 def build_verifier(settings: Settings) -> Verifier:

@@ -55,6 +55,9 @@ class Verdict:
     next_codes: Tensor  # [B, P] int64 the code decided after each kept node; the last of them is the bonus
     bonus: Tensor  # [B] int64 the code drawn after the path: the next root
     tv_cost: Tensor | None = None  # [B, P] total variation cost of each kept node's children, if measured
+    law: Tensor | None = None
+    """[B, N, V] what the codes behind every node were made to follow, where all guesses together decided how many are kept;
+    None where the decision looked at no guess behind the first one that was refused."""
 
 
 @dataclass(frozen=True, slots=True)

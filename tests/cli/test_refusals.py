@@ -36,6 +36,7 @@ BEFORE_ANY_MODEL = [
     ([PROMPT, "--method", "jacobi", "--window", "0"], "--window 0"),
     ([PROMPT, "--method", "jacobi", "--window", "257"], "--window 257 is out of range; use 1 to 256"),
     ([PROMPT, "--method", "jacobi", "--coupling", "minimal"], "coupling 'minimal' is unknown"),
+    ([PROMPT, "--method", "jacobi", "--siblings", "17"], "--siblings 17 is out of range; use 0 to 16"),
     ([PROMPT, "--method", "jacobi", "--fresh", "old"], "fresh 'old' is unknown"),
     ([PROMPT, "--proposer", "jakobi"], "did you mean 'jacobi'?"),
     ([PROMPT, "--accept", "lantern"], "needs neighbours and delta"),

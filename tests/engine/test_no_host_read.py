@@ -70,6 +70,7 @@ PROPOSERS = {
         for coupling in COUPLINGS
         for fresh in FRESH
     },
+    "jacobi siblings": lambda drafter, other: Jacobi(3, "maximal", "mixed", 2),
 }
 RULES = {
     "exact": lambda table: Exact(),
@@ -114,6 +115,8 @@ def test_a_step_reads_nothing_back(proposer, rule, sampling, cfg):
     [
         ("chain", "block"),
         ("jacobi none uniform", "block"),
+        ("jacobi maximal mixed", "block"),
+        ("jacobi siblings", "traversal"),
         ("tree", "traversal"),
         ("independent", "traversal"),
     ],

@@ -17,25 +17,57 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verifiers import VERIFIERS
 from lanternpp.errors import InputError
 from lanternpp.proposers.jacobi import COUPLINGS, FRESH, Jacobi
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
+from lanternpp.types import Draft, TargetOutput, Verdict
 
 CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]])
 ALL = [(coupling, fresh) for coupling in COUPLINGS for fresh in FRESH]
 every_way = pytest.mark.parametrize(("coupling", "fresh"), ALL)
 
 
-def engine_of(table, window, coupling, fresh, sampling, batch=50_000):
-    return Engine(MarkovTarget(table), Jacobi(window, coupling, fresh), Exact(), sampling, Guidance(), batch)
+def engine_of(table, window, coupling, fresh, sampling, batch=50_000, siblings=0, verify="token"):
+    proposer, verifier = Jacobi(window, coupling, fresh, siblings), VERIFIERS[verify]
+    return Engine(MarkovTarget(table), proposer, Exact(), sampling, Guidance(), batch, verifier=verifier)
 
 
 @every_way
 def test_the_image_follows_the_targets_law(coupling, fresh):
     engine = engine_of(CHAIN, 2, coupling, fresh, Sampling())
     assert chi_square(counts(engine, 4, 200_000), engine.target.law()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("coupling", "verify"),
+    [("none", "traversal"), ("maximal", "token"), ("maximal", "traversal"), ("gumbel", "token")],
+)
+def test_with_siblings_too(coupling, verify):
+    engine = engine_of(CHAIN, 2, coupling, "mixed", Sampling(), 50_000, 2, verify)
+    assert chi_square(counts(engine, 4, 400_000), engine.target.law()) > 1e-3
+
+
+@pytest.mark.parametrize("codebook", [True, False])
+def test_behind_refused_guesses_the_next_follows_what_is_behind_codes_that_look_alike(codebook, monkeypatch):
+    """Of two siblings one has the latents of the code that was drawn, the other ones as far away as can be."""
+    monkeypatch.setattr(MarkovTarget, "codebook", CHAIN[[0, 1, 0]] if codebook else None)
+    target = MarkovTarget(CHAIN)
+    proposer = Jacobi(1, "maximal", "last", 1)
+    proposer.open(target, Sampling(), Guidance(), 3)
+    draft = Draft(proposer._tree, torch.tensor([[0, 0, 1]] * 3), proposer.q)
+    logits = CHAIN.double().log()[draft.codes]
+    root = torch.zeros(3, 2, dtype=torch.int64)
+    path = torch.tensor(
+        [[0, 0], [0, 1], [0, 2]]
+    )  # both refused and 2 drawn; the guess kept; its sibling kept
+    kept, bonus = torch.tensor([1, 2, 2]), torch.tensor([2, 2, 2])
+    proposer.observe(TargetOutput(draft, logits, logits, Verdict(path, kept, root, bonus)))
+    ours = CHAIN.double()[0] if codebook else CHAIN.double()[:2].mean(0)
+    torch.testing.assert_close(proposer.p[0, 0], ours)
+    assert proposer.seen.tolist() == [1, 0, 0]
 
 
 @pytest.mark.parametrize("coupling", ["maximal", "gumbel"])
@@ -82,15 +114,15 @@ def test_when_a_sample_is_admitted_does_not_matter(coupling):
 
 
 @pytest.mark.parametrize("fresh", FRESH)
-def test_coupled_guesses_survive_more_often(fresh):
+def test_coupled_guesses_survive_more_often_and_siblings_keep_more(fresh):
     target = ToyTarget(grid=6)
 
-    def passes(coupling):
-        return sum(
-            len(h.accepted) for h in drawn(target, Jacobi(8, coupling, fresh), Sampling(), 1.0, 7, count=7)
-        )
+    def passes(coupling, siblings=0):
+        proposer = Jacobi(8, coupling, fresh, siblings)
+        return sum(len(h.accepted) for h in drawn(target, proposer, Sampling(), 1.0, 7, count=7))
 
     assert passes("maximal") < passes("none") and passes("gumbel") < passes("none")
+    assert passes("maximal", 3) < passes("maximal")
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
@@ -155,8 +187,12 @@ def test_options_are_checked_and_default_to_sjd():
     parts = Parts(StaticTree(chain(1)))
     made = Jacobi.build(parts)
     assert (made.window, made.coupling, made.fresh, made.size, made.depth) == (16, "none", "uniform", 17, 16)
-    made = Jacobi.build(replace(parts, window=3, coupling="gumbel", fresh="above"))
-    assert (made.window, made.coupling, made.fresh) == (3, "gumbel", "above")
-    for wrong in ((0,), (257,), (4, "minimal"), (4, "none", "old")):
+    assert made.siblings == 0
+    made = Jacobi.build(replace(parts, window=3, coupling="gumbel", fresh="above", siblings=2))
+    assert (made.window, made.coupling, made.fresh, made.siblings) == (3, "gumbel", "above", 2)
+    assert (made.size, made.depth) == (6, 3)
+    for wrong in ((0,), (257,), (4, "minimal"), (4, "none", "old"), (4, "none", "last", -1)):
         with pytest.raises(InputError):
             Jacobi(*wrong)
+    with pytest.raises(InputError, match="the model has 3 codes; use fewer siblings"):
+        engine_of(CHAIN, 2, "none", "last", Sampling(), 1, 3)

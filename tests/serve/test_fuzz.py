@@ -68,6 +68,7 @@ FIELDS = (
         "window",
         "coupling",
         "fresh",
+        "siblings",
         "measure",
         "deadline",
         "stream",

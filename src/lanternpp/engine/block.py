@@ -12,7 +12,7 @@ at level i, q_i the drafter's and x_i the guess:
 The output follows p, and no other rule for a single path keeps more of it. A guess x_i is kept with probability w_i,
 however many guesses stand behind it, so a draft decides 1 + sum E[w_i] codes.
 
-It holds for guesses that were each drawn for this pass, from a q_i that no later guess had a part in. A relaxed rule
+It holds for guesses that each follow a q_i that no later guess had a part in. A relaxed rule
 replaces p by the law that it has for a single guess (`Acceptance.output_law`), and the output follows that law exactly.
 """
 
@@ -50,7 +50,7 @@ def verify_block(
     bonus = sampling.draw(weights.where(weights.sum(-1, keepdim=True) > 0, law[batch, last]), noise)
     path = torch.arange(p.shape[1], device=p.device).minimum(last[:, None])
     cost = (law - p).abs_().sum(-1) / 2 if measure else None
-    return verdict_of(draft, path, last + 1, bonus, cost)
+    return verdict_of(draft, path, last + 1, bonus, cost, law)
 
 
 def stops(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,10 +59,7 @@ def stops(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
     p, q [B, g + 1, V], q 0 behind the last guess; codes [B, g + 1] -> the probability [B, g] that fewer than
     1, 2 .. g guesses are kept, and the weights R [B, g + 1, V] of the code behind the root and behind each guess.
     """
-    at = codes[:, 1:, None]
-    chance = q[:, :-1].gather(-1, at)[..., 0]
-    ratio = p[:, :-1].gather(-1, at)[..., 0] / chance
-    weight = chain_weights(ratio.where(chance > 0, 0))
+    weight = weights(p, q, codes)
     left = (p * weight[..., None].to(p.dtype)).sub_(q).clamp_(min=0)
     mass = left.sum(-1).double()
     either = mass + 1 - weight
@@ -73,6 +70,27 @@ def chain_weights(ratio: Tensor) -> Tensor:
     """Ratios p / q [B, g] of the guesses of chains -> w_0, 1, and w_1 .. w_g, [B, g + 1] float64."""
     total = F.pad(ratio.double().log().cumsum(1), (1, 0))
     return (total - total.cummax(1).values).exp()
+
+
+def weights(p: Tensor, q: Tensor, codes: Tensor) -> Tensor:
+    """w [B, g + 1] of the root and of each guess; arguments as of `stops`."""
+    at = codes[:, 1:, None]
+    chance = q[:, :-1].gather(-1, at)[..., 0]
+    ratio = p[:, :-1].gather(-1, at)[..., 0] / chance
+    return chain_weights(ratio.where(chance > 0, 0))
+
+
+def refused_law(p: Tensor, q: Tensor, codes: Tensor) -> Tensor:
+    """The distributions [B, g, V] that the guesses follow which are not kept; arguments as of `stops`.
+
+    Let i be behind the last guess that is kept. x_i was drawn from q_i, and would have been kept, itself or one behind
+    it, with probability w_i = min(w_{i-1} p_i(x_i) / q_i(x_i), 1). So given that it was not, and given the guesses before it, x_i
+    follows q_i (1 - w_i), normalised, which is [q_i - w_{i-1} p_i]+.
+    """
+    weight = weights(p, q, codes)[:, :-1, None].to(p.dtype)
+    left = torch.addcmul(q[:, :-1], p[:, :-1], weight, value=-1).clamp_(min=0)
+    mass = left.sum(-1, keepdim=True)
+    return (left / mass).where(mass > 0, q[:, :-1])
 
 
 def all_refused(halt: Tensor) -> Tensor:

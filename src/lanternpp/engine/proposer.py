@@ -26,6 +26,7 @@ class Parts:
     window: int | None = None
     coupling: str | None = None
     fresh: str | None = None
+    siblings: int | None = None
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,9 @@ class Guesses:
 
     chain: bool = False  # no node has more than one child
     why_not_drawn: str | None = "does not declare how it draws its guesses"
-    """None where every guess is drawn for one pass alone, from the distribution it is offered with, which the guesses
-    behind it have no part in; else what the proposer does instead, as a clause without its subject."""
+    """None where every guess follows the distribution that it is offered with, given all that was drawn and decided at the
+    places before it. A guess that is kept for the next pass no longer does once guesses behind a refused one were looked at: `Verdict.law`
+    then tells what it follows (`block.refused_law`). Else what the proposer does instead, as a clause without its subject."""
     fixed: bool = False  # all drafts have the same shape, and their trees a `layout`
 
 

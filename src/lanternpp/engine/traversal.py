@@ -53,7 +53,7 @@ def verify_traversal(
     above = tree.mask[batch, node, None] & (tree.depth[:, None] == level[:, None])  # [B, P, N]
     path = above.byte().argmax(-1).where(above.any(-1), node[:, None])
     cost = ((law - p).abs_().sum(-1) / 2).gather(1, path) if measure else None
-    return verdict_of(draft, path, tree.depth[batch, node] + 1, bonus, cost)
+    return verdict_of(draft, path, tree.depth[batch, node] + 1, bonus, cost, law)
 
 
 def stops(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:

@@ -143,9 +143,14 @@ def _cost(sampling: Sampling, rule: Acceptance, p: Tensor, q: Tensor, code: Tens
 
 
 def verdict_of(
-    draft: Draft, path: Tensor, kept: Tensor, bonus: Tensor, cost: Tensor | None = None
+    draft: Draft,
+    path: Tensor,
+    kept: Tensor,
+    bonus: Tensor,
+    cost: Tensor | None = None,
+    law: Tensor | None = None,
 ) -> Verdict:
     """The verdict that keeps the first `kept` [B] nodes of path [B, P] and draws `bonus` [B] behind them."""
     following = draft.codes.gather(1, path.roll(-1, 1))
     last = torch.arange(path.shape[1], device=path.device) == kept[:, None] - 1
-    return Verdict(path, kept, torch.where(last, bonus[:, None], following), bonus, cost)
+    return Verdict(path, kept, torch.where(last, bonus[:, None], following), bonus, cost, law)

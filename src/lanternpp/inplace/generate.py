@@ -50,6 +50,7 @@ class MethodDials(TypedDict, total=False):
     window: int
     coupling: str
     fresh: str
+    siblings: int
     verify: str
 
 

@@ -1,20 +1,35 @@
-"""A chain: a tree with one child per node."""
+"""A chain: a tree with one child per node, but for siblings of its first guess."""
 
 from __future__ import annotations
 
 import torch
 
-from lanternpp.types import Tree
+from lanternpp.types import Layout, Tree
 
 
-def chain_tree(batch: int, depth: int, device: torch.device) -> Tree:
-    """A root and `depth` descendants in a row."""
-    index = torch.arange(depth + 1, device=device)
+def chain_tree(batch: int, depth: int, device: torch.device, siblings: int = 0) -> Tree:
+    """A root and `depth` descendants in a row, then further children of the root, which have none."""
+    size = depth + 1 + siblings
+    index = torch.arange(size, device=device)
+    inside = index <= depth
 
     def each(x: torch.Tensor) -> torch.Tensor:
         return x[None].expand(batch, *x.shape).contiguous()
 
-    child = torch.where(index < depth, index + 1, -1)
+    children = torch.full((size, 1 + siblings), -1, device=device)
+    children[:depth, 0] = index[1 : depth + 1]
+    children[0, 1:] = index[depth + 1 :]
+    mask = (index[:, None] >= index) & inside[:, None] & inside
+    mask[depth + 1 :, 0] = True
+    mask.fill_diagonal_(True)
+    widths = (1 + siblings, *(1,) * (depth - 1)) if depth else ()
+    spans = tuple((slice(level, level + 1),) * width for level, width in enumerate(widths))
+    order = torch.cat((index[:1], index[depth + 1 :].flip(0), index[1 : depth + 1]))
     return Tree(
-        each(index - 1), each(index), each(child[:, None]), each(index[:, None] >= index), (1,) * depth
+        each((index - 1).where(inside, 0)),
+        each(index.where(inside, 1)),
+        each(children),
+        each(mask),
+        widths,
+        Layout(spans, order),
     )

@@ -1,0 +1,187 @@
+"""The law of Jacobi decoding, enumerated: every outcome of every random choice of a pass, in float64, pass after pass."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from torch import Tensor
+from toys import MarkovTarget
+
+from lanternpp.accept.base import Acceptance
+from lanternpp.accept.exact import Exact
+from lanternpp.engine import block, traversal
+from lanternpp.engine.decode import Engine
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verifiers import VERIFIERS
+from lanternpp.engine.verify import without
+from lanternpp.proposers import jacobi
+from lanternpp.proposers.jacobi import Jacobi
+
+CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]], dtype=torch.float64)
+HOLES = torch.tensor([[0.0, 0.4, 0.6], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0]], dtype=torch.float64)
+ENGINE, PROPOSER = ("codes", "count"), ("root", "count", "codes", "q", "p", "seen", "held", "above")  # state
+ROWS = 60_000  # samples in an engine
+
+
+class Outcomes:
+    """Sample i takes the outcomes that the digits of its number name; `weight` is how probable they are."""
+
+    def __init__(self, number: Tensor, weight: Tensor):
+        self.number, self.weight = number, weight
+
+    def take(self, law: Tensor) -> Tensor:
+        """law [B, M], normalised here -> an outcome of each sample, [B]."""
+        digit = self.number % law.shape[-1]
+        self.number = self.number // law.shape[-1]
+        self.weight = self.weight * (law / law.sum(-1, keepdim=True)).gather(1, digit[:, None])[:, 0]
+        return digit
+
+    def draw(self, probs: Tensor, u: Tensor) -> Tensor:
+        """In place of `sampling.draw`: probs [B, W, V] -> [B, W, 1]."""
+        return torch.stack([self.take(each) for each in probs.unbind(1)], 1)[..., None]
+
+    def all_refused(self, halt: Tensor) -> Tensor:
+        """In place of `block.all_refused`: whatever the noise is, the outcome is the one that the sample takes."""
+        fewer = ALL_REFUSED(halt)
+        edge = torch.zeros_like(fewer[:, :1])
+        last = self.take(torch.cat((edge, fewer, edge + 1), 1).diff(dim=1))
+        return (torch.arange(fewer.shape[1]) >= last[:, None]).double() * 4 - 2
+
+
+ALL_REFUSED = block.all_refused
+
+
+class Enumerated(Sampling):
+    """Sampling whose draws are outcomes taken one by one."""
+
+    outcomes: Outcomes
+
+    def draw(self, probs, noise):
+        return self.outcomes.take(probs)
+
+    def children(self, q, count, noise, purpose):
+        left, found = q[:, 0], []
+        for _ in range(count):
+            found.append(self.outcomes.take(left.where(left.sum(-1, keepdim=True) > 0, 1)))
+            left = without(left, found[-1])
+        return torch.stack(found, 1)[:, None]
+
+    def accepts(self, relaxed, chance, code, u):
+        kept = (relaxed.gather(1, code[:, None])[:, 0] / chance).nan_to_num(1).clamp(max=1)
+        levels = kept.view(len(self.outcomes.number), -1)  # all of a chain at once, or one of a tree
+        found = [self.outcomes.take(torch.stack((each, 1 - each), 1)) == 0 for each in levels.unbind(1)]
+        return torch.stack(found, 1).flatten()
+
+
+def choices(window: int, siblings: int, verify: str, vocab: int) -> int:
+    """Outcomes of a pass at most."""
+    tests = 2 ** (window + siblings) if verify == "token" else window + siblings + 1
+    return prod((vocab ** (window + siblings), tests, vocab))
+
+
+def law_of(monkeypatch, table, proposer, verify, codes, rule: Acceptance | None = None) -> Tensor:
+    """The law of the first `codes` codes of an image, [V ** codes]."""
+    target, sampling = MarkovTarget(table), Enumerated()
+    vocab, rule = target.vocab, rule or Exact()
+    each = choices(proposer.window, proposer.siblings, verify, vocab)
+    found = torch.zeros(vocab**codes, dtype=torch.float64)
+    most = max(1, ROWS // each)
+    # Images whose first code is decided, as an admission leaves them.
+    engine = Engine(target, proposer, rule, sampling, Guidance(), vocab, verifier=VERIFIERS[verify])
+    engine.codes[:, 0] = engine.proposer.root[:] = torch.arange(vocab)
+    engine.count[:] = 1
+    states, weight = snapshot(engine), target.chain[0]
+    while len(weight):
+        made: list[tuple[list[Tensor], Tensor]] = []
+        for first in range(0, len(weight), most):
+            rows = torch.arange(first, min(first + most, len(weight))).repeat_interleave(each)
+            outcomes = Outcomes(torch.arange(len(rows)) % each, weight[rows])
+            for module in (block, traversal):
+                monkeypatch.setattr(module, "all_refused", outcomes.all_refused)
+            monkeypatch.setattr(jacobi, "draw", outcomes.draw)
+            object.__setattr__(sampling, "outcomes", outcomes)
+            engine = Engine(
+                target, proposer, rule, sampling, Guidance(), len(rows), verifier=VERIFIERS[verify]
+            )
+            engine.cache.used.fill_(target.slots)
+            for tensor, state in zip(snapshot(engine), states, strict=True):
+                tensor.copy_(state[rows])
+            engine.step()
+            # an outcome of a choice that was not made is no other outcome
+            weighed = outcomes.weight * (outcomes.number == 0)
+            done = engine.count >= codes
+            place = (engine.codes[:, :codes] * vocab ** torch.arange(codes).flip(0)).sum(1)
+            found.index_add_(0, place[done], weighed[done])
+            going = (weighed > 0) & ~done
+            made.append(merged([x[going] for x in snapshot(engine)], weighed[going]))
+        states, weight = merged(
+            [torch.cat(parts) for parts in zip(*(x for x, _ in made), strict=True)],
+            torch.cat([w for _, w in made]),
+        )
+    return found
+
+
+def snapshot(engine: Engine) -> list[Tensor]:
+    """The tensors of an engine's state, by sample."""
+    return [getattr(engine, name) for name in ENGINE] + [getattr(engine.proposer, n) for n in PROPOSER]
+
+
+def merged(states: list[Tensor], weight: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Equal states once, with the sum of their weights."""
+    flat = torch.cat([x.flatten(1) if x.dim() > 1 else x[:, None] for x in states], 1).double()
+    key = (
+        flat @ torch.rand(flat.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ).round(decimals=9)
+    unique, place = key.unique(return_inverse=True)
+    first = torch.full((len(unique),), len(key)).scatter_reduce_(0, place, torch.arange(len(key)), "amin")
+    return [x[first] for x in states], torch.zeros(len(unique), dtype=torch.float64).index_add_(
+        0, place, weight
+    )
+
+
+CASES = [  # window, coupling, fresh, siblings, verifier, codes
+    (2, "maximal", "last", 0, "token", 3),
+    (2, "maximal", "last", 0, "block", 3),
+    (3, "maximal", "mixed", 0, "block", 4),
+    (2, "maximal", "last", 1, "token", 3),
+    (2, "maximal", "last", 1, "traversal", 3),
+    (2, "maximal", "mixed", 2, "traversal", 3),
+    (2, "none", "last", 1, "traversal", 3),
+    (1, "maximal", "last", 1, "traversal", 3),
+    (2, "maximal", "above", 1, "traversal", 4),
+]
+
+
+@pytest.mark.parametrize("table", [CHAIN, HOLES], ids=["chain", "holes"])
+@pytest.mark.parametrize(("window", "coupling", "fresh", "siblings", "verify", "codes"), CASES)
+def test_images_follow_the_targets_law(monkeypatch, table, window, coupling, fresh, siblings, verify, codes):
+    law = law_of(monkeypatch, table, Jacobi(window, coupling, fresh, siblings), verify, codes)
+    assert (law - MarkovTarget(table).law(codes)).abs().sum() < 1e-12
+
+
+def wrong_kept(monkeypatch):
+    """Guesses behind a refused one are taken to follow their q still."""
+    monkeypatch.setattr(jacobi, "refused_law", lambda p, q, codes: q[:, :-1])
+
+
+def wrong_q(monkeypatch):
+    """Siblings are drawn from another distribution than the one that they are tested against."""
+    monkeypatch.setattr(jacobi, "without", lambda q, code: without(q.sqrt(), code))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "siblings", "verify"),
+    [
+        (wrong_kept, 0, "block"),
+        (wrong_kept, 1, "traversal"),
+        (wrong_q, 1, "token"),
+        (wrong_q, 1, "traversal"),
+    ],
+)
+def test_what_is_nearly_right_is_found_out(monkeypatch, wrong, siblings, verify):
+    wrong(monkeypatch)
+    law = law_of(monkeypatch, CHAIN, Jacobi(2, "maximal", "last", siblings), verify, 3)
+    assert (law - MarkovTarget(CHAIN).law(3)).abs().sum() > 1e-4
