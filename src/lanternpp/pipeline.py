@@ -17,6 +17,7 @@ from torch import Tensor
 from lanternpp import arguments
 from lanternpp.accept import RULES
 from lanternpp.accept.base import check_relax
+from lanternpp.continuous.engine import engine_for
 from lanternpp.default_method import Chosen, choose
 from lanternpp.devices import INT8, pick_device, pick_dtype
 from lanternpp.engine.batching import drawing
@@ -59,10 +60,9 @@ class Pipeline:
 
     def __init__(self, model: Model, name: str, tuned: bool = True, engine_bytes: int = BYTES):
         self.name, self.folder = name, model.folder
-        folder_defaults = read_defaults(model.folder)
         self.tuned = Tuned.read(model.folder, model.other) if tuned else None
+        self.defaults = read_defaults(model.folder) or dict(model.target.defaults)
         self.target = model.target
-        self.defaults = folder_defaults or dict(self.target.defaults)
         self._models = {False: model}  # compiled or not
         self._lock = threading.RLock()  # held while a call draws; its progress may call again
         self._engines = EngineCache(self.new_engine, engine_bytes)
@@ -191,9 +191,9 @@ class Pipeline:
             own = {**rows, method: {**rows.get(method, {}), **found}}
             settings = resolve(method, {**defaults, "methods": own}, overrides, auto)
         vocab = self.target.vocab
-        if settings.top_k > vocab:
+        if settings.top_k > vocab > 0:
             raise InputError(f"top-k {settings.top_k} exceeds the {vocab} codes of {self.name}")
-        if (settings.neighbours or 0) >= vocab and overrides.get("neighbours") is None:
+        if (settings.neighbours or 0) >= vocab > 0 and overrides.get("neighbours") is None:
             settings = replace(settings, neighbours=vocab - 1)  # a default for codebooks of thousands
         return settings
 
@@ -252,7 +252,7 @@ class Pipeline:
         if type(rule) not in RULES.values():
             like = next(model.target.parameters())
             check_relax(rule, str(settings.accept), model.target.vocab, proposer.depth, like)
-        return Engine(
+        return engine_for(
             model.target,
             proposer,
             rule,

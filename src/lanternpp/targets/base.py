@@ -66,7 +66,10 @@ def check_codes(target: Path, target_codes: int, tokenizer: Path, tokenizer_code
 class Target(nn.Module, ABC):
     """The autoregressive model whose distribution is decoded. Codes are 0..V-1; a family maps them to its vocabulary."""
 
-    vocab: int  # V
+    vocab: int  # V; 0 of latents
+    channels: int = (
+        0  # C, the numbers of a latent, where pictures are of continuous latents; 0: they are of codes
+    )
     length: int  # codes of an image, in raster order
     width: int  # codes of one image row
     decoder: Decoder
@@ -112,6 +115,11 @@ class Target(nn.Module, ABC):
     @abstractmethod
     def embed(self, codes: Tensor) -> Tensor:
         """codes [R, N] -> [R, N, D]."""
+
+    def examples(self, count: int) -> Tensor:
+        """Some codes, at most `count`, evenly over all: [n]. A drafter's file tells its target by their embeddings."""
+        device = self.decoder.rotary_table.device
+        return torch.linspace(0, self.vocab - 1, min(self.vocab, count), device=device).long()
 
     @abstractmethod
     def head(self, features: Tensor) -> Tensor:

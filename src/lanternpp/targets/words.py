@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from string import punctuation
-from typing import Self
+from typing import Any, ClassVar, Self
 from unicodedata import category
 
 import torch
@@ -57,8 +58,8 @@ def read_synonyms(path: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class WordsConfig:
-    """The shape of a words target. `factored` tables are those of training: table + codebook @ basis."""
+class PromptedConfig:
+    """The shape of a decoder behind a prefix of words."""
 
     words: Words
     subjects: Words
@@ -67,10 +68,16 @@ class WordsConfig:
     heads: Heads = 6
     hidden: Hidden = 1024
     grid: Grid = 16
-    vocab: Codes = 4096
-    code_dim: Width = 8
     slots: Slots = 8
     dropout: Share = 0.0
+
+
+@dataclass(frozen=True)
+class WordsConfig(PromptedConfig):
+    """The shape of a words target. `factored` tables are those of training: table + codebook @ basis."""
+
+    vocab: Codes = 4096
+    code_dim: Width = 8
     factored: bool = False
 
 
@@ -99,55 +106,65 @@ class CodeTable(nn.Module):
         return nn.functional.linear(features, self.matrix(codebook))
 
 
-class WordsTarget(Target):
-    """Codes after a prefix of word slots; a learned null prefix for classifier-free guidance."""
+class PromptedTarget(Target):
+    """A decoder behind a prefix of word slots; a learned null prefix for classifier-free guidance."""
 
     about = "folders written by lanternpp train"
+    config_class: ClassVar[type[PromptedConfig]]
+    tokenizer: ClassVar[Callable[[Path, torch.dtype], Any]]  # reads what lies beside the target
 
-    def __init__(self, config: WordsConfig, vq: VQ):
+    def __init__(self, config: PromptedConfig, tokenizer: nn.Module):
         super().__init__()
-        self.config, self.vocab = config, config.vocab
+        self.config = config
         self.width, self.length = config.grid, config.grid**2
         shape = DecoderConfig(config.dim, config.layers, config.heads, config.hidden, dropout=config.dropout)
         rotary_table = grid_table(config.slots, config.grid, shape.head_dim)
         self.decoder = Decoder(shape, rotary_table.float())
-        code_dim = config.code_dim if config.factored else None
-        self.codes_in = CodeTable(config.vocab, config.dim, code_dim)
-        self.codes_out = CodeTable(config.vocab, config.dim, code_dim)
+        self.add_tables()
         words = 1 + len(config.words)  # row 0: no word
         self.word_table = nn.Parameter(nn.init.normal_(torch.empty(words, config.dim), std=0.02))
         self.slot_table = nn.Parameter(nn.init.normal_(torch.empty(config.slots, config.dim), std=0.02))
         self.null_prefix = nn.Parameter(nn.init.normal_(torch.empty(config.slots, config.dim), std=0.02))
-        self._vq = [vq]  # in a list: the tokenizer is not part of this module's weights
+        self._vq: list[Any] = [tokenizer]  # in a list: the tokenizer is not part of this module's weights
         self.synonyms: dict[str, str] = {}  # words read in the place of others
+
+    @abstractmethod
+    def add_tables(self) -> None:
+        """Make what `embed` and `head` read."""
+
+    @abstractmethod
+    def misfit(self) -> tuple[str, str] | None:
+        """What the config says and what the tokenizer has instead; None where they are the same."""
 
     @classmethod
     def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
         """The target over the tokenizer in the folder beside it."""
         beside = source.path.parent / "tokenizer"
-        vq = read_vq(beside, dtype)
-        config = config_as(WordsConfig, source.config, source.path)
+        tokenizer = cls.tokenizer(beside, dtype)
+        config = config_as(cls.config_class, source.config, source.path)
         with blank(source.path):
-            target = cls(config, vq)
+            target = cls(config, tokenizer)
         source.fill(target, [SAME], dtype, device=device)
         target.synonyms = read_synonyms(source.path.parent / SYNONYMS)
-        if (len(vq.codebook), vq.length) != (config.vocab, target.length):
-            raise InputError(
-                f"{source.path} has {config.vocab} codes on a grid of {config.grid}; "
-                f"{beside} has {len(vq.codebook)} codes and {vq.length} per picture"
-            )
-        vq.to(device)
+        if wrong := target.misfit():
+            raise InputError(f"{source.path} has {wrong[0]}; {beside} has {wrong[1]}")
+        tokenizer.to(device)
         return target.to(device)
 
     @property
-    def vq(self) -> VQ:
-        """The tokenizer that turns codes into pixels."""
+    def vq(self) -> Any:
+        """The tokenizer that turns codes, or latents, into pixels."""
         return self._vq[0]
 
-    @property
-    def codebook(self) -> Tensor:
-        """[V, C] l2-normalised latents."""
-        return self.vq.codebook
+    def pixels(self, codes: Tensor) -> Tensor:
+        """codes [B, length] -> images [B, 3, H, W] in [-1, 1]."""
+        images: Tensor = self.vq.decode(codes)
+        return images
+
+    def reader(self) -> Reader:
+        """Its tokenizer reads pictures too."""
+        reader: Reader = self.vq.reader()
+        return reader
 
     @property
     def slots(self) -> int:
@@ -221,6 +238,41 @@ class WordsTarget(Target):
         every = (*forms, *(self.synonyms.get(form) for form in forms))
         return next((form for form in every if form in self.config.words), None)
 
+
+class WordsTarget(PromptedTarget):
+    """Codes after a prefix of word slots."""
+
+    config_class = WordsConfig
+    tokenizer = staticmethod(read_vq)
+    config: WordsConfig
+
+    def __init__(self, config: WordsConfig, vq: VQ):
+        super().__init__(config, vq)
+        self.vocab = config.vocab
+
+    def add_tables(self) -> None:
+        """A table of codes for the input and one for the output."""
+        config = self.config
+        code_dim = config.code_dim if config.factored else None
+        self.codes_in = CodeTable(config.vocab, config.dim, code_dim)
+        self.codes_out = CodeTable(config.vocab, config.dim, code_dim)
+
+    def misfit(self) -> tuple[str, str] | None:
+        """Codes, and their number."""
+        found, config = self.vq, self.config
+        if (len(found.codebook), found.length) == (config.vocab, self.length):
+            return None
+        return (
+            f"{config.vocab} codes on a grid of {config.grid}",
+            f"{len(found.codebook)} codes and {found.length} per picture",
+        )
+
+    @property
+    def codebook(self) -> Tensor:
+        """[V, C] l2-normalised latents."""
+        book: Tensor = self.vq.codebook
+        return book
+
     def embed(self, codes: Tensor) -> Tensor:
         """codes [R, N] -> [R, N, D]."""
         return self.codes_in.matrix(self.codebook)[codes]
@@ -233,14 +285,6 @@ class WordsTarget(Target):
         """Prepare for passes over few rows."""
         super().pack()
         self.codes_out.pack()
-
-    def pixels(self, codes: Tensor) -> Tensor:
-        """codes [B, length] -> images [B, 3, H, W] in [-1, 1]."""
-        return self.vq.decode(codes)
-
-    def reader(self) -> Reader:
-        """Its tokenizer reads pictures too."""
-        return self.vq.reader()
 
     def folded(self) -> tuple[WordsConfig, dict[str, Tensor]]:
         """The same model with plain code tables: what is written to disk for inference."""
