@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -14,7 +14,7 @@ from lanternpp.nn.configs import Width
 from lanternpp.schema import Between
 from lanternpp.targets.words import PromptedConfig, PromptedTarget
 from lanternpp.vq.folder import read_kl
-from lanternpp.vq.kl import KL
+from lanternpp.vq.kl import KL, sampled
 
 KIND = "continuous"
 
@@ -83,9 +83,15 @@ class ContinuousTarget(PromptedTarget):
         """features [..., D] -> parameters of a mixture [..., P], as `Mixture.of` reads them."""
         return bounded(self.latent_out(features), self.channels)
 
-    def normalised(self, latents: Tensor) -> Tensor:
-        """The tokenizer's latents [..., C] as they are decoded."""
-        return (latents - self.latent_mean) / self.latent_std
+    def from_cache(self, found: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Moments of the tokenizer's latents [..., 2 C] -> latents [..., C], drawn; decoded latents stay as they are."""
+        if found.shape[-1] == self.channels:
+            return found
+        return (sampled(found, generator) - self.latent_mean) / self.latent_std
+
+    def folded(self) -> tuple[ContinuousConfig, dict[str, Tensor]]:
+        """The same model as it is written to disk for inference."""
+        return replace(self.config, dropout=0.0), self.state_dict()
 
     def pixels(self, codes: Tensor) -> Tensor:
         """Decoded latents [B, length, C] -> images [B, 3, H, W] in [-1, 1]."""

@@ -153,6 +153,13 @@ class Target(nn.Module, ABC):
             f"the tokenizer of this {type(self).__name__} only draws: use --self instead of --data."
         )
 
+    def from_cache(self, found: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """What a training's cache keeps of pictures [B, length, ...] -> codes as `embed` reads them, perhaps drawn.
+
+        generator: of the CPU; None: the global one.
+        """
+        return found
+
     def constrain(self, logits: Tensor, index: Tensor) -> Tensor:
         """Logits [B, N, V] of the codes at places `index` [B, N] -> the same, -inf at codes that the format forbids there."""
         return logits

@@ -133,6 +133,10 @@ class PromptedTarget(Target):
         """Make what `embed` and `head` read."""
 
     @abstractmethod
+    def folded(self) -> tuple[Any, dict[str, Tensor]]:
+        """Config and tensors as they are written to disk for inference."""
+
+    @abstractmethod
     def misfit(self) -> tuple[str, str] | None:
         """What the config says and what the tokenizer has instead; None where they are the same."""
 

@@ -57,10 +57,9 @@ class KL(Autoencoder):
         """Images [B, 3, H, W] in [-1, 1] -> moments [B, length, 2 C], float32."""
         return clamped(self.read(images))
 
-    @torch.no_grad()
-    def quantised(self, images: Tensor) -> Tensor:
-        """Latents drawn for images [B, 3, H, W], which are the decoder's input: [B, length, C]."""
-        return sampled(self.encode(images))
+    def decoder_input(self, found: Tensor) -> Tensor:
+        """Latents drawn from moments [B, length, 2 C]: [B, length, C]."""
+        return sampled(found)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -77,10 +76,6 @@ class KL(Autoencoder):
         key, device = self.key(), next(self.parameters()).device
         stored = (torch.float16, (2 * self.config.dim,))
         return Reader(self.config.size, self.length, 0, key, self.encode, device, *stored)
-
-    def weights(self) -> dict[str, Tensor]:
-        """What a model folder holds."""
-        return self.state_dict()
 
 
 def clamped(moments: Tensor) -> Tensor:

@@ -167,6 +167,23 @@ class Autoencoder(nn.Module):
         x = latents.transpose(1, 2).unflatten(2, (grid, grid))
         return self.decoder(x.contiguous(memory_format=torch.channels_last)).float()
 
+    def encode(self, images: Tensor) -> Tensor:
+        """Images [B, 3, H, W] in [-1, 1] -> codes, or moments of latents."""
+        raise NotImplementedError
+
+    def decoder_input(self, found: Tensor) -> Tensor:
+        """What `encode` found [B, length, ...] as latents [B, length, C] that the decoder reads."""
+        raise NotImplementedError
+
+    def weights(self) -> dict[str, Tensor]:
+        """What a model folder holds."""
+        return self.state_dict()
+
+    @torch.no_grad()
+    def redraw(self, found: Tensor) -> Tensor:
+        """What `encode` found in images -> images [B, 3, H, W] in [-1, 1], float32."""
+        return self.render(self.decoder_input(found).to(self.dtype)).clamp(-1, 1)
+
     def read(self, images: Tensor) -> Tensor:
         """As `encoded`; InputError where images are not [B, 3, size, size]."""
         size = self.config.size
@@ -216,17 +233,16 @@ class VQ(Autoencoder):
         """Images [B, 3, H, W] in [-1, 1] -> codes [B, length], int64."""
         return self.quantiser.nearest(self.read(images))
 
-    @torch.no_grad()
-    def quantised(self, images: Tensor) -> Tensor:
-        """The code vectors of images [B, 3, H, W], which are the decoder's input: [B, length, C]."""
-        return self.codebook[self.encode(images)]
+    def decoder_input(self, found: Tensor) -> Tensor:
+        """The code vectors of codes [B, length]: [B, length, C]."""
+        return self.codebook[found]
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
         """Codes [B, length] -> images [B, 3, H, W] in [-1, 1], float32."""
         if codes.ndim != 2 or codes.shape[1] != self.length:
             raise InputError(f"codes are {tuple(codes.shape)}; it draws from [B, {self.length}].")
-        return self.render(self.codebook[codes].to(self.dtype)).clamp(-1, 1)
+        return self.redraw(codes)
 
     def reader(self) -> Reader:
         """What it makes of pictures, as trainings ask for it; its convolutions are laid out channels last."""

@@ -61,10 +61,11 @@ def gather(
     follow: bool,
     crops: int,
     limit: int | None,
+    latents: bool = False,
 ) -> Material:
     """The codes of the pictures in `data` or, with `self_sampling`, of pictures that the target draws with `cfg`.
 
-    settings: of the training, `cfg` among them; follow: take `cfg` from the model's defaults instead.
+    latents: whether the drafter can learn from continuous latents. settings: of the training, `cfg` among them; follow: take `cfg` from the model's defaults instead.
     InputError where there is nothing to learn from, or the folder of `options` was trained with other settings: that is
     found before anything is drawn or encoded.
     """
@@ -74,6 +75,8 @@ def gather(
     check_resumable(options, early)
     found = load_target(model, options.folder, options.device, None if follow else settings["cfg"])
     teacher, target = found.teacher, found.target
+    if target.channels and not latents:
+        raise InputError(f"{model} draws continuous latents, which drafters of --kind eagle alone predict.")
     known = {"cfg": found.cfg, "target": found.origin}
     if self_sampling is not None:
         prompts = choose_prompts(self_sampling, data, teacher.place, target)
