@@ -72,7 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "settings": {
         *("arguments", "registry", "methods", "accept", "trees", "proposers", "engine.verifiers"),
-        *("engine.proposer", "drafters.base", "targets.base"),
+        *("engine.proposer", "drafters.base", "targets.base", "continuous.mixture"),
     },
     "hub": set(),
     "models": {"registry", "hub", "devices", "targets", "drafters", "nn"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,10 @@ from lanternpp.settings import (
     build_rule,
     build_verifier,
     dials_read,
+    fitted,
     network_needed,
     resolve,
+    suits_latents,
 )
 from lanternpp.tuned import CONDITIONS, Tuned, fingerprint
 from lanternpp.vq.neighbours import cache_folder, neighbours
@@ -190,12 +192,7 @@ class Pipeline:
             rows = defaults.get("methods", {})
             own = {**rows, method: {**rows.get(method, {}), **found}}
             settings = resolve(method, {**defaults, "methods": own}, overrides, auto)
-        vocab = self.target.vocab
-        if settings.top_k > vocab > 0:
-            raise InputError(f"top-k {settings.top_k} exceeds the {vocab} codes of {self.name}")
-        if (settings.neighbours or 0) >= vocab > 0 and overrides.get("neighbours") is None:
-            settings = replace(settings, neighbours=vocab - 1)  # a default for codebooks of thousands
-        return settings
+        return fitted(settings, self.target, self.name, overrides)
 
     @property
     def dtype(self) -> str:
@@ -228,7 +225,8 @@ class Pipeline:
         lends = "neighbours" in dials_read(settings.proposer, settings.accept)
         kind = network_needed(settings)
         there = kind is None or self._models[False].holds(kind)
-        return there and not (lends and self.target.codebook is None)
+        fits = not self.target.channels or suits_latents(settings)
+        return there and fits and not (lends and self.target.codebook is None)
 
     def engine(self, settings: Settings) -> Engine:
         """The cached engine for these settings, which calls use too; `new_engine` makes one of your own."""

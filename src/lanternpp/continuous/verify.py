@@ -3,8 +3,8 @@
 A latent x drawn from the drafter's density q is kept with probability min(1, p(x) / q(x)), p being the target's. The first
 one that is refused is replaced by a draw from the residual law, which is proportional to max(0, p - q): y is drawn from p and
 kept with probability max(0, 1 - q(y) / p(y)), until one is kept. That needs no integral, since the residual is nowhere above p.
-The chance that a draw from p is kept is the chance that the draft was refused, so that one such draw is made per draft on
-average, however near the drafter is; but where p and q are close a refusal, though rare, takes many draws. They are made in
+The chance that a draw from p is kept is the chance that the draft was refused, so that one such draw is made on average for
+each latent that is verified, however near the drafter is; but where p and q are close a refusal, though rare, takes many draws. They are made in
 blocks of growing size until every sample has one: a limit would change the law.
 """
 
