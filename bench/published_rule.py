@@ -1,7 +1,9 @@
 """How far the published rule of continuous speculative decoding (arXiv 2411.11925) is from the target's law, in one dimension.
 
 A target and a drafter are diffusion models of T steps whose denoisers are exact for two mixtures of Gaussians, so that the
-density that each draws from can be computed on a grid. The published rule and the exact one verify the same drafts.
+density that each draws from can be computed on a grid. Three rules verify the same drafts: the exact one on these densities; the
+published one, on the last step of both trajectories, with its factor Sigma and three tries; and the published one without the
+factor, with as many tries as it takes.
 `python bench/published_rule.py` prints a table.
 """
 
@@ -19,12 +21,17 @@ CELLS = torch.linspace(-6, 6, 121, dtype=torch.float64)
 
 @dataclass(frozen=True)
 class Diffusion:
-    """Ancestral sampling (DDPM, arXiv 2006.11239) with the exact denoiser of a mixture, and variances beta_t."""
+    """Ancestral sampling (DDPM, arXiv 2006.11239) with the exact denoiser of a mixture."""
 
     weight: Tensor  # [K]
     mean: Tensor  # [K]
     std: Tensor  # [K]
     beta: Tensor  # [T], of steps 1..T
+    wide: float  # the standard deviation of step t, in roots of beta_t
+
+    def noise_std(self, t: int) -> Tensor:
+        """The standard deviation of step t."""
+        return self.wide * self.beta[t - 1].sqrt()
 
     def step(self, x: Tensor, t: int) -> Tensor:
         """The mean of x_{t-1} given x_t [n]: [n]."""
@@ -42,7 +49,7 @@ class Diffusion:
         x, mean = noise[-1], noise[-1]
         for t in range(len(self.beta), 0, -1):
             mean = self.step(x, t)
-            x = mean + self.beta[t - 1].sqrt() * noise[t - 1]
+            x = mean + self.noise_std(t) * noise[t - 1]
         return x, mean
 
     def density(self) -> Tensor:
@@ -50,7 +57,7 @@ class Diffusion:
         spacing = GRID[1] - GRID[0]
         found = normal(GRID, torch.zeros_like(GRID), torch.ones(()).double())
         for t in range(len(self.beta), 0, -1):
-            kernel = normal(GRID[:, None], self.step(GRID, t)[None], self.beta[t - 1].sqrt())
+            kernel = normal(GRID[:, None], self.step(GRID, t)[None], self.noise_std(t))
             found = kernel @ found * spacing
         return found / (found.sum() * spacing)
 
@@ -67,23 +74,33 @@ def at(density: Tensor, x: Tensor) -> Tensor:
     return torch.lerp(density[low], density[low + 1], place - low)
 
 
-def published(target: Diffusion, drafter: Diffusion, noise: Tensor, aligned: bool, tries: int) -> Tensor:
-    """The published rule: (latents [n], kept [n]). Both models have the same variances, so that its Sigma is 1."""
+def published(
+    target: Diffusion, drafter: Diffusion, noise: Tensor, factor: bool, tries: int | None
+) -> tuple[Tensor, Tensor]:
+    """The rule on the last steps of two trajectories that share their noise: (latents [n], kept [n]).
+
+    factor: whether the density of the target is multiplied by Sigma. After so many tries the last draw stays.
+    """
+    steps = range(2, len(target.beta) + 1)
+    sigma = torch.stack([drafter.noise_std(t) / target.noise_std(t) for t in steps]).prod() if factor else 1.0
     x, mean_q = drafter.draw(noise)
-    other = noise if aligned else torch.randn_like(noise)
-    _, mean_p = target.draw(other)
-    std = target.beta[0].sqrt()
-    kept = torch.rand_like(x) * normal(x, mean_q, std) < normal(x, mean_p, std)
-    done, found = kept.clone(), x
-    for last in range(tries - 1, -1, -1):
-        y = mean_p + std * torch.randn_like(x)
-        excess = 1 - normal(y, mean_q, std) / normal(y, mean_p, std)
-        takes = ~done & ((torch.rand_like(x) < excess) | (last == 0))
-        found, done = torch.where(takes, y, found), done | takes
-    return torch.stack((found, kept.double()))
+    _, mean_p = target.draw(noise)
+    std_p, std_q = target.noise_std(1), drafter.noise_std(1)
+    kept = torch.rand_like(x) * normal(x, mean_q, std_q) < sigma * normal(x, mean_p, std_p)
+    found, left, done = x.clone(), (~kept).nonzero()[:, 0], 0
+    while len(left):
+        y = mean_p[left] + std_p * torch.randn(len(left), dtype=x.dtype)
+        odds = normal(y, mean_q[left], std_q) / (sigma * normal(y, mean_p[left], std_p))
+        done += 1
+        takes = (torch.rand_like(y) >= odds) | (done == tries)
+        found[left[takes]] = y[takes]
+        left = left[~takes]
+    return found, kept
 
 
-def exact(p: Tensor, q: Tensor, target: Diffusion, drafter: Diffusion, noise: Tensor) -> Tensor:
+def exact(
+    p: Tensor, q: Tensor, target: Diffusion, drafter: Diffusion, noise: Tensor
+) -> tuple[Tensor, Tensor]:
     """The exact rule on the densities p and q of x_0, which are on `GRID`: (latents [n], kept [n])."""
     x, _ = drafter.draw(noise)
     kept = torch.rand_like(x) * at(q, x) < at(p, x)
@@ -93,7 +110,7 @@ def exact(p: Tensor, q: Tensor, target: Diffusion, drafter: Diffusion, noise: Te
         takes = torch.rand_like(y) >= at(q, y) / at(p, y).clamp_min(1e-300)
         found[left[takes]] = y[takes]
         left = left[~takes]
-    return torch.stack((found, kept.double()))
+    return found, kept
 
 
 def variation(latents: Tensor, density: Tensor) -> float:
@@ -104,13 +121,14 @@ def variation(latents: Tensor, density: Tensor) -> float:
     return (counts - law).abs().sum().item() / 2
 
 
-def models(steps: int, apart: float) -> tuple[Diffusion, Diffusion]:
-    """A target of two modes, and a drafter whose modes lie `apart` further to the right and are wider."""
+def models(steps: int, apart: float, wide: float) -> tuple[Diffusion, Diffusion]:
+    """A target of two modes, and a drafter whose modes lie `apart` further to the right, and whose steps are wider."""
     angle = torch.linspace(0, 1, steps + 1, dtype=torch.float64)
     kept = ((angle + 0.1) / 1.1 * torch.pi / 2).cos().square()
     beta = (1 - kept[1:] / kept[:-1]).clamp(0.02, 0.98)
     weight, mean, std = torch.tensor([[0.6, 0.4], [-1.0, 1.2], [0.4, 0.3]], dtype=torch.float64)
-    return Diffusion(weight, mean, std, beta), Diffusion(weight.flip(0), mean + apart, std * 1.2, beta)
+    drafter = Diffusion(weight.flip(0), mean + apart, std * 1.2, beta, wide)
+    return Diffusion(weight, mean, std, beta, 1.0), drafter
 
 
 def main() -> None:
@@ -119,22 +137,22 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=400_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    print("| steps | drafter's shift | rule | accepted | total variation |\n|--:|--:|---|--:|--:|")
-    for steps, apart in ((8, 0.1), (8, 0.4), (25, 0.1), (25, 0.4)):
-        target, drafter = models(steps, apart)
+    print("| steps | shift | width | rule | accepted | total variation |\n|--:|--:|--:|---|--:|--:|")
+    for steps, apart, wide in ((8, 0.1, 1.0), (8, 0.1, 1.05), (8, 0.4, 1.0), (25, 0.1, 1.0), (25, 0.1, 1.02)):
+        target, drafter = models(steps, apart, wide)
         p, q = target.density(), drafter.density()
         torch.manual_seed(options.seed)
         noise = torch.randn(steps + 1, options.draws, dtype=torch.float64)
-        plain = torch.stack((target.draw(torch.randn_like(noise))[0], torch.ones(options.draws).double()))
+        plain = target.draw(torch.randn_like(noise))[0]
         rows = {
-            "none: the target alone": plain,
-            "exact": exact(p, q, target, drafter, noise),
-            "published, noise shared": published(target, drafter, noise, True, 3),
-            "published, noise not shared": published(target, drafter, noise, False, 3),
+            "none, the target alone": (plain, None),
+            "exact, on densities": exact(p, q, target, drafter, noise),
+            "as published": published(target, drafter, noise, True, 3),
+            "without Sigma, until one is kept": published(target, drafter, noise, False, None),
         }
         for name, (latents, kept) in rows.items():
-            share = "" if name.startswith("none") else f"{kept.mean():.3f}"
-            print(f"| {steps} | {apart} | {name} | {share} | {variation(latents, p):.4f} |")
+            share = "" if kept is None else f"{kept.double().mean():.3f}"
+            print(f"| {steps} | {apart} | {wide} | {name} | {share} | {variation(latents, p):.4f} |")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lanternpp.continuous.mixture import bounded, size
 from lanternpp.nn.configs import Width
 from lanternpp.schema import Between
-from lanternpp.targets.words import PromptedConfig, PromptedTarget
+from lanternpp.targets.prompted import PromptedConfig, PromptedTarget
 from lanternpp.vq.folder import read_kl
 from lanternpp.vq.kl import KL, sampled
 

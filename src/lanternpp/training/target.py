@@ -20,7 +20,8 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.proposers.no_draft import NoDraft
-from lanternpp.targets.words import PromptedConfig, PromptedTarget, WordsConfig, WordsTarget
+from lanternpp.targets.prompted import PromptedConfig, PromptedTarget
+from lanternpp.targets.words import WordsConfig, WordsTarget
 from lanternpp.training import hardware
 from lanternpp.training.captions import one_per_subject, vocabulary, word_ids
 from lanternpp.training.data import BatchSampler, evenly_spaced
@@ -28,7 +29,7 @@ from lanternpp.training.material.codes import Codes, VariantSampler, read_codes,
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Task, TrainingOptions, averaged, run
 from lanternpp.vq.folder import read_vq
-from lanternpp.vq.model import Autoencoder
+from lanternpp.vq.model import VQ, Autoencoder
 
 CHECK_PICTURES = 256  # validation pictures measured at a check; at the end all are
 SAMPLE_PICTURES = 4  # pictures drawn at a check
@@ -105,7 +106,7 @@ class TargetTask(Task):
 
     def make(self) -> PromptedTarget:
         """The target, with first weights."""
-        assert isinstance(self.config, WordsConfig)
+        assert isinstance(self.config, WordsConfig) and isinstance(self.vq, VQ)
         model = WordsTarget(self.config, self.vq)
         init_tables(model)
         init_weights(model)
