@@ -28,6 +28,7 @@ MOST_LINES = 300
 LIBRARY = {"errors", "types", "registry", "devices", "methods", "nn", "vq", "accept", "trees", "targets"}
 LIBRARY |= {"drafters", "proposers", "engine", "hub", "models", "settings", "tuned", "pipeline", "picture"}
 LIBRARY |= {
+    "continuous",
     "names",
     "progress",
     "cluster",
@@ -66,9 +67,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("engine.block", "engine.verify"),
         *("trees.base", "trees.chain", "drafters.base", "targets.base", "nn.decoder", "registry", "types"),
     },
+    "continuous": {
+        *("engine", "accept.base", "targets", "vq", "nn", "types"),
+        *("proposers.network", "proposers.no_draft", "proposers.tree"),
+    },
     "settings": {
         *("arguments", "registry", "methods", "accept", "trees", "proposers", "engine.verifiers"),
-        *("engine.proposer", "drafters.base", "targets.base"),
+        *("engine.proposer", "drafters.base", "targets.base", "continuous.mixture"),
     },
     "hub": set(),
     "models": {"registry", "hub", "devices", "targets", "drafters", "nn"},

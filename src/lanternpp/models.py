@@ -245,6 +245,10 @@ class Model:
 @torch.inference_mode()
 def in_eight_bits(target: Target) -> Effect:
     """Quantise a target's layers to 8 bits; the change of its logits on the null prompt and some random codes."""
+    if target.channels:
+        raise InputError(
+            "dtype int8 is for models of codes, and this one draws continuous latents; leave it out"
+        )
     codes = torch.randint(
         target.vocab, (1, min(PROBE, target.length)), generator=torch.Generator().manual_seed(0)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from lanternpp import arguments
 from lanternpp.accept import RULES
 from lanternpp.accept.base import check_relax
+from lanternpp.continuous.engine import engine_for
 from lanternpp.default_method import Chosen, choose
 from lanternpp.devices import INT8, pick_device, pick_dtype
 from lanternpp.engine.batching import drawing
@@ -36,8 +37,10 @@ from lanternpp.settings import (
     build_rule,
     build_verifier,
     dials_read,
+    fitted,
     network_needed,
     resolve,
+    suits_latents,
 )
 from lanternpp.tuned import CONDITIONS, Tuned, fingerprint
 from lanternpp.vq.neighbours import cache_folder, neighbours
@@ -60,10 +63,9 @@ class Pipeline:
 
     def __init__(self, model: Model, name: str, tuned: bool = True, engine_bytes: int = BYTES):
         self.name, self.folder = name, model.folder
-        folder_defaults = read_defaults(model.folder)
         self.tuned = Tuned.read(model.folder, model.other) if tuned else None
+        self.defaults = read_defaults(model.folder) or dict(model.target.defaults)
         self.target = model.target
-        self.defaults = folder_defaults or dict(self.target.defaults)
         self._models = {False: model}  # compiled or not
         self._lock = threading.RLock()  # held while a call draws; its progress may call again
         self._engines = EngineCache(self.new_engine, engine_bytes)
@@ -191,12 +193,7 @@ class Pipeline:
             rows = defaults.get("methods", {})
             own = {**rows, method: {**rows.get(method, {}), **found}}
             settings = resolve(method, {**defaults, "methods": own}, overrides, auto)
-        vocab = self.target.vocab
-        if settings.top_k > vocab:
-            raise InputError(f"top-k {settings.top_k} exceeds the {vocab} codes of {self.name}")
-        if (settings.neighbours or 0) >= vocab and overrides.get("neighbours") is None:
-            settings = replace(settings, neighbours=vocab - 1)  # a default for codebooks of thousands
-        return settings
+        return fitted(settings, self.target, self.name, overrides)
 
     @property
     def dtype(self) -> str:
@@ -229,7 +226,8 @@ class Pipeline:
         lends = "neighbours" in dials_read(settings.proposer, settings.accept)
         kind = network_needed(settings)
         there = kind is None or self._models[False].holds(kind)
-        return there and not (lends and self.target.codebook is None)
+        fits = not self.target.channels or suits_latents(settings)
+        return there and fits and not (lends and self.target.codebook is None)
 
     def engine(self, settings: Settings) -> Engine:
         """The cached engine for these settings, which calls use too; `new_engine` makes one of your own."""
@@ -253,7 +251,7 @@ class Pipeline:
         if type(rule) not in RULES.values():
             like = next(model.target.parameters())
             check_relax(rule, str(settings.accept), model.target.vocab, proposer.depth, like)
-        return Engine(
+        return engine_for(
             model.target,
             proposer,
             rule,

@@ -74,7 +74,7 @@ class Result:
     """Pictures, their codes, and statistics of the run."""
 
     images: list[Image.Image]
-    codes: Tensor  # [n, length] int64
+    codes: Tensor  # [n, length] int64; of a continuous target latents, [n, length, C] float32
     stats: Stats
 
 

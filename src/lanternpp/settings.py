@@ -11,6 +11,7 @@ from torch import Tensor
 from lanternpp import arguments
 from lanternpp.accept import RULES
 from lanternpp.accept.base import Acceptance, Dials
+from lanternpp.continuous.mixture import MixtureSampling
 from lanternpp.dials import DIALS as TABLE
 from lanternpp.dials import DRAFT, EVERY, RULE, dials, names, spoken
 from lanternpp.drafters.base import Drafter
@@ -118,6 +119,26 @@ def _draft_traits(settings: Settings, proposer: type[Proposer] | None = None) ->
     """The properties that decide which verifiers support these settings' drafts; proposer: in place of the settings'."""
     guesses = (proposer or _proposer(settings)).guesses(_parts(settings))
     return DraftTraits(guesses, _rule(settings), settings.temperature == 0, settings.residual)
+
+
+def fitted(settings: Settings, target: Target, name: str, given: Mapping[str, Any]) -> Settings:
+    """The settings for a target that is called `name`; `given`: the overrides. InputError where it cannot be sampled so."""
+    if target.channels:
+        MixtureSampling(settings.temperature, settings.top_k, settings.top_p)
+    if settings.top_k > target.vocab > 0:
+        raise InputError(f"top-k {settings.top_k} exceeds the {target.vocab} codes of {name}")
+    if (settings.neighbours or 0) >= target.vocab > 0 and given.get("neighbours") is None:
+        return replace(settings, neighbours=target.vocab - 1)  # a default for codebooks of thousands
+    return settings
+
+
+def suits_latents(settings: Settings) -> bool:
+    """Whether latents can be drawn with these settings: without a draft, or in a chain of EAGLE's that is verified exactly."""
+    drafts = _draft_traits(settings)
+    chain = drafts.guesses.chain and drafts.guesses.why_not_drawn is None and settings.verify == TOKEN
+    return drafts.rule.lossless and (
+        settings.proposer == "nothing" or (settings.proposer == "tree" and chain)
+    )
 
 
 def with_tree(settings: Settings, tree: str | None) -> Settings:

@@ -33,7 +33,7 @@ def draw(folder: Path, count: int, size: tuple[int, int] = (40, 36)) -> None:
     (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def paint() -> Callable[[Path, int], None]:
     """Writes a folder of that many captioned pictures."""
     return draw

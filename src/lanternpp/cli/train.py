@@ -75,8 +75,15 @@ def main() -> None:
 def tokenizer(
     data: Data,
     model: Model,
+    kind: Annotated[
+        Literal["vq", "kl"],
+        typer.Option(
+            help="vq: codes of a codebook; kl: continuous latents, for a target with --head mixture."
+        ),
+    ] = "vq",
     size: Annotated[int | None, typer.Option(help="Pixels of an image's side. [default: 128]")] = None,
-    codes: Annotated[int | None, typer.Option(help="Entries of the codebook. [default: 4096]")] = None,
+    codes: Annotated[int | None, typer.Option(help="vq: entries of the codebook. [default: 4096]")] = None,
+    channels: Annotated[int | None, typer.Option(help="kl: numbers of a latent. [default: 16]")] = None,
     codes_of: Annotated[
         str | None, typer.Option(help="A model whose codes are kept: only its decoder is trained further.")
     ] = None,
@@ -96,22 +103,33 @@ def tokenizer(
     *,
     plan: Planned,
 ) -> None:
-    """Train the tokenizer: pictures <-> codes."""
+    """Train the tokenizer: pictures <-> codes, or latents."""
     from lanternpp.errors import InputError
     from lanternpp.models import model_folder
-    from lanternpp.training.tokenizer import TokenizerSettings, train
-    from lanternpp.vq.model import VQConfig
+    from lanternpp.training.kl import KLTask
+    from lanternpp.training.tokenizer import TokenizerSettings, TokenizerTask, train
+    from lanternpp.vq.kl import KLConfig
+    from lanternpp.vq.model import Stacks, VQConfig
 
     if codes_of is not None and (size is not None or codes is not None):
         raise InputError("--size and --codes are those of --codes-of's model; leave them out.")
-    config = VQConfig(size or 128, codes or 4096)
+    config: Stacks
+    task: type[TokenizerTask] | None = None
+    if kind == "kl":
+        if codes is not None or codes_of is not None:
+            raise InputError("--codes and --codes-of are of tokenizers of --kind vq: leave them out.")
+        config, task = KLConfig(size or 128, 16 if channels is None else channels), KLTask
+    elif channels is not None:
+        raise InputError(f"--channels {channels} is of tokenizers of --kind kl: leave it out.")
+    else:
+        config = VQConfig(size or 128, codes or 4096)
     settings = TokenizerSettings(
         batch_size, lr, seed, adversarial, adversarial_start, adversarial_weight, perceptual=perceptual
     )
     where = plan(model / "tokenizer")
     kept = None if codes_of is None else model_folder(codes_of)
     judged = model_folder(classifier_of) if perceptual else None
-    leave(train(data, model, config, settings, where, limit, kept, judged))
+    leave(train(data, model, config, settings, where, limit, kept, judged, task))
 
 
 @app.command()
@@ -119,6 +137,15 @@ def tokenizer(
 def target(
     data: Data,
     model: Model,
+    head: Annotated[
+        Literal["softmax", "mixture"],
+        typer.Option(
+            help="softmax: over codes; mixture: of Gaussians, over latents of a tokenizer of --kind kl."
+        ),
+    ] = "softmax",
+    components: Annotated[
+        int | None, typer.Option(help="mixture: Gaussians at every place. [default: 16]")
+    ] = None,
     dim: Annotated[int, typer.Option(help="Width.")] = 384,
     layers: Annotated[int, typer.Option(help="Blocks.")] = 14,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 6,
@@ -142,13 +169,23 @@ def target(
     *,
     plan: Planned,
 ) -> None:
-    """Train the target: codes from captions, one after another. Needs a trained tokenizer."""
+    """Train the target: codes or latents from captions, one after another. Needs a trained tokenizer."""
+    from lanternpp.errors import InputError
     from lanternpp.models import model_folder
+    from lanternpp.training import continuous
     from lanternpp.training.target import TargetSettings, train
 
     settings = TargetSettings(batch_size, lr, muon_lr, seed, corrupt, decay=decay, warmup=warmup, cfg=cfg)
     shape = {"dim": dim, "layers": layers, "heads": heads, "hidden": hidden, "dropout": dropout}
     where = plan(model / "target")
+    if head == "mixture":
+        if weights_of is not None:
+            raise InputError("--weights-of is for targets of codes: leave it out with --head mixture.")
+        count = 16 if components is None else components
+        leave(continuous.train(data, model, shape, settings, where, crops, limit, count))
+        return
+    if components is not None:
+        raise InputError(f"--components {components} is of --head mixture: leave it out.")
     start = None if weights_of is None else model_folder(weights_of)
     leave(train(data, model, shape, settings, where, crops, limit, start))
 

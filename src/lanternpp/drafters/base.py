@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.nn.configs import Codes, config_as
+from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig
 from lanternpp.nn.sources import SAME, Source, blank
-from lanternpp.schema import Length
+from lanternpp.schema import Between, Length
 from lanternpp.targets.base import Target
 from lanternpp.types import Nodes
 
@@ -98,7 +98,7 @@ class DrafterWarning(UserWarning):
 class Mark:
     """The target's entry in a drafter's config, as `mark` writes it."""
 
-    vocab: Codes
+    vocab: Annotated[int, Between(0, 1 << 20)]
     probe: Annotated[tuple[float, ...], Length(0, 64)] = ()
 
 
@@ -117,9 +117,7 @@ def mark(target: Target) -> dict[str, Any]:
 @torch.no_grad()
 def probe(target: Target) -> Tensor:
     """The embeddings of some codes, each channel group's mean: at most 8 x 8 numbers, [n]."""
-    device = target.decoder.rotary_table.device
-    codes = torch.linspace(0, target.vocab - 1, min(target.vocab, 8), device=device).long()
-    rows = target.embed(codes[None])[0].float().cpu()
+    rows = target.embed(target.examples(8)[None])[0].float().cpu()
     return torch.stack([part.mean(1) for part in rows.chunk(8, 1)], 1).flatten()
 
 

@@ -69,6 +69,7 @@ class Engine:
         self.tv_cost = torch.zeros(batch, device=like.device)
         self.noise = Noise(seed=torch.zeros_like(self.count), step=self.passes)
         self._next_noise: list[Noise] = []  # of the next steps, in reverse order
+        self._row = torch.arange(batch, device=like.device)[:, None]
         self._offsets = torch.arange(proposer.depth + 1, device=like.device)
         proposer.open(target, sampling, guidance, batch)
 
@@ -175,7 +176,7 @@ class Engine:
     def _append(self, verdict: Verdict) -> None:
         """Append the decided codes; what a finished sample would write falls into the margin of `codes`."""
         where = self.count[:, None] + self._offsets
-        self.codes.scatter_(1, where, verdict.next_codes)
+        self.codes[self._row, where] = verdict.next_codes
         self.accepted.scatter_(1, self.passes[:, None], verdict.kept[:, None])
         if verdict.tv_cost is not None:
             self.tv_cost += (verdict.tv_cost * (self._offsets < verdict.kept[:, None])).sum(1)

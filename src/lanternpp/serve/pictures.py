@@ -26,7 +26,8 @@ PAUSE = 4  # the pause after a preview, as a multiple of the time that it took
 
 def picture_size(pipe: Pipeline) -> tuple[int, int]:
     """Width and height of the pictures that a model draws, in pixels."""
-    return _pixels(pipe, torch.zeros(pipe.target.length, dtype=torch.int64)).size
+    example = pipe.target.examples(1).cpu()
+    return _pixels(pipe, example[torch.zeros(pipe.target.length, dtype=torch.int64)]).size
 
 
 def half_drawn(pipe: Pipeline, codes: Tensor) -> Image.Image:

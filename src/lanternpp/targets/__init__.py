@@ -8,6 +8,7 @@ from __future__ import annotations
 
 FAMILIES = {
     "words": "lanternpp.targets.words:WordsTarget",
+    "continuous": "lanternpp.continuous.target:ContinuousTarget",
     "llamagen": "lanternpp.targets.llamagen:LlamaGenTarget",
     "chameleon": "lanternpp.targets.chameleon:ChameleonTarget",
     "janus": "lanternpp.targets.janus:JanusTarget",

@@ -66,7 +66,10 @@ def check_codes(target: Path, target_codes: int, tokenizer: Path, tokenizer_code
 class Target(nn.Module, ABC):
     """The autoregressive model whose distribution is decoded. Codes are 0..V-1; a family maps them to its vocabulary."""
 
-    vocab: int  # V
+    vocab: int  # V; 0 of latents
+    channels: int = (
+        0  # C, the numbers of a latent, where pictures are of continuous latents; 0: they are of codes
+    )
     length: int  # codes of an image, in raster order
     width: int  # codes of one image row
     decoder: Decoder
@@ -113,6 +116,11 @@ class Target(nn.Module, ABC):
     def embed(self, codes: Tensor) -> Tensor:
         """codes [R, N] -> [R, N, D]."""
 
+    def examples(self, count: int) -> Tensor:
+        """Some codes, at most `count`, evenly over all: [n]. A drafter's file tells its target by their embeddings."""
+        device = self.decoder.rotary_table.device
+        return torch.linspace(0, self.vocab - 1, min(self.vocab, count), device=device).long()
+
     @abstractmethod
     def head(self, features: Tensor) -> Tensor:
         """features [..., D] -> logits [..., V]."""
@@ -144,6 +152,13 @@ class Target(nn.Module, ABC):
         raise InputError(
             f"the tokenizer of this {type(self).__name__} only draws: use --self instead of --data."
         )
+
+    def from_cache(self, found: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """What a training's cache keeps of pictures [B, length, ...] -> codes as `embed` reads them, perhaps drawn.
+
+        generator: of the CPU; None: the global one.
+        """
+        return found
 
     def constrain(self, logits: Tensor, index: Tensor) -> Tensor:
         """Logits [B, N, V] of the codes at places `index` [B, N] -> the same, -inf at codes that the format forbids there."""

@@ -22,7 +22,7 @@ from lanternpp.training import hardware
 from lanternpp.training.acceptance import measure_acceptance
 from lanternpp.training.data import BatchSampler, evenly_spaced
 from lanternpp.training.features import CaptionPrompts, causal_mask, drafter_inputs
-from lanternpp.training.losses import acceptance, cross_entropy_and_lk, lk_loss, soft_cross_entropy
+from lanternpp.training.laws import LOSSES, laws_of
 from lanternpp.training.material.cached import FeatureCache, cached_features
 from lanternpp.training.material.codes import Codes, VariantSampler
 from lanternpp.training.material.gather import gather
@@ -32,12 +32,6 @@ from lanternpp.training.run import Task, TrainingOptions, averaged, run
 from lanternpp.training.team import team
 from lanternpp.trees import build_tree
 
-LOSSES = {
-    "paper": soft_cross_entropy,
-    "guided": soft_cross_entropy,
-    "lk": lk_loss,
-    "both": cross_entropy_and_lk,
-}
 CHECK_PICTURES = 96  # validation pictures measured at a check; at the end all are
 SAMPLE_PICTURES = 4  # pictures drawn at a check
 
@@ -108,7 +102,8 @@ class DrafterTask(Task):
         self.sampling = sampling or Sampling()
         torch.manual_seed(settings.seed)
         self.hparams, self.codes, self.device = settings, codes, device
-        self.guidance = settings.guidance
+        self.laws = laws_of(target, settings.loss)
+        self.guidance = self.laws.guidance(settings.guidance.scale)
         self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
         self.target = target.to(device).eval().requires_grad_(False)
         drafter = self.begin(layers)
@@ -154,7 +149,7 @@ class DrafterTask(Task):
         index, variant, generator = self.sampler(step)
         drop = torch.rand(len(index), generator=generator) < self.hparams.drop_captions
         index, variant, drop = map(team().share, (index, variant, drop))
-        codes = self.codes.train.pick(index, variant).to(self.device)
+        codes = self.target.from_cache(self.codes.train.pick(index, variant).to(self.device))
         branches, dropped = (2, None) if self.guidance.branches == 2 else (1, drop)
         prompts, known = self.train(index, branches, dropped), None
         if self.features is not None:
@@ -189,7 +184,7 @@ class DrafterTask(Task):
         for skipped in range(self.hparams.rounds):
             every = self.model.forward_sequence(next_inputs, inputs, mask)
             predicted, true = every[:, first - 1 + skipped :], true_features[:, skipped:]
-            distribution = LOSSES[self.hparams.loss](merge(self.target.head(predicted)), logits[:, skipped:])
+            distribution = self.laws.loss(merge(self.target.head(predicted)), logits[:, skipped:])
             costs.append(torch.stack((F.smooth_l1_loss(predicted.float(), true.float()), distribution)))
             inputs = torch.cat((features[:, :first], every[:, first - 1 : -1].to(features.dtype)), 1)
         feature, distribution = torch.stack(costs).mean(0)
@@ -209,10 +204,11 @@ class DrafterTask(Task):
 
     def validate_on(self, index: Tensor) -> dict[str, float]:
         """Expected acceptance after guidance (first draft level, and second), agreement of the best code, losses."""
-        guidance = Guidance(self.hparams.cfg)
+        guidance, laws = self.laws.guidance(self.hparams.cfg), self.laws
         sums: dict[str, float] = {}
         for part in index.split(8):
-            codes = guidance.rows(self.codes.val.pick(part, torch.zeros_like(part)).to(self.device))
+            found = self.codes.val.pick(part, torch.zeros_like(part)).to(self.device)
+            codes = guidance.rows(self.target.from_cache(found, torch.Generator().manual_seed(0)))
             prompts, start = self.val(part, guidance.branches)
             first, count = prompts.shape[1], len(part)
             with hardware.autocast(self.device):
@@ -226,24 +222,24 @@ class DrafterTask(Task):
                     self.target.head(x) for x in (true_features, predicted, second_features)
                 )
             p, q, q2 = (guidance.merge(x) for x in (target_logits, logits, second))
-            accepted = acceptance(q, p)
-            found = {
+            accepted = laws.acceptance(q, p)
+            figures = {
                 "accept": accepted.mean(),
-                "accept2": acceptance(q2, p[:, 1:]).mean(),
-                "agree": (p.argmax(-1) == q.argmax(-1)).double().mean(),
+                "accept2": laws.acceptance(q2, p[:, 1:]).mean(),
+                "agree": laws.agreement(q, p),
                 "feature": F.smooth_l1_loss(predicted.float(), true_features.float()),
-                "paper": soft_cross_entropy(logits[:count], target_logits[:count]),
-                "guided": soft_cross_entropy(q, p),
+                "paper": laws.soft_cross_entropy(logits[:count], target_logits[:count]),
+                "guided": laws.soft_cross_entropy(q, p),
                 "lk": -accepted.log().mean(),
             }
-            for name, value in found.items():
+            for name, value in figures.items():
                 sums[name] = sums.get(name, 0.0) + value.item() * count
         return {name: value / len(index) for name, value in sums.items()}
 
     def draw(self) -> dict[str, Any]:
         """Draw four pictures under the exact rule on a static tree; returns the acceptance. `sample` shows the pictures."""
         dtype = next(self.target.parameters()).dtype
-        proposer = TreeProposer(copy.deepcopy(self.average).to(dtype), build_tree("eagle-25"))
+        proposer = TreeProposer(copy.deepcopy(self.average).to(dtype), build_tree(self.laws.tree))
         guidance, prompts = Guidance(self.hparams.cfg), self.val.known_texts[:SAMPLE_PICTURES]
         found = measure_acceptance(self.target, proposer, self.sampling, guidance, prompts)
         self.drawn = found.codes
@@ -287,7 +283,11 @@ def train(
     if layers < 1:
         raise InputError(f"layers {layers} must be at least 1.")
     known = asdict(settings) | {"layers": layers}
-    found = gather(model, options, data, self_sampling, known, follow, crops, limit)
+    found = gather(model, options, data, self_sampling, known, follow, crops, limit, latents=True)
+    if cache and found.target.channels:
+        raise InputError(
+            "--cache-features is of codes, and the latents of pictures are drawn anew in every step."
+        )
     settings = replace(settings, cfg=found.cfg)
     store = found.teacher.store if cache else None
     task = DrafterTask(

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from lanternpp.errors import InputError
+from lanternpp.targets.prompted import PromptedTarget
 from lanternpp.targets.words import WordsConfig, WordsTarget
 
 
-def init_weights(model: WordsTarget) -> None:
-    """First values: similar codes begin with similar vectors, every block begins as the identity.
+def init_tables(model: WordsTarget) -> None:
+    """First values: similar codes begin with similar vectors.
 
     The free tables start small beside the map of the codebook, so that what is learned of one code serves
     its neighbours from the first step; the logits start near zero.
@@ -21,6 +22,10 @@ def init_weights(model: WordsTarget) -> None:
         nn.init.normal_(table.table, std=free)
         if table.basis is not None:
             nn.init.normal_(table.basis, std=basis)
+
+
+def init_weights(model: PromptedTarget) -> None:
+    """First values: every block begins as the identity."""
     for name in ("word_table", "slot_table", "null_prefix"):
         nn.init.normal_(getattr(model, name), std=0.2)
     for name, parameter in model.decoder.blocks.named_parameters():

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import ClassifierConfig
+from lanternpp.training.captions import split_words
 from lanternpp.training.data import Pictures
-from lanternpp.training.target import split_words
 
 COMMON = 0.01  # a word is learned where at least this share of the captions says it
 

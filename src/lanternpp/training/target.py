@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.accept.exact import Exact
+from lanternpp.continuous.engine import engine_for
 from lanternpp.devices import half_width
 from lanternpp.engine.batching import generate
-from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
@@ -23,15 +23,17 @@ from lanternpp.models import read_target
 from lanternpp.nn.checkpoints import checksum, digest
 from lanternpp.nn.decoder import causal_mask
 from lanternpp.proposers.no_draft import NoDraft
-from lanternpp.targets.words import SILENT, WordsConfig, WordsTarget
+from lanternpp.targets.prompted import PromptedConfig, PromptedTarget
+from lanternpp.targets.words import WordsConfig, WordsTarget
 from lanternpp.training import hardware
+from lanternpp.training.captions import one_per_subject, vocabulary, word_ids
 from lanternpp.training.data import BatchSampler, evenly_spaced
-from lanternpp.training.first_weights import init_weights, take_over
-from lanternpp.training.material.codes import Codes, Split, VariantSampler, read_codes, tokenizer_of, unigram
+from lanternpp.training.first_weights import init_tables, init_weights, take_over
+from lanternpp.training.material.codes import Codes, VariantSampler, read_codes, tokenizer_of, unigram
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Task, TrainingOptions, averaged, run
 from lanternpp.vq.folder import read_vq
-from lanternpp.vq.model import VQ
+from lanternpp.vq.model import VQ, Autoencoder
 
 CHECK_PICTURES = 256  # validation pictures measured at a check; at the end all are
 SAMPLE_PICTURES = 4  # pictures drawn at a check
@@ -71,13 +73,16 @@ class TargetTask(Task):
 
     name = "target"
     keep = "nll"
+    kind = "words"  # in the config
+    model: PromptedTarget
+    average: PromptedTarget
 
     def __init__(
         self,
-        config: WordsConfig,
+        config: PromptedConfig,
         settings: TargetSettings,
         codes: Codes,
-        vq: VQ,
+        vq: Autoencoder,
         device: torch.device,
         start: WordsTarget | None = None,
     ):
@@ -88,12 +93,12 @@ class TargetTask(Task):
         self.decay, self.warmup, self.cooldown = settings.decay, settings.warmup, settings.cooldown
         self.settings = {**asdict(config), **asdict(settings), "data": codes.data["codes"]}
         self.vq = vq.to(device)
-        model = WordsTarget(config, self.vq)
-        init_weights(model)
+        model = self.make()
         if start is not None:
+            assert isinstance(model, WordsTarget)
             take_over(model, start)
-        self.model: WordsTarget = model.to(device).train()
-        self.average: WordsTarget = averaged(self.model)  # type: ignore[assignment]
+        self.model = model.to(device).train()
+        self.average = averaged(self.model)  # type: ignore[assignment]
         self.dtype = torch.bfloat16 if half_width(device) else torch.float32
         matrices = [p for p in self.model.decoder.blocks.parameters() if p.ndim == 2]
         ids = {id(p) for p in matrices}
@@ -107,8 +112,20 @@ class TargetTask(Task):
         )
         self.words = word_ids(self.model, codes.train)
         self.val_words = word_ids(self.model, codes.val)
-        self.unigram = unigram(codes, config.vocab)
+        self.baseline = self.simplest()
         self.prompts = [text for text, _ in Counter(codes.train.texts).most_common() if text.strip()]
+
+    def make(self) -> PromptedTarget:
+        """The target, with first weights."""
+        assert isinstance(self.config, WordsConfig) and isinstance(self.vq, VQ)
+        model = WordsTarget(self.config, self.vq)
+        init_tables(model)
+        init_weights(model)
+        return model
+
+    def simplest(self) -> dict[str, float]:
+        """The validation loss of a model without context, for comparison."""
+        return {"unigram": unigram(self.codes, self.model.vocab)}
 
     def speed_up(self) -> None:
         """Compile the network, its head and the loss as one graph of one shape."""
@@ -120,9 +137,9 @@ class TargetTask(Task):
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
         """One update."""
         index, variant, generator = self.sampler(step)
-        codes = self.codes.train.pick(index, variant)
+        codes = self.model.from_cache(self.codes.train.pick(index, variant))
         null = torch.rand(len(index), generator=generator) < self.hparams.drop_captions
-        input_codes = corrupt_codes(codes, self.hparams.corrupt, self.config.vocab, generator)
+        input_codes = corrupt_codes(codes, self.hparams.corrupt, self.model.vocab, generator)
         batch = [x.to(self.device) for x in (self.words[index], null, input_codes, codes)]
         with hardware.autocast(self.device):
             loss = self.loss(*batch)
@@ -153,45 +170,54 @@ class TargetTask(Task):
     def validate_on(self, index: Tensor) -> dict[str, float]:
         """Figures of the average on validation pictures [M], captions given, no guidance."""
         losses, best = [], []
-        for part in index.split(16):
-            codes = self.codes.val.pick(part, torch.zeros_like(part)).to(self.device)
-            null = torch.zeros(len(part), dtype=torch.bool, device=self.device)
-            with hardware.autocast(self.device):
-                logits = code_logits(
-                    self.average, self.val_words[part].to(self.device), null, codes, self.dtype
-                )
+        for codes, logits in self.predicted(index):
             logp = logits.float().log_softmax(-1)
             losses.append(-logp.gather(-1, codes[..., None]).flatten())
             best.append(logp.amax(-1).exp().flatten())
         top = torch.cat(best)
         return {
             "nll": torch.cat(losses).mean().item(),
-            "unigram": self.unigram,
+            **self.baseline,
             "top1": top.median().item(),
             "ambiguous": (top < 0.05).double().mean().item(),
         }
+
+    def predicted(self, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Validation pictures [M], some at a time: (codes [B, length], the average's logits [B, length, V])."""
+        generator = torch.Generator().manual_seed(0)
+        for part in index.split(16):
+            found = self.codes.val.pick(part, torch.zeros_like(part)).to(self.device)
+            codes = self.average.from_cache(found, generator)
+            null = torch.zeros(len(part), dtype=torch.bool, device=self.device)
+            with hardware.autocast(self.device):
+                logits = code_logits(
+                    self.average, self.val_words[part].to(self.device), null, codes, self.dtype
+                )
+            yield codes, logits
 
     @torch.no_grad()
     def sample(self, path: Path) -> None:
         """Four prompts of different subjects, drawn by plain AR with guidance."""
         prompts = one_per_subject(self.prompts, self.config.subjects, SAMPLE_PICTURES)
         config, tensors = self.average.folded()
-        target = WordsTarget(config, self.vq)
+        target = type(self.average)(config, self.vq)
         target.load_state_dict(tensors)
         target.to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
         target.pack()
         guidance = Guidance(self.hparams.cfg)
-        engine = Engine(target, NoDraft(), Exact(), Sampling(), guidance, len(prompts))
+        engine = engine_for(target, NoDraft(), Exact(), Sampling(), guidance, len(prompts))
         codes = torch.stack([h.codes for h in generate(engine, list(prompts), list(range(len(prompts))))])
-        sheet(self.vq.decode(codes), len(prompts), path)
+        sheet(target.pixels(codes), len(prompts), path)
 
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The averaged target with plain code tables."""
         config, tensors = self.average.folded()
-        return {"kind": "words", **asdict(config)}, tensors
+        return {"kind": self.kind, **asdict(config)}, tensors
 
 
-def code_logits(model: WordsTarget, words: Tensor, null: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
+def code_logits(
+    model: PromptedTarget, words: Tensor, null: Tensor, codes: Tensor, dtype: torch.dtype
+) -> Tensor:
     """words [B, T], null [B], codes [B, length] -> logits [B, length, V] of each code given those before."""
     return model.head(model.forward_sequence(model.prefix(words, null).to(dtype), codes))
 
@@ -202,49 +228,6 @@ def corrupt_codes(codes: Tensor, share: float, vocab: int, generator: torch.Gene
         return codes
     other = torch.randint(vocab, codes.shape, generator=generator)
     return torch.where(torch.rand(codes.shape, generator=generator) < share, other, codes)
-
-
-def one_per_subject(prompts: list[str], subjects: tuple[str, ...], most: int) -> list[str]:
-    """The first prompt of each subject, `most` of them."""
-    first: dict[str, str] = {}
-    for prompt in prompts:
-        named = [word for word in split_words(prompt) if word in subjects]
-        if named:
-            first.setdefault(named[0], prompt)
-    return list(first.values())[:most]
-
-
-def split_words(text: str) -> list[str]:
-    """The words of a caption, in lower case, without those that carry no meaning (`SILENT`)."""
-    return [word for word in re.findall(r"[^\W_]+", text.lower()) if word not in SILENT]
-
-
-def word_ids(model: WordsTarget, split: Split) -> Tensor:
-    """The captions of a split as ids [M, T]; a caption without meaningful words is the null caption."""
-    ids = {text: model.word_ids(text if split_words(text) else None) for text in set(split.texts)}
-    return torch.tensor([ids[text] for text in split.texts])
-
-
-def vocabulary(codes: Codes, slots: int) -> dict[str, Any]:
-    """Words, subjects and slots of the captions.
-
-    Subjects are the words of the labels; where labels are missing, or some caption names none of them,
-    any word will do as a subject.
-    """
-    texts = [*codes.train.texts, *codes.val.texts]
-    caption_words = [split_words(text) for text in texts]
-    counts = Counter(word for words in caption_words for word in words)
-    if not counts:
-        raise InputError("no caption says anything: their words are all of " + ", ".join(sorted(SILENT)))
-    words = sorted(counts, key=lambda word: (-counts[word], word))
-    labels = {word for label in codes.train.labels for word in split_words(label)} & counts.keys()
-    all_named = all(not words_of or labels.intersection(words_of) for words_of in caption_words)
-    subjects = sorted(labels) if labels and all_named else words
-    return {
-        "words": tuple(words),
-        "subjects": tuple(subjects),
-        "slots": max(slots, max(len(words_of) for words_of in caption_words)),
-    }
 
 
 def train(

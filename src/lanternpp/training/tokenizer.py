@@ -21,7 +21,7 @@ from lanternpp.training.perceptual import Perceptual
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Task, TrainingOptions, averaged, run
 from lanternpp.vq.folder import read_vq
-from lanternpp.vq.model import VQ, VQConfig, channels_last, usage
+from lanternpp.vq.model import VQ, Autoencoder, Stacks, VQConfig, channels_last, usage
 
 CHECK_PICTURES = 512  # validation pictures measured at a check
 USAGE_PICTURES = 2048  # training pictures whose codes are counted at the end
@@ -59,10 +59,13 @@ class TokenizerTask(Task):
     """A VQ autoencoder on crops of pictures."""
 
     name = "tokenizer"
+    regulariser = "commitment"  # the loss beside the reconstruction's, in the log
+    model: Autoencoder
+    average: Autoencoder
 
     def __init__(
         self,
-        config: VQConfig,
+        config: Stacks,
         settings: TokenizerSettings,
         train: Pictures,
         val: Pictures,
@@ -75,11 +78,11 @@ class TokenizerTask(Task):
         torch.manual_seed(settings.seed)
         self.config, self.hparams, self.device, self.data = config, settings, device, data
         self.train, self.val = train.to(device), val.to(device)
-        self.settings = {**asdict(config), **asdict(settings), "data": data["hash"]}
-        self.model: VQ = channels_last(VQ(config).to(device)).train()
+        self.settings = {**vars(config), **asdict(settings), "data": data["hash"]}
+        self.model = channels_last(self.make().to(device)).train()
         if start is not None:
             self.model.load_state_dict(start.state_dict())
-        self.average: VQ = averaged(self.model)  # type: ignore[assignment]
+        self.average = averaged(self.model)  # type: ignore[assignment]
         self.decay, self.warmup, self.cooldown = settings.decay, settings.warmup, settings.cooldown
         self.distance = Perceptual(channels_last(classifier.to(device))) if classifier else None
         self.discriminator = channels_last(Discriminator().to(device))
@@ -98,6 +101,11 @@ class TokenizerTask(Task):
         }
         self.sampler = BatchSampler(len(train), settings.batch_size, settings.seed)
         self.since: float | None = None  # progress at which the adversarial part began
+
+    def make(self) -> Autoencoder:
+        """The tokenizer, with first weights."""
+        assert isinstance(self.config, VQConfig)
+        return VQ(self.config)
 
     def modules(self) -> dict[str, torch.nn.Module]:
         """Model, average and discriminator."""
@@ -136,7 +144,7 @@ class TokenizerTask(Task):
                 output, _, commitment = self.model(images)
         loss, figures = self.reconstruction_loss(output, images)
         self.update("model", self.model, loss + commitment)
-        return {**figures, "commitment": commitment}
+        return {**figures, self.regulariser: commitment}
 
     def reconstruction_loss(self, output: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """How far output is from images, both [B, 3, H, W]: the loss, and its parts for the log."""
@@ -177,8 +185,8 @@ class TokenizerTask(Task):
 
     @torch.no_grad()
     def quantised(self, images: Tensor) -> Tensor:
-        """The code vectors of images [B, 3, H, W], which are the decoder's input: [B, length, C]."""
-        return self.model.codebook[self.model.encode(images)]
+        """The decoder's input for images [B, 3, H, W]: [B, length, C]."""
+        return self.model.decoder_input(self.model.encode(images))
 
     def update(self, name: str, module: torch.nn.Module, loss: Tensor) -> None:
         """Backward, clip, step."""
@@ -198,23 +206,27 @@ class TokenizerTask(Task):
         with hardware.autocast(self.device):
             for images in self.val.centres(64, CHECK_PICTURES):
                 codes.append(self.average.encode(images))
-                drawn = self.average.decode(codes[-1])
+                drawn = self.average.redraw(codes[-1])
                 ratios.append(losses.psnr(drawn, images))
                 fine += torch.stack([losses.detail(x.float()).sum().cpu() for x in (drawn, images)])
-        share, perplexity = usage(torch.cat(codes), self.config.codes)
         contrast = (fine[0] / fine[1]).sqrt().item()
         figures = {"psnr": torch.cat(ratios).mean().item(), "detail": contrast}
-        return {**figures, "usage": share, "perplexity": perplexity}
+        return {**figures, **self.describe(torch.cat(codes))}
 
     @torch.no_grad()
     def final(self) -> dict[str, Any]:
-        """Codebook use over some training pictures."""
+        """What `describe` says of some training pictures."""
         with hardware.autocast(self.device):
             codes = torch.cat(
                 [self.average.encode(images) for images in self.train.centres(64, USAGE_PICTURES)]
             )
+        return {f"train_{name}": value for name, value in self.describe(codes).items()}
+
+    def describe(self, codes: Tensor) -> dict[str, float]:
+        """The share of the codebook that codes [M, length] use, and their perplexity."""
+        assert isinstance(self.config, VQConfig)
         share, perplexity = usage(codes, self.config.codes)
-        return {"train_usage": share, "train_perplexity": perplexity}
+        return {"usage": share, "perplexity": perplexity}
 
     @torch.no_grad()
     def sample(self, path: Path) -> None:
@@ -224,29 +236,31 @@ class TokenizerTask(Task):
         for part in index.split(8):
             images = self.val.centre(part)
             with hardware.autocast(self.device):
-                rows += [images, self.average.decode(self.average.encode(images))]
+                rows += [images, self.average.redraw(self.average.encode(images))]
         sheet(torch.cat(rows), min(8, len(index)), path)
 
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The averaged tokenizer."""
-        return {"kind": "vq", **asdict(self.config)}, self.average.weights()
+        return {"kind": "vq", **vars(self.config)}, self.average.weights()
 
 
 def train(
     data: Path,
     model: Path,
-    config: VQConfig,
+    config: Stacks,
     settings: TokenizerSettings,
     options: TrainingOptions,
     limit: int | None = None,
     codes_of: Path | None = None,
     classifier_of: Path | None = None,
+    kind: type[TokenizerTask] | None = None,
 ) -> bool:
     """Train `model/tokenizer` on the pictures of `data`; False if interrupted.
 
     codes_of: a model of our layout. Its tokenizer's codes stay as they are, whatever `config` says, and its
     decoder is trained further: targets that were trained on these codes stay valid.
     classifier_of: a model whose classifier's features the perceptual loss compares; needed where that has a weight.
+    kind: what is trained; default: a `TokenizerTask`, of codes.
     """
     classifier = None
     if settings.perceptual:
@@ -262,9 +276,8 @@ def train(
     facts = describe(pictures, val, data)
     if codes_of is not None:
         facts["codes_of"] = short_provenance(codes_of / "tokenizer")
-    return run(
-        TokenizerTask(config, settings, pictures, val, facts, options.device, start, classifier), options
-    )
+    task = kind or TokenizerTask
+    return run(task(config, settings, pictures, val, facts, options.device, start, classifier), options)
 
 
 def short_provenance(folder: Path) -> dict[str, Any]:

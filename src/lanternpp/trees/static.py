@@ -42,9 +42,9 @@ class StaticTree(TreeBuilder):
         self._ready: tuple[Tree, list[_Level], Tensor] | None = None
 
     def grow(self, root: Tensor, q: Tensor, extend: Extend, children: Children) -> Draft:
-        """root [B], q [B, V] -> a draft; the drafter expands the inner nodes of a level in one pass."""
+        """root [B], or [B, C] of latents, q [B, V] -> a draft; the drafter expands the inner nodes of a level in one pass."""
         tree, levels, probs = self._constants(root, q)
-        codes = root[:, None].repeat(1, self.size)
+        codes = root[:, None].repeat(1, self.size, *[1] * (root.dim() - 1))
         level_q = q[:, None]
         for depth, level in enumerate(levels):
             if depth:
@@ -53,7 +53,7 @@ class StaticTree(TreeBuilder):
                 )
                 level_q = extend(frontier)
             probs[:, level.at] = level_q
-            drawn = children(level_q, level.width, depth).flatten(1)
+            drawn = children(level_q, level.width, depth).flatten(1, 2)
             codes[:, level.first : level.last] = drawn if level.pick is None else drawn[:, level.pick]
         return Draft(tree, codes, probs)
 

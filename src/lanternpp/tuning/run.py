@@ -92,6 +92,8 @@ class Tuner:
         for prompt in options.prompts:
             pipe.target.check(prompt)
         pipe.new_engine(self.settings)  # so that a wrong part is found before anything is drawn
+        if pipe.target.channels:
+            raise InputError(f"{pipe.name} draws continuous latents, and tuning is for models of codes")
         self.ranks = min(RANKS, pipe.target.vocab)
         self.levels = max(options.depth, DEEPEST)
         self.journal = Journal(folder, self.describe(), restart)

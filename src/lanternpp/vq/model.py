@@ -20,18 +20,15 @@ M = TypeVar("M", bound=nn.Module)
 MOVING = ("quantiser.sums", "quantiser.counts")  # statistics of training, which a model folder does not hold
 
 
-@dataclass(frozen=True)
-class VQConfig:
-    """Shape of the tokenizer. Stages run from fine to coarse, each half as wide and high as the last."""
+class Stacks:
+    """The shape of encoder and decoder. Stages run from fine to coarse, each half as wide and high as the last."""
 
-    size: Annotated[int, Between(1, 1 << 12)] = 128  # pixels of an image's side
-    codes: Codes = 4096  # V
-    dim: Width = 8  # C, of a latent
-    channels: Stages = (32, 128, 256)  # at 1/2, 1/4, 1/8 of the size
-    encoder_blocks: StageBlocks = (1, 1, 2)
-    decoder_blocks: StageBlocks = (1, 2, 3)
-    thin: Width = 16  # channels of the decoder's last stage, at full size
-    commitment: Annotated[float, Between(0, 1000)] = 0.25
+    size: int
+    dim: int
+    channels: tuple[int, ...]
+    encoder_blocks: tuple[int, ...]
+    decoder_blocks: tuple[int, ...]
+    thin: int
 
     def __post_init__(self) -> None:
         if len({len(self.channels), len(self.encoder_blocks), len(self.decoder_blocks)}) != 1:
@@ -48,6 +45,23 @@ class VQConfig:
     def grid(self) -> int:
         """Codes of an image's side."""
         return self.size // self.down
+
+
+Pixels = Annotated[int, Between(1, 1 << 12)]
+
+
+@dataclass(frozen=True)
+class VQConfig(Stacks):
+    """Shape of the tokenizer."""
+
+    size: Pixels = 128  # of an image's side
+    codes: Codes = 4096  # V
+    dim: Width = 8  # C, of a latent
+    channels: Stages = (32, 128, 256)  # at 1/2, 1/4, 1/8 of the size
+    encoder_blocks: StageBlocks = (1, 1, 2)
+    decoder_blocks: StageBlocks = (1, 2, 3)
+    thin: Width = 16  # channels of the decoder's last stage, at full size
+    commitment: Annotated[float, Between(0, 1000)] = 0.25
 
 
 def norm(channels: int) -> nn.Module:
@@ -103,8 +117,8 @@ class Up(nn.Module):
         return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
 
 
-def encoder(config: VQConfig) -> nn.Sequential:
-    """Images [B, 3, H, W] -> latents [B, C, H/down, W/down], not yet normalised."""
+def encoder(config: Stacks, outputs: int) -> nn.Sequential:
+    """Images [B, 3, H, W] -> [B, outputs, H/down, W/down], latents that are not yet normalised, or their law."""
     first, last = config.channels[0], config.channels[-1]
     layers: list[nn.Module] = [nn.PixelUnshuffle(2), nn.Conv2d(12, first, 3, padding=1)]
     inputs = first
@@ -113,10 +127,10 @@ def encoder(config: VQConfig) -> nn.Sequential:
             layers.append(nn.Conv2d(inputs, channels, 3, stride=2, padding=1))
         layers += [Block(channels) for _ in range(blocks)]
         inputs = channels
-    return nn.Sequential(*layers, SelfAttention(last), norm(last), nn.SiLU(), nn.Conv2d(last, config.dim, 1))
+    return nn.Sequential(*layers, SelfAttention(last), norm(last), nn.SiLU(), nn.Conv2d(last, outputs, 1))
 
 
-def decoder(config: VQConfig) -> nn.Sequential:
+def decoder(config: Stacks) -> nn.Sequential:
     """Latents [B, C, H/down, W/down] -> images [B, 3, H, W], not clamped."""
     last = config.channels[-1]
     layers: list[nn.Module] = [nn.Conv2d(config.dim, last, 3, padding=1), SelfAttention(last)]
@@ -129,13 +143,78 @@ def decoder(config: VQConfig) -> nn.Sequential:
     )
 
 
-class VQ(nn.Module):
+class Autoencoder(nn.Module):
+    """An encoder and a decoder, which a tokenizer makes, with what lies between them."""
+
+    config: Stacks
+    encoder: nn.Sequential
+    decoder: nn.Sequential
+
+    @property
+    def length(self) -> int:
+        """Places of an image, each with a code or a latent."""
+        return self.config.grid**2
+
+    def encoded(self, images: Tensor) -> Tensor:
+        """Images [B, 3, H, W] -> the encoder's output at every place, [B, length, outputs]."""
+        images = images.contiguous(memory_format=torch.channels_last)
+        output: Tensor = self.encoder(images).flatten(2).transpose(1, 2)
+        return output
+
+    def render(self, latents: Tensor) -> Tensor:
+        """Latents [B, length, C] -> images [B, 3, H, W], not clamped."""
+        grid = self.config.grid
+        x = latents.transpose(1, 2).unflatten(2, (grid, grid))
+        return self.decoder(x.contiguous(memory_format=torch.channels_last)).float()
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Images [B, 3, H, W] in [-1, 1] -> codes, or moments of latents."""
+        raise NotImplementedError
+
+    def decoder_input(self, found: Tensor) -> Tensor:
+        """What `encode` found [B, length, ...] as latents [B, length, C] that the decoder reads."""
+        raise NotImplementedError
+
+    def weights(self) -> dict[str, Tensor]:
+        """What a model folder holds."""
+        return self.state_dict()
+
+    @torch.no_grad()
+    def redraw(self, found: Tensor) -> Tensor:
+        """What `encode` found in images -> images [B, 3, H, W] in [-1, 1], float32."""
+        return self.render(self.decoder_input(found).to(self.dtype)).clamp(-1, 1)
+
+    def read(self, images: Tensor) -> Tensor:
+        """As `encoded`; InputError where images are not [B, 3, size, size]."""
+        size = self.config.size
+        if images.ndim != 4 or tuple(images.shape[1:]) != (3, size, size):
+            raise InputError(f"images are {tuple(images.shape)}; it reads [B, 3, {size}, {size}].")
+        return self.encoded(images.to(self.dtype))
+
+    def key(self) -> tuple[str, ...]:
+        """Hashes of the encoder's weights, after its convolutions are laid out channels last for use."""
+        channels_last(self)
+        plain = [
+            tensor.clone(memory_format=torch.contiguous_format)
+            for tensor in self.encoder.state_dict().values()
+        ]
+        return tuple(checksum(tensor.view(torch.uint8)) for tensor in plain)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the convolutions compute in."""
+        return next(self.decoder.parameters()).dtype
+
+
+class VQ(Autoencoder):
     """Images in [-1, 1] <-> codes in raster order."""
+
+    config: VQConfig
 
     def __init__(self, config: VQConfig):
         super().__init__()
         self.config = config
-        self.encoder = encoder(config)
+        self.encoder = encoder(config, config.dim)
         self.quantiser = Quantiser(config.codes, config.dim)
         self.decoder = decoder(config)
 
@@ -144,59 +223,33 @@ class VQ(nn.Module):
         """[V, C], unit rows."""
         return self.quantiser.codebook
 
-    @property
-    def length(self) -> int:
-        """Codes of an image."""
-        return self.config.grid**2
-
-    def latents(self, images: Tensor) -> Tensor:
-        """Images [B, 3, H, W] -> latents [B, length, C]."""
-        images = images.contiguous(memory_format=torch.channels_last)
-        return self.encoder(images).flatten(2).transpose(1, 2)
-
-    def render(self, quantised: Tensor) -> Tensor:
-        """Quantised latents [B, length, C] -> images [B, 3, H, W], not clamped."""
-        grid = self.config.grid
-        x = quantised.transpose(1, 2).unflatten(2, (grid, grid))
-        return self.decoder(x.contiguous(memory_format=torch.channels_last)).float()
-
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Images [B, 3, H, W] -> (reconstruction, codes [B, length], weighted commitment loss)."""
-        quantised, codes, commitment = self.quantiser(self.latents(images))
+        quantised, codes, commitment = self.quantiser(self.encoded(images))
         return self.render(quantised), codes, self.config.commitment * commitment
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
         """Images [B, 3, H, W] in [-1, 1] -> codes [B, length], int64."""
-        size = self.config.size
-        if images.ndim != 4 or tuple(images.shape[1:]) != (3, size, size):
-            raise InputError(f"images are {tuple(images.shape)}; it reads [B, 3, {size}, {size}].")
-        return self.quantiser.nearest(self.latents(images.to(self.dtype)))
+        return self.quantiser.nearest(self.read(images))
+
+    def decoder_input(self, found: Tensor) -> Tensor:
+        """The code vectors of codes [B, length]: [B, length, C]."""
+        return self.codebook[found]
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
         """Codes [B, length] -> images [B, 3, H, W] in [-1, 1], float32."""
         if codes.ndim != 2 or codes.shape[1] != self.length:
             raise InputError(f"codes are {tuple(codes.shape)}; it draws from [B, {self.length}].")
-        return self.render(self.codebook[codes].to(self.dtype)).clamp(-1, 1)
+        return self.redraw(codes)
 
     def reader(self) -> Reader:
         """What it makes of pictures, as trainings ask for it; its convolutions are laid out channels last."""
-        channels_last(self)
-        plain = [
-            tensor.clone(memory_format=torch.contiguous_format)
-            for tensor in self.encoder.state_dict().values()
-        ]
-        parts = [checksum(tensor.view(torch.uint8)) for tensor in plain]
-        key = (*parts, checksum(self.codebook))
+        key = (*self.key(), checksum(self.codebook))
         return Reader(
             self.config.size, self.length, self.config.codes, key, self.encode, self.codebook.device
         )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the convolutions compute in."""
-        return next(self.decoder.parameters()).dtype
 
     def weights(self) -> dict[str, Tensor]:
         """What a model folder holds: everything but the quantiser's moving statistics."""

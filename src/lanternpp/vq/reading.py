@@ -25,14 +25,16 @@ class Published(Protocol):
 
 @dataclass(frozen=True)
 class Reader:
-    """How a target's codes of a square picture are found."""
+    """How a target's codes of a square picture, or the moments of its latents, are found."""
 
     size: int  # pixels of a picture's side
     length: int  # codes of a picture, row ends included
-    codes: int  # V
+    codes: int  # V; 0 of latents
     key: tuple[str, ...]  # hashes of the weights that decide the codes
     encode: Callable[[Tensor], Tensor]  # images [B, 3, size, size] in [-1, 1] -> codes [B, length] int64
     device: torch.device
+    stored: torch.dtype = torch.uint16  # how a cache on disk keeps what it finds
+    each: tuple[int, ...] = ()  # shape of what it finds at a place: of moments, (2 C,)
 
     @classmethod
     def of(cls, vq: Published, size: int, length: int, lay: Callable[[Tensor], Tensor]) -> Self:

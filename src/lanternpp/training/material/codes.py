@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import CONFIG, digest
 from lanternpp.training.data import BatchSampler, Pictures, Rows, describe, generator, read_rows
 from lanternpp.training.material.shards import Facts, Shards, Tensors, file_of, join, parts_of
-from lanternpp.vq.folder import read_vq
+from lanternpp.vq.folder import read_tokenizer
 from lanternpp.vq.reading import Reader
 
 PART = 16  # batches of pictures in a shard
@@ -23,7 +24,10 @@ PART = 16  # batches of pictures in a shard
 
 @dataclass(frozen=True)
 class Split:
-    """One split: codes [M, variants, length] uint16; M captions and labels ("" where there is none)."""
+    """One split: codes [M, variants, length] uint16, or moments [M, variants, length, 2 C] float16; M captions and labels.
+
+    A label is "" where there is none.
+    """
 
     codes: Tensor
     texts: tuple[str, ...]
@@ -33,8 +37,9 @@ class Split:
         return self.codes.shape[0]
 
     def pick(self, index: Tensor, variant: Tensor) -> Tensor:
-        """Pictures index [B] in variants [B] -> codes [B, length] int64."""
-        return self.codes[index, variant].long()
+        """Pictures index [B] in variants [B] -> codes [B, length] int64, or moments [B, length, 2 C] float32."""
+        found = self.codes[index, variant]
+        return found.float() if found.is_floating_point() else found.long()
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def read_codes(
     data: Path, model: Path, crops: int, device: torch.device, limit: int | None = None, batch: int = 32
 ) -> Codes:
     """The codes of `data` under the tokenizer of `model`, from `model/codes` or encoded now into it."""
-    vq = read_vq(
+    vq = read_tokenizer(
         tokenizer_of(model), torch.bfloat16 if half_width(device) is torch.bfloat16 else torch.float32
     )
     return codes_of(data, model / "codes", vq.to(device).reader(), crops, limit, batch)
@@ -125,7 +130,8 @@ def encode(
         raise InputError(f"a tokenizer of {reader.codes} codes is too large: training takes up to {2**16}.")
     pictures = {split: Pictures.read(data, split, reader.size, limit) for split in rows}
     train, val = pictures["train"], pictures["val"]
-    shapes = {"train": (len(train), 2 * crops, reader.length), "val": (len(val), 1, reader.length)}
+    places = (reader.length, *reader.each)
+    shapes = {"train": (len(train), 2 * crops, *places), "val": (len(val), 1, *places)}
     about = f"encoding {len(train)} pictures x {crops} crops x 2 ways, and {len(val)} to validate"
 
     def compute() -> None:
@@ -137,21 +143,21 @@ def encode(
                     images = on.centre(index)
                 else:
                     images = view(on, index, part.variant or 0, int(index[0]) // batch)
-                codes.append(reader.encode(images).cpu().to(torch.uint16))
+                codes.append(reader.encode(images).cpu().to(reader.stored))
             shards.write({"codes": torch.cat(codes)})
 
     facts: Facts = {split: named(rows[split], pictures[split], limit) for split in rows}
     facts["data"] = describe(train, val, data) | {"crops": crops, "codes": path.stem}
     parts = [
         part
-        for split, (count, variants, _) in shapes.items()
+        for split, (count, variants, *_) in shapes.items()
         for variant in range(variants)
         for part in parts_of(count, batch * PART, split, variant)
     ]
     folder = path.with_name(f"{path.stem}-{len(train)}-{len(val)}")
-    shards = Shards(folder, parts, "codes", "the codes of the pictures", reader.length * 2)
+    shards = Shards(folder, parts, "codes", "the codes of the pictures", 2 * math.prod(places))
     shards.fill(compute)
-    join(path, shards, shapes, torch.uint16, facts)
+    join(path, shards, shapes, reader.stored, facts)
 
 
 def view(pictures: Pictures, index: Tensor, variant: int, number: int) -> Tensor:

@@ -62,11 +62,12 @@ def gather(
     crops: int,
     limit: int | None,
     check: Callable[[Target], object] | None = None,
+    latents: bool = False,
 ) -> Material:
     """The codes of the pictures in `data` or, with `self_sampling`, of pictures that the target draws with `cfg`.
 
     settings: of the training, `cfg` among them; follow: take `cfg` from the model's defaults instead; check: raises an
-    InputError where the settings do not suit the target.
+    InputError where the settings do not suit the target; latents: whether the drafter can learn from continuous latents.
     InputError where there is nothing to learn from, or the folder of `options` was trained with other settings: that is
     found before anything is drawn or encoded.
     """
@@ -78,6 +79,8 @@ def gather(
     teacher, target = found.teacher, found.target
     if check is not None:
         check(target)
+    if target.channels and not latents:
+        raise InputError(f"{model} draws continuous latents, which drafters of --kind eagle alone predict.")
     known = {"cfg": found.cfg, "target": found.origin}
     if self_sampling is not None:
         prompts = choose_prompts(self_sampling, data, teacher.place, target)

@@ -13,8 +13,8 @@ from lanternpp.training.data import Pictures, evenly_spaced, generator
 from lanternpp.training.material.codes import PART, tokenizer_of
 from lanternpp.training.material.shards import Shards, file_of, join, parts_of
 from lanternpp.training.pictures import to_bytes
-from lanternpp.vq.folder import read_vq
-from lanternpp.vq.model import VQ, channels_last
+from lanternpp.vq.folder import read_tokenizer
+from lanternpp.vq.model import Autoencoder, channels_last
 
 
 def redrawn(
@@ -25,7 +25,7 @@ def redrawn(
     M is at most `count`, evenly over the split. What is drawn is kept in `model/codes` for the next run.
     Raises InputError where `model` has no tokenizer.
     """
-    vq = read_vq(tokenizer_of(model), torch.bfloat16 if half_width(device) else torch.float32)
+    vq = read_tokenizer(tokenizer_of(model), torch.bfloat16 if half_width(device) else torch.float32)
     index = evenly_spaced(len(train), count) if count else torch.empty(0, dtype=torch.int64)
     parts = [checksum(tensor.float()) for tensor in vq.weights().values()]
     key = digest([*parts, train.key, val.key, str(len(train)), str(len(index))])
@@ -43,13 +43,16 @@ def as_pictures(pixels: Tensor, key: str) -> Pictures:
     return Pictures(pixels, sizes, (), (), key, pixels.shape[2])
 
 
-def draw_again(path: Path, vq: VQ, train: Pictures, val: Pictures, index: Tensor, batch: int = 32) -> None:
+def draw_again(
+    path: Path, vq: Autoencoder, train: Pictures, val: Pictures, index: Tensor, batch: int = 32
+) -> None:
     """Random crops of the training pictures index [M] and the centres of the others, drawn again."""
     chosen, size = {"train": index, "val": torch.arange(len(val))}, vq.config.size
     shapes = {split: (len(which), 3, size, size) for split, which in chosen.items()}
 
     def compute() -> None:
-        ready = {"train": train.to(vq.codebook.device), "val": val.to(vq.codebook.device)}
+        device = next(vq.parameters()).device
+        ready = {"train": train.to(device), "val": val.to(device)}
         for part in shards.pending(
             f"drawing {shards.count} pictures again with the tokenizer, {shards.room}"
         ):
@@ -60,7 +63,7 @@ def draw_again(path: Path, vq: VQ, train: Pictures, val: Pictures, index: Tensor
                     images = on.random(generator(0, int(rows[0]) // batch), which)
                 else:
                     images = on.centre(which)
-                pixels.append(to_bytes(vq.decode(vq.encode(images))).permute(0, 3, 1, 2).cpu())
+                pixels.append(to_bytes(vq.redraw(vq.encode(images))).permute(0, 3, 1, 2).cpu())
             shards.write({"pixels": torch.cat(pixels)})
 
     parts = [part for split, shape in shapes.items() for part in parts_of(shape[0], batch * PART, split)]

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from lanternpp.accept.exact import Exact
+from lanternpp.continuous.engine import engine_for
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
@@ -114,13 +115,14 @@ def self_sampled_codes(
     texts, held_out = picture_prompts(prompts, self_sampling)
     count, batch = len(texts) - held_out, min(self_sampling.batch, len(texts))
     name = self_samples_key(key, prompts, self_sampling, guidance, sampling)
+    kept = torch.float16 if target.channels else torch.uint16
 
     def compute() -> None:
         if target.vocab > 2**16:
             raise InputError(f"a target of {target.vocab} codes is too large: training takes up to {2**16}.")
         target.pack()
         target.cache_prompts(len(set(texts)))
-        engine = Engine(target, NoDraft(), Exact(), sampling, guidance, batch)
+        engine = engine_for(target, NoDraft(), Exact(), sampling, guidance, batch)
         seconds = seconds_per_step(engine, texts) * target.length * -(-shards.count // batch)
         line = f"drawing {shards.count} pictures of {target.length} codes, guidance {guidance.scale:g}: {shards.room}"
         for part in shards.pending(f"{line}, about {seconds / 60:.1f} min"):
@@ -133,11 +135,13 @@ def self_sampled_codes(
             codes = torch.stack(
                 [harvest.codes for harvest in generate(engine, chosen, seeds, report_progress)]
             )
-            shards.write({"codes": codes.to(torch.uint16)}, {"texts": chosen})
+            shards.write({"codes": codes.to(kept)}, {"texts": chosen})
         target.release_encoder()
 
     folder, parts = store / f"self-{name}", parts_of(len(texts), self_sampling.batch * 4)
-    shards = Shards(folder, parts, "codes", "the codes of its own pictures", target.length * 2)
+    shards = Shards(
+        folder, parts, "codes", "the codes of its own pictures", target.length * max(target.channels, 1) * 2
+    )
     codes = torch.cat([tensors["codes"] for tensors, _ in shards.build(compute).read()])[:, None]
     splits = [
         Split(codes[part], tuple(texts[part]), ("",) * len(texts[part]))

@@ -1,0 +1,62 @@
+"""The command line on a model of continuous latents: trained, drawn, compared, and refused what is of codes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+SMALL = ("--steps", 2, "--checks", 1, "--batch-size", 4, "--limit", 4)
+
+
+@pytest.fixture
+def photos(elsewhere: Path) -> Path:
+    """Four photos to train on and two to validate."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", 4), ("val", 2)):
+        (elsewhere / "photos" / split).mkdir(parents=True)
+        rows = []
+        for i in range(count):
+            pixels = random.integers(0, 255, (34, 34, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(elsewhere / "photos" / split / f"{i}.png")
+            rows.append(json.dumps({"file_name": f"{i}.png", "text": "a photo of a red tulip"}))
+        (elsewhere / "photos" / split / "metadata.jsonl").write_text("\n".join(rows))
+    return elsewhere / "photos"
+
+
+def test_a_model_of_latents_from_photos_to_a_comparison(run, photos: Path) -> None:
+    base = ("--data", "photos", "--model", "mine")
+    shape = ("--dim", 32, "--layers", 1, "--heads", 2, "--hidden", 48)
+    assert run("train", "tokenizer", *base, "--kind", "kl", "--size", 32, "--channels", 4, *SMALL).code == 0
+    wrong = run("train", "target", *base, *shape, *SMALL)
+    assert wrong.code == 2 and "--head mixture" in wrong.err
+    done = run("train", "target", *base, "--head", "mixture", "--components", 3, *shape, *SMALL)
+    assert done.code == 0, done.err
+    draw = ("a red tulip", "--model", "mine")
+    plain = run("generate", *draw, "--json")
+    assert plain.code == 0, plain.err
+    assert json.loads(plain.out)["method"] == "ar"
+    refused = run("train", "drafter", *base, "--kind", "parallel", *SMALL)
+    assert refused.code == 2 and "--kind eagle" in refused.err
+    done = run("train", "drafter", *base, *SMALL)
+    assert done.code == 0, done.err
+    compared = run("compare", *draw, "--runs", 1, "--cfg", 2, "--temperature", 0.9, "--json")
+    assert compared.code == 0, compared.err
+    ar, eagle = json.loads(compared.out)["methods"]
+    assert (ar["passes"], eagle["method"], eagle["settings"]["tree"]) == (16, "eagle", "chain-4")
+    assert eagle["codes"] == 16 and eagle["passes"] <= 16
+
+    for options, said in (
+        (("--method", "eagle", "--tree", "eagle-25"), "chain"),
+        (("--method", "eagle", "--tree", "chain-3", "--verify", "block"), "--verify token"),
+        (("--method", "jacobi-coupled"), "--method ar"),
+        (("--method", "eagle", "--accept", "cool", "--delta", 1.5), "--accept exact"),
+        (("--method", "lantern++"), "no codebook"),
+        (("--temperature", 0), "temperature 0"),
+        (("--top-k", 5), "top-k 5"),
+        (("--top-p", 0.9), "top-p 0.9"),
+    ):
+        outcome = run("generate", *draw, *options)
+        assert outcome.code == 2 and outcome.err.count("\n") == 1, (options, outcome.err)
+        assert said in outcome.err, (options, outcome.err)

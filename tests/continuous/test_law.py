@@ -1,0 +1,194 @@
+"""Latents follow the target's law exactly, however bad the drafter: one dimension by its density, two by energy distance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from laws import chi_square
+from torch import Tensor
+
+from lanternpp.accept.exact import Exact
+from lanternpp.continuous import verify as verification
+from lanternpp.continuous.engine import LatentEngine, engine_for
+from lanternpp.continuous.mixture import Mixture, MixtureGuidance, MixtureSampling
+from lanternpp.continuous.target import ContinuousConfig, ContinuousTarget
+from lanternpp.continuous.verify import draw_beyond, verify_latents
+from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.sampling import Sampling
+from lanternpp.nn.decoder import DecoderConfig
+from lanternpp.proposers.no_draft import NoDraft
+from lanternpp.proposers.tree import TreeProposer
+from lanternpp.trees import build_tree
+from lanternpp.trees.chain import chain_tree
+from lanternpp.types import Draft
+from lanternpp.vq.kl import KL, KLConfig
+
+DRAWS = 400_000
+P = torch.tensor([0.3, -0.2, 0.5, -1.5, 0.2, 2.0, -0.7, 0.1, -1.2], dtype=torch.float64)  # three components
+Q = torch.tensor([0.0, 0.8, -1.0, -1.0, 0.9, 1.0, 0.2, -0.5, 0.3], dtype=torch.float64)
+
+
+def cells(params: Tensor, edges: Tensor) -> Tensor:
+    """The probability of each cell of a line between edges [n], and beyond them: [n + 1]."""
+    law = Mixture.of(params, 1)
+    z = (edges[:, None] - law.mean[:, 0]) / law.log_std[:, 0].exp()
+    below = (torch.special.ndtr(z) * law.log_weight.exp()).sum(-1)
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    return torch.cat((ends[:1], below, ends[1:])).diff()
+
+
+def decided(p: Tensor, q: Tensor, depth: int = 1) -> tuple[Tensor, Tensor]:
+    """DRAWS latents decided behind the root by verifying a chain, and how many levels were kept."""
+    sampling, noise = MixtureSampling(), Noise(torch.arange(DRAWS), torch.ones(DRAWS, dtype=torch.int64))
+    law = q.expand(DRAWS, 1, -1)
+    drafted = [sampling.children(law, 1, noise, Noise.DRAFT + level)[:, 0] for level in range(depth)]
+    codes = torch.cat((torch.zeros(DRAWS, 1, 1), *drafted), 1)
+    draft = Draft(chain_tree(DRAWS, depth, codes.device), codes, law.expand(-1, depth + 1, -1))
+    verdict = verify_latents(draft, p.expand(DRAWS, depth + 1, -1), sampling, Exact(), noise)
+    return verdict.next_codes[:, 0, 0], verdict.kept
+
+
+def test_one_latent_follows_the_density() -> None:
+    edges = torch.linspace(-4, 4, 81, dtype=torch.float64)
+    drawn, kept = decided(P, Q)
+    counts = torch.bincount(torch.bucketize(drawn.double(), edges), minlength=82)
+    assert chi_square(counts, cells(P, edges)) > 1e-3
+    assert chi_square(counts, cells(Q, edges)) < 1e-12  # the test can tell the two apart
+    line = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
+    least = torch.minimum(*(Mixture.of(law, 1).log_prob(line[:, None]).exp() for law in (P, Q)))
+    accepted = (kept == 2).double().mean().item()
+    assert accepted == pytest.approx(torch.trapezoid(least, line).item(), abs=4 * 0.5 / math.sqrt(DRAWS))
+
+
+def fresh(p: Tensor, q: Tensor, refused: Tensor, noise: Noise, channels: int) -> Tensor:
+    """The wrong residual: the target's own law."""
+    return draw_beyond(p, q, torch.zeros_like(refused), noise, channels)
+
+
+def test_a_wrong_residual_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "draw_beyond", fresh)
+    edges = torch.linspace(-4, 4, 81, dtype=torch.float64)
+    counts = torch.bincount(torch.bucketize(decided(P, Q)[0].double(), edges), minlength=82)
+    assert chi_square(counts, cells(P, edges)) < 1e-12
+
+
+def test_a_sample_without_a_draft_kept_does_not_depend_on_its_batch() -> None:
+    noise = Noise(torch.arange(400), torch.full((400,), 3))
+    near = P + 0.01  # nearly all draws from p are refused then
+    p, q, refused = P.expand(400, -1), near.expand(400, -1), torch.arange(400) % 2 == 0
+    together = draw_beyond(p, q, refused, noise, 1)
+    for part in (slice(0, 7), slice(8, 9), slice(9, 400)):
+        mine = Noise(noise.seed[part], noise.step[part])
+        assert torch.equal(draw_beyond(p[part], q[part], refused[part], mine, 1), together[part])
+
+
+def test_broken_weights_end() -> None:
+    nan = torch.full((2, 9), math.nan, dtype=torch.float64)
+    noise = Noise(torch.arange(2), torch.ones(2, dtype=torch.int64))
+    assert draw_beyond(nan, nan, torch.ones(2, dtype=torch.bool), noise, 1).shape == (2, 1)
+
+
+def test_densities_are_those_of_pytorch() -> None:
+    torch.manual_seed(0)
+    params, x = torch.randn(4, 3 * 7, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    mine = Mixture.of(params, 3)
+    parts = torch.distributions.Independent(torch.distributions.Normal(mine.mean, mine.log_std.exp()), 1)
+    weights = torch.distributions.Categorical(logits=params[:, :3])
+    assert torch.allclose(mine.log_prob(x), torch.distributions.MixtureSameFamily(weights, parts).log_prob(x))
+
+
+def test_guided_parameters_of_one_component_are_the_usual_law() -> None:
+    scale, std = 2.5, -0.4
+    rows = torch.tensor([[[0.7, 1.0, std]], [[0.1, -0.5, std]]], dtype=torch.float64)
+    x = torch.linspace(-3, 4, 8, dtype=torch.float64)[:, None]
+    guided, own, null = (
+        Mixture.of(law, 1).log_prob(x)
+        for law in (MixtureGuidance(scale, channels=1).merge(rows)[0, 0], rows[0, 0], rows[1, 0])
+    )
+    usual = scale * own + (1 - scale) * null
+    assert torch.allclose((guided - usual).diff(), torch.zeros(7, dtype=torch.float64), atol=1e-12)
+
+
+def tiny(seed: int = 0) -> ContinuousTarget:
+    """A target of random weights, strong enough for the context to matter: 2 x 2 latents of 2 channels."""
+    torch.manual_seed(seed)
+    kl = KL(KLConfig(4, 2, (16,), (1,), (1,), 16))
+    config = ContinuousConfig(
+        ("red", "tulip"), ("tulip",), 16, 1, 2, 24, grid=2, slots=2, channels=2, components=3
+    )
+    target = ContinuousTarget(config, kl)
+    for name, weight in target.named_parameters():
+        weight.data.normal_(std=0.2 if name.startswith("latent_out") else 0.5 if weight.dim() == 2 else 0.1)
+        if name.endswith("norm.weight"):
+            weight.data.fill_(1)
+    return target.double().eval().requires_grad_(False)
+
+
+def eagle(target: ContinuousTarget, seed: int = 1) -> EagleDrafter:
+    """A drafter of random weights, which knows nothing of the target."""
+    torch.manual_seed(seed)
+    shape = target.decoder.config
+    config = EagleConfig.like(DecoderConfig(shape.dim, 1, shape.heads, shape.hidden))
+    return EagleDrafter(config, target.decoder.rotary_table).double().eval().requires_grad_(False)
+
+
+def latent_engine(target: ContinuousTarget, batch: int, drafted: bool, cfg: float = 2.0) -> LatentEngine:
+    proposer = TreeProposer(eagle(target), build_tree("chain-2")) if drafted else NoDraft()
+    made = engine_for(target, proposer, Exact(), Sampling(0.9), Guidance(cfg), batch)
+    assert isinstance(made, LatentEngine)
+    return made
+
+
+def first_three(target: ContinuousTarget, drafted: bool, draws: int, first: int) -> Tensor:
+    """The first three latents of pictures with seeds from `first` on, flat: [draws, 3 C]."""
+    engine = latent_engine(target, draws, drafted)
+    prompt = target.prompt(["red tulip"], 2)
+    for slot in range(draws):
+        engine.admit(slot, "red tulip", first + slot, prompt)
+    while (engine.count < 3).any():
+        engine.step()
+    return engine.codes[:, :3].flatten(1)
+
+
+def energies(a: Tensor, b: Tensor, times: int = 100) -> tuple[float, list[float]]:
+    """The energy distance of two samples [n, d], and sorted those of the same latents in random halves."""
+    n, far = len(a), torch.cdist(torch.cat((a, b)), torch.cat((a, b)))
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.ones(times + 1, 2 * n)
+    signs[0, n:] = -1
+    for row in signs[1:]:
+        row[torch.randperm(2 * n, generator=generator)[:n]] = -1
+    first, *rest = (-((signs @ far) * signs).sum(1) / n**2).tolist()  # up to a constant
+    return first, sorted(rest)
+
+
+def test_drafted_latents_follow_the_law_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny()
+    plain, drafted = first_three(target, False, 1500, 0), first_three(target, True, 1500, 10_000)
+    found, chance = energies(plain, drafted)
+    assert found < chance[-2]
+    monkeypatch.setattr(verification, "draw_beyond", fresh)
+    found, chance = energies(plain, first_three(target, True, 1500, 10_000))
+    assert found > 2 * chance[-1] > 0
+
+
+Drawn = Callable[[int], Tensor]
+
+
+def test_a_picture_does_not_depend_on_its_batch_and_temperature_narrows() -> None:
+    target = tiny()
+    for drafted in (False, True):
+        wide, alone = latent_engine(target, 3, drafted), latent_engine(target, 1, drafted)
+        for slot, seed in ((0, 4), (1, 5), (2, 6)):
+            wide.admit(slot, "tulip", seed)
+        alone.admit(0, "tulip", 5)
+        for engine in (wide, alone):
+            while engine.done() != list(range(engine.batch)):
+                engine.step()
+        assert torch.allclose(wide.collect(1).codes, alone.collect(0).codes, atol=1e-5)
+        assert sum(wide.collect(1).accepted) == target.length

@@ -1,0 +1,154 @@
+"""The trainings of a model over continuous latents, from pictures to a drafter."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lanternpp.continuous.target import ContinuousConfig, ContinuousTarget
+from lanternpp.errors import InputError
+from lanternpp.models import read_target
+from lanternpp.training import continuous, drafter
+from lanternpp.training.drafter import DrafterSettings
+from lanternpp.training.kl import KLTask
+from lanternpp.training.laws import LatentLaws
+from lanternpp.training.material.codes import Codes, Split
+from lanternpp.training.run import TrainingOptions
+from lanternpp.training.target import TargetSettings
+from lanternpp.training.tokenizer import TokenizerSettings, train
+from lanternpp.vq.folder import read_kl, read_vq
+from lanternpp.vq.kl import KLConfig
+
+TINY = KLConfig(32, 4, (16, 16, 32), (1,) * 3, (1,) * 3)
+SHAPE = {"dim": 32, "layers": 2, "heads": 2, "hidden": 48}
+
+
+def options(folder: Path, steps: int, stop: int | None = None) -> TrainingOptions:
+    return TrainingOptions(folder, steps, stop_after=stop, log_steps=1, checks=2)
+
+
+def tokenizer(data: Path, model: Path, steps: int = 4, stop: int | None = None, **more: Any) -> bool:
+    settings = TokenizerSettings(**{"batch_size": 4, "lr": 3e-3, "warmup": 2, **more})
+    return train(data, model, TINY, settings, options(model / "tokenizer", steps, stop), kind=KLTask)
+
+
+def target(data: Path, model: Path, steps: int = 4, stop: int | None = None, **more: Any) -> bool:
+    settings = TargetSettings(**{"batch_size": 4, "warmup": 2, **more})
+    where = options(model / "target", steps, stop)
+    return continuous.train(data, model, SHAPE, settings, where, crops=1, components=3)
+
+
+def eagle(data: Path, model: Path, steps: int = 4, stop: int | None = None, **more: Any) -> bool:
+    settings = DrafterSettings(**{"batch_size": 4, "warmup": 2, **more})
+    return drafter.train(data, model, 1, settings, options(model / "drafter", steps, stop), crops=1)
+
+
+def facts(model: Path, part: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((model / part / "provenance.json").read_text())["validation"]
+    return found
+
+
+@pytest.fixture(scope="session")
+def latent_model(
+    tmp_path_factory: pytest.TempPathFactory, paint: Callable[[Path, int], None]
+) -> tuple[Path, Path]:
+    """(pictures, a model of latents with its three networks, all hardly trained)."""
+    place = tmp_path_factory.mktemp("latents")
+    for split, count in (("train", 12), ("val", 4)):
+        paint(place / "data" / split, count)
+    for part in (tokenizer, target, eagle):
+        assert part(place / "data", place / "model")
+    return place / "data", place / "model"
+
+
+@pytest.mark.parametrize("part", [tokenizer, target, eagle], ids=["tokenizer", "target", "drafter"])
+def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(
+    part: Any, latent_model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    data, whole = latent_model
+    name = {tokenizer: "tokenizer", target: "target", eagle: "drafter"}[part]
+    parts = tmp_path / "parts"
+    for each in ("tokenizer", "target"):
+        if each != name and not (each == "target" and name == "tokenizer"):
+            shutil.copytree(whole / each, parts / each)
+    assert not part(data, parts, stop=2)
+    assert part(data, parts)
+    one, two = (load_file(place / name / "model.safetensors") for place in (whole, parts))
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_the_tokenizer_learns_and_tells_its_noise(data: Path, tmp_path: Path) -> None:
+    assert tokenizer(data, tmp_path, steps=50)
+    found = facts(tmp_path, "tokenizer")
+    assert found["psnr"] > 13 and 0 < found["noise"] < 1 < found["noise"] + found["spread"] + 1
+    kl = read_kl(tmp_path / "tokenizer")
+    moments = kl.encode(torch.zeros(2, 3, 32, 32))
+    assert moments.shape == (2, 16, 8) and kl.redraw(moments).shape == (2, 3, 32, 32)
+
+
+def test_the_target_learns_six_pictures_by_heart(latent_model: tuple[Path, Path]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    mean = torch.randn(6, 1, 16, 4, generator=generator) * 3 + 5
+    moments = torch.cat((mean, torch.full_like(mean, -4)), -1).half()
+    split = Split(moments, ("a red square", "a blue square", "a photo") * 2, ("",) * 6)
+    config = ContinuousConfig(
+        ("red", "blue", "square"), ("square",), 32, 2, 2, 48, grid=4, slots=3, channels=4, components=3
+    )
+    settings = TargetSettings(batch_size=6, lr=1e-2, muon_lr=1e-2, warmup=2, drop_captions=0.0)
+    kl = read_kl(latent_model[1] / "tokenizer")
+    codes = Codes(split, split, {"codes": "made"})
+    made = continuous.ContinuousTask(config, settings, codes, kl, torch.device("cpu"))
+    before = made.validate_on(torch.arange(6))
+    for step in range(80):
+        made.step(step, step / 80)
+    made.average.load_state_dict(made.model.state_dict())
+    after = made.validate_on(torch.arange(6))
+    assert after["nll"] < after["gaussian"] - 0.5 < before["nll"]
+    latents = made.model.from_cache(moments[:, 0].float())
+    assert torch.allclose(latents.std((0, 1)), torch.ones(4), atol=0.1)
+    assert torch.allclose(latents.mean((0, 1)), torch.zeros(4), atol=0.1)
+
+
+def test_moments_are_kept_on_disk_in_half_precision(latent_model: tuple[Path, Path]) -> None:
+    place = latent_model[1]
+    read = read_target(place, torch.float32)
+    assert isinstance(read, ContinuousTarget)
+    assert read.reader().encode(torch.randn(2, 3, 32, 32)).shape == (2, 16, 8)
+    (cached,) = (place / "codes").glob("*.safetensors")
+    found = load_file(cached)["train"]
+    assert found.shape == (12, 2, 16, 8) and found.dtype == torch.float16
+
+
+def test_expected_acceptance_is_the_overlap_of_the_two_laws() -> None:
+    torch.manual_seed(0)
+    p = torch.tensor([0.0, 0.0, 0.0]).expand(20_000, 3)  # one component of one channel
+    q = torch.tensor([0.0, 1.0, 0.0]).expand(20_000, 3)
+    laws = LatentLaws("guided", 1)
+    overlap = 2 * torch.special.ndtr(torch.tensor(-0.5)).item()
+    assert laws.acceptance(q, p).mean().item() == pytest.approx(overlap, abs=0.01)
+    gap = laws.soft_cross_entropy(q, p) - laws.soft_cross_entropy(p, p)
+    assert gap.item() == pytest.approx(0.5, abs=0.03)  # the divergence of two Gaussians one apart
+
+
+def test_a_drafter_is_measured_while_it_draws(latent_model: tuple[Path, Path]) -> None:
+    found = facts(latent_model[1], "drafter")
+    assert 0 < found["accept"] <= 1 and {"accept2", "guided", "feature"} <= found.keys()
+
+
+def test_what_is_of_codes_is_refused(latent_model: tuple[Path, Path], tmp_path: Path, model: Path) -> None:
+    data, ready = latent_model
+    with pytest.raises(InputError, match="--head mixture"):
+        read_vq(ready / "tokenizer")
+    with pytest.raises(InputError, match="--kind kl"):
+        target(data, model)
+    with pytest.raises(InputError, match=r"corrupt 0\.1"):
+        target(data, ready, corrupt=0.1)
+    with pytest.raises(InputError, match="choose paper or guided"):
+        drafter.train(data, ready, 1, DrafterSettings(loss="lk"), options(tmp_path / "d", 2), crops=1)
+    with pytest.raises(InputError, match="--cache-features"):
+        drafter.train(data, ready, 1, DrafterSettings(), options(tmp_path / "d", 2), crops=1, cache=True)
