@@ -51,7 +51,8 @@ def why_unsupported(drafts: DraftTraits, name: str) -> str | None:
         why = "at temperature 0 every verifier keeps the same codes"
     elif drafts.guesses.why_not_drawn:
         why = (
-            f"the proposer {drafts.guesses.why_not_drawn}, and the guesses must be drawn anew for every pass"
+            f"the proposer {drafts.guesses.why_not_drawn}, and every guess must follow the distribution that it "
+            "is offered with"
         )
     elif drafts.residual == "paper":
         why, instead = "the papers' residual is that of a walk", instead + ", or residual optimal"
