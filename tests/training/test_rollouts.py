@@ -81,6 +81,8 @@ def test_hints_lie_where_the_refused_nodes_were() -> None:
     ]  # the prompt, two of the first pass, four of the second
     assert anchors.tolist() == [0, 2]
     assert hints[1, :, 0].tolist() == [2, 3, 0]
+    short = Rollout("x", run.codes[:4], run.kept[:1], features[:1], run.prompt, 0)  # a picture of one pass
+    assert replay(short, 3)[2].tolist() == [[[0.0]] * 3]
 
 
 @pytest.mark.parametrize("taps", [(), (0, 1)])

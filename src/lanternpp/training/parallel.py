@@ -235,7 +235,10 @@ class ParallelTask(Task):
                 measured = self.measure.weights(self.average, features, batch, generator)
                 weights.append((measured * in_picture).sum((0, 1)))
                 counted.append(in_picture.sum((0, 1)))
-        accept, kept = torch.stack(found).mean(0), sum(weights) / sum(counted).clamp(min=1)
+        accept, kept = (
+            torch.stack(found).mean(0),
+            torch.stack(weights).sum(0) / torch.stack(counted).sum(0).clamp(min=1),
+        )
         codes, chain = 1 + kept.sum().item(), 1 + accept.cumprod(0).sum().item()
         figures = {"codes": codes, "refused": 1 + self.hparams.levels - codes, "chain": chain}
         return figures | {"accept": rounded(accept), "kept": rounded(kept)}

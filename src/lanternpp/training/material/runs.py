@@ -119,7 +119,7 @@ def replay(rollout: Rollout, levels: int) -> tuple[Tensor, Tensor, Tensor]:
     found = rollout.features[:-1].gather(
         1, place.clamp(max=depth)[..., None].expand(-1, -1, features.shape[-1])
     )
-    hints = torch.cat((torch.zeros_like(found[:1]), found * exists[..., None]))
+    hints = torch.cat((found.new_zeros(1, *found.shape[1:]), found * exists[..., None]))
     return features, anchors, hints
 
 

@@ -1,0 +1,48 @@
+"""The files of a parallel drafter: those written before it could read layers below the target's last, and wrong ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models import write_model
+
+from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
+from lanternpp.errors import InputError
+from lanternpp.models import read_target
+from lanternpp.nn import checkpoints
+from lanternpp.nn.sources import Source
+
+
+def read(folder: Path) -> ParallelDrafter:
+    target = read_target(folder, torch.float32)
+    return ParallelDrafter.read(Source.open(folder / "parallel"), target, torch.float32)
+
+
+def test_an_older_file_says_nothing_of_layers_and_has_none(tmp_path: Path) -> None:
+    place = write_model(tmp_path) / "parallel" / "config.json"
+    config = json.loads(place.read_text())
+    assert config.pop("taps") == []
+    place.write_text(json.dumps(config))
+    drafter = read(tmp_path)
+    assert drafter.taps == () and drafter.fc.in_features == 2 * drafter.config.decoder.dim
+
+
+@pytest.mark.parametrize(
+    ("taps", "said"),
+    [
+        ([1], "reads layer 1 of its target, counted from 0, and this one has 2"),
+        ([1, 0], "ascending order"),
+        ([-1], "taps"),
+    ],
+)
+def test_layers_that_the_target_lacks_are_refused(taps: list[int], said: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    target = read_target(folder, torch.float32)
+    config = ParallelConfig.like(target.decoder.config, taps=(0, 1)[: len(taps)])
+    tensors = ParallelDrafter(config, target.decoder.rotary_table).state_dict()
+    checkpoints.save(folder / "parallel", {"kind": "parallel", **config.flat(), "taps": taps}, tensors)
+    with pytest.raises(InputError, match=said):
+        read(folder)
