@@ -17,7 +17,7 @@ from lanternpp.drafters import DRAFTERS
 from lanternpp.drafters.base import QueryDrafter
 from lanternpp.errors import InputError
 from lanternpp.methods import AUTO, BASELINE, METHODS
-from lanternpp.models import DEFAULTS, holds, recognised, target_source
+from lanternpp.models import DEFAULTS, holds, latent_family, recognised, target_source
 from lanternpp.nn.sources import Source
 from lanternpp.registry import unknown
 from lanternpp.settings import network_needed, resolve
@@ -74,7 +74,7 @@ def choose(
     if kind == "drafter":
         tree = SHORT if device == "cpu" else None
         return Chosen("eagle", f"{whose} EAGLE drafter, lossless", tree)
-    if _continuous(folder):
+    if latent_family(folder):
         return Chosen(BASELINE, "no drafter for its latents")
     return Chosen("jacobi-coupled", "no drafter, lossless")
 
@@ -83,14 +83,6 @@ def _possible(method: str, folder: Path, drafter: Path | None, defaults: Mapping
     """Whether the network that a method drafts with on this model, if any, is there."""
     kind = network_needed(resolve(method, defaults, {}))
     return kind is None or drafter is not None or holds(folder, kind)
-
-
-def _continuous(folder: Path) -> bool:
-    """Whether a model draws latents, which Jacobi decoding cannot guess."""
-    try:
-        return target_source(folder)[1].channels > 0
-    except InputError:
-        return False
 
 
 def _drafts(place: Path) -> str:

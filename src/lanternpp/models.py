@@ -17,7 +17,7 @@ from lanternpp.drafters.base import Drafter
 from lanternpp.errors import InputError
 from lanternpp.hub import fetch, hub_id
 from lanternpp.jsonfile import read_object
-from lanternpp.nn.checkpoints import load_config
+from lanternpp.nn.checkpoints import CONFIG, load_config
 from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
 from lanternpp.nn.packed import pack
 from lanternpp.nn.shards import INDEX, PICKLED, SAFE
@@ -122,6 +122,20 @@ def read_defaults(folder: Path) -> dict[str, Any]:
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     return content
+
+
+def latent_family(folder: Path) -> type[Target] | None:
+    """The family of a model of continuous latents in a folder of ours, by its config alone; None where it is another model."""
+    place = folder / "target"
+    kind = str(load_config(place).get("kind")) if (place / CONFIG).is_file() else ""
+    family: type[Target] | None = find("model family", kind, FAMILIES) if kind in FAMILIES else None
+    return family if family is not None and family.channels else None
+
+
+def known_defaults(folder: Path) -> dict[str, Any]:
+    """The recommended settings of a model that is not read yet: its folder's, else those of a family of latents."""
+    family = latent_family(folder)
+    return read_defaults(folder) or (dict(family.defaults) if family else {})
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,15 @@ def test_a_model_of_latents_from_photos_to_a_comparison(run, photos: Path) -> No
     assert (ar["passes"], eagle["method"], eagle["settings"]["tree"]) == (16, "eagle", "chain-4")
     assert eagle["codes"] == 16 and eagle["passes"] <= 16
 
+    listed = {
+        row["name"]: row for row in json.loads(run("models", "--model", "mine", "--json").out)["methods"]
+    }
+    assert [name for name in listed if listed[name]["fits"]] == ["ar", "eagle"]
+    assert listed["eagle"]["tree"] == "chain-4"
+
     for options, said in (
         (("--method", "eagle", "--tree", "eagle-25"), "chain"),
-        (("--method", "eagle", "--tree", "chain-3", "--verify", "block"), "--verify token"),
+        (("--method", "eagle", "--verify", "block"), "--verify token"),
         (("--method", "jacobi-coupled"), "--method ar"),
         (("--method", "eagle", "--accept", "cool", "--delta", 1.5), "--accept exact"),
         (("--method", "lantern++"), "no codebook"),

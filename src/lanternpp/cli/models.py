@@ -76,13 +76,15 @@ def describe(name: str, about: str) -> dict[str, Any]:
 def describe_method(
     name: str, model: str, drafter: str | None = None, device: str = "auto", dtype: str = "auto"
 ) -> dict[str, Any]:
-    """A row: what a method draws with on a model, one picture at a time, and which network the model lacks for it."""
+    """A row: what a method draws with on a model, one picture at a time, which network the model lacks for it, and
+    whether it fits what the model draws, codes or latents.
+    """
     from lanternpp.accept import RULES
     from lanternpp.devices import pick_device, pick_dtype
     from lanternpp.methods import method
-    from lanternpp.models import holds, model_folder
+    from lanternpp.models import holds, latent_family, model_folder
     from lanternpp.registry import find
-    from lanternpp.settings import network_needed, resolve
+    from lanternpp.settings import network_needed, resolve, suits_latents
     from lanternpp.tuned import CONDITIONS, Tuned
 
     folder, other = model_folder(model), model_folder(drafter) if drafter else None
@@ -98,6 +100,7 @@ def describe_method(
         settings = resolve(name, {**defaults, "methods": own}, {})
     network = network_needed(settings)
     available = network is None or other is not None or holds(folder, network)
+    fits = suits_latents(settings) or latent_family(folder) is None
     dials = {dial: value for dial in names(DRAFT, RULE) if (value := getattr(settings, dial)) is not None}
     lossless = find("acceptance rule", settings.accept, RULES).lossless
     parts = {"proposer": settings.proposer, "tree": settings.tree, "accept": settings.accept}
@@ -106,6 +109,7 @@ def describe_method(
         "dials": dials,
         "tuned": bool(found),
         "missing": None if available else network,
+        "fits": fits,
     }
     return {"name": name, **parts, **more, "about": method(name).about}
 
@@ -152,12 +156,12 @@ def show(listing: Mapping[str, Any]) -> None:
     )
     show_table(
         ("method", "lossless", "drafts with", "tree", "rule", "what it is"),
-        [method_row(row) for row in listing["methods"]],
+        [method_row(row) for row in listing["methods"] if row["fits"]],
         left=range(6),
         prose=True,
         spare=True,
     )
-    if any(row["missing"] for row in listing["methods"]):
+    if any(row["missing"] and row["fits"] for row in listing["methods"]):
         typer.echo(f"* {listing['model']} has no such network: give one with --drafter\n")
     shapes = [
         (

@@ -59,11 +59,11 @@ def method_for(
     """The method that a name means on a model, and the model's defaults, before the model is read. InputError."""
     from lanternpp.default_method import Chosen, choose
     from lanternpp.devices import pick_device
-    from lanternpp.models import model_folder, read_defaults
+    from lanternpp.models import known_defaults, model_folder
     from lanternpp.tuned import Tuned
 
     folder = model_folder(model)
-    defaults = read_defaults(folder)
+    defaults = known_defaults(folder)
     if method != AUTO:
         return Chosen(method), defaults
     other, kind = model_folder(drafter) if drafter else None, pick_device(device).type

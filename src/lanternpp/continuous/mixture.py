@@ -1,4 +1,4 @@
-"""Mixtures of diagonal Gaussians, the law of a latent (GIVT, arXiv 2312.02116, section 3.2): densities, draws, guidance.
+"""Mixtures of diagonal Gaussians, the law of a latent (GIVT, arXiv 2312.02116): densities, draws, guidance.
 
 A mixture of K components over C channels is one row of P = K (1 + 2 C) parameters: K logits of the weights, then
 K x C means, then K x C logarithms of standard deviations.
@@ -70,7 +70,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class MixtureSampling(Sampling):
-    """What latents are drawn from. `temperature` multiplies every standard deviation (GIVT, section 4.2).
+    """What latents are drawn from. `temperature` multiplies every standard deviation.
 
     Raises InputError for temperature 0, which has no density, and for top-k and top-p, which are of codes.
     """

@@ -23,7 +23,7 @@ MEASURED = 4096  # training pictures whose latents give the mean and the standar
 
 
 class ContinuousTask(TargetTask):
-    """A continuous target on cached moments of latents, which are drawn anew in every step (GIVT, section 3.3)."""
+    """A continuous target on cached moments of latents, which are drawn anew in every step."""
 
     kind = KIND
     vq: KL
