@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,20 @@ from torch import Tensor
 from lanternpp import arguments
 from lanternpp.accept import RULES
 from lanternpp.accept.base import check_relax
+from lanternpp.accept.neighbours import NeighbourAcceptance
 from lanternpp.default_method import Chosen, choose
 from lanternpp.devices import INT8, pick_device, pick_dtype
 from lanternpp.engine.batching import drawing
+from lanternpp.engine.block import verify_block
 from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.traversal import verify_traversal
 from lanternpp.engines import BYTES, EngineCache
 from lanternpp.errors import InputError
 from lanternpp.methods import AUTO
 from lanternpp.models import MODELS, Model, model_folder, read_defaults
+from lanternpp.nn.draws import native_laws, native_stops
 from lanternpp.nn.int8 import Effect
 from lanternpp.results import Result, Stats, UnfinishedError, versions
 from lanternpp.settings import (
@@ -252,6 +256,11 @@ class Pipeline:
         if type(rule) not in RULES.values():
             like = next(model.target.parameters())
             check_relax(rule, str(settings.accept), model.target.vocab, proposer.depth, like)
+        if isinstance(rule, NeighbourAcceptance):
+            rule.native = native_laws(rule.table)
+        verifier = build_verifier(settings)
+        if verifier in (verify_block, verify_traversal):
+            verifier = partial(verifier, native=native_stops())
         return Engine(
             model.target,
             proposer,
@@ -260,7 +269,7 @@ class Pipeline:
             Guidance(settings.cfg),
             settings.batch_size,
             settings.measure,
-            build_verifier(settings),
+            verifier,
         )
 
     def _model(self, compiled: bool) -> Model:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from lanternpp.drafters.base import DrafterConfig, QueryDrafter
 from lanternpp.nn.configs import Slots, Width
 from lanternpp.nn.decoder import AttentionCache, Decoder
+from lanternpp.nn.draws import native_chain
+from lanternpp.targets.base import Target
 from lanternpp.types import Nodes
 
 
@@ -49,6 +51,12 @@ class ParallelDrafter(QueryDrafter):
         self.down = nn.Linear(dim, config.turn)
         self.before = nn.Linear(dim, config.turn, bias=False)
         self.up = nn.Linear(config.turn, dim)
+
+    def pack(self, target: Target) -> None:
+        """Prepare for passes over few rows; guesses of a chain are then drawn in C, where the target's head is linear."""
+        if type(self).combine is ParallelDrafter.combine:
+            self.native = native_chain((self.up.weight, self.up.bias), target.head_weights)
+        super().pack(target)
 
     def forward(
         self,

@@ -18,6 +18,8 @@ replaces p by the law that it has for a single guess (`Acceptance.output_law`), 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,8 +31,26 @@ from lanternpp.engine.verify import verdict_of
 from lanternpp.types import Draft, Verdict
 
 
+class NativeStops(Protocol):
+    """The interface of `stops` computed outside of PyTorch."""
+
+    def takes(self, p: Tensor) -> bool:
+        """Whether it computes those of p [B, g + 1, V]."""
+        ...
+
+    def __call__(self, p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """As `stops`."""
+        ...
+
+
 def verify_block(
-    draft: Draft, logits: Tensor, sampling: Sampling, rule: Acceptance, noise: Noise, measure: bool = False
+    draft: Draft,
+    logits: Tensor,
+    sampling: Sampling,
+    rule: Acceptance,
+    noise: Noise,
+    measure: bool = False,
+    native: NativeStops | None = None,
 ) -> Verdict:
     """A chain of N nodes, each guess drawn from `draft.probs`, and the target's logits [B, N, V] -> the verdict.
 
@@ -43,7 +63,8 @@ def verify_block(
     if not rule.lossless:
         permitted = q.where(logits > float("-inf"), 0)  # what the format forbids is never relaxed
         law = rule.output_laws(p, permitted, draft.tree.depth, p.shape[1] - 1)
-    behind, left = stops(law, q, draft.codes)
+    find = native if native is not None and native.takes(law) else stops
+    behind, left = find(law, q, draft.codes)
     last = (noise.fine(Noise.ACCEPT, 1) >= behind).sum(1)
     batch = torch.arange(len(last), device=last.device)
     weights = left[batch, last]

@@ -117,6 +117,11 @@ class Target(nn.Module, ABC):
     def head(self, features: Tensor) -> Tensor:
         """features [..., D] -> logits [..., V]."""
 
+    @property
+    def head_weights(self) -> tuple[Tensor, Tensor | None] | None:
+        """The weight [V, D] and the bias of the linear layer that `head` is; None where it is another function."""
+        return None
+
     @abstractmethod
     def pixels(self, codes: Tensor) -> Tensor:
         """codes [B, length] -> images [B, 3, H, W] in [-1, 1]."""

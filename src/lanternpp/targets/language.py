@@ -240,3 +240,8 @@ class TokenTarget(LanguageTarget):
     def head(self, features: Tensor) -> Tensor:
         """features [..., D] -> logits [..., V]."""
         return self.output(features)
+
+    @property
+    def head_weights(self) -> tuple[Tensor, Tensor | None]:
+        """Those of its output layer."""
+        return self.output.weight, self.output.bias

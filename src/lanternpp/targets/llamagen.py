@@ -196,6 +196,11 @@ class LlamaGenTarget(Target):
         """features [..., D] -> logits [..., V]."""
         return self.codes_out(features)
 
+    @property
+    def head_weights(self) -> tuple[Tensor, Tensor | None]:
+        """Those of its output layer."""
+        return self.codes_out.weight, self.codes_out.bias
+
     def pack(self) -> None:
         """Prepare for passes over few rows."""
         pack(self)

@@ -20,7 +20,6 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import Observer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.nn.checkpoints import digest
-from lanternpp.nn.packed import pack
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.targets.base import Target
 from lanternpp.training.material.gather import LoadedTarget
@@ -133,7 +132,7 @@ def recorded(
 
     def compute() -> None:
         target.pack()
-        pack(drafter)
+        drafter.pack(target)
         for part in shards.pending(
             f"recording {shards.count} runs of the target with the drafter: up to {shards.room}"
         ):
