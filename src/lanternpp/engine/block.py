@@ -59,10 +59,9 @@ def verify_block(
     """
     p, there = sampling.probs(logits), draft.tree.children[..., :1] >= 0
     assert draft.probs is not None
-    q, law = draft.probs.where(there, 0), p
+    q, law = draft.probs * there, p
     if not rule.lossless:
-        permitted = q.where(logits > float("-inf"), 0)  # what the format forbids is never relaxed
-        law = rule.output_laws(p, permitted, draft.tree.depth, p.shape[1] - 1)
+        law = rule.output_laws(p, permitted(q, logits), draft.tree.depth, p.shape[1] - 1)
     find = native if native is not None and native.takes(law) else stops
     behind, left = find(law, q, draft.codes)
     last = (noise.fine(Noise.ACCEPT, 1) >= behind).sum(1)
@@ -72,6 +71,14 @@ def verify_block(
     path = torch.arange(p.shape[1], device=p.device).minimum(last[:, None])
     cost = (law - p).abs_().sum(-1) / 2 if measure else None
     return verdict_of(draft, path, last + 1, bonus, cost)
+
+
+def permitted(q: Tensor, logits: Tensor) -> Tensor:
+    """q without the codes that the format forbids, which are never relaxed; q and the target's logits [B, N, V]."""
+    forbidden = float("-inf")
+    if logits.device.type == "cpu" and logits.amin() > forbidden:
+        return q
+    return q.where(logits > forbidden, 0)
 
 
 def stops(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
