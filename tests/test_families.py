@@ -150,10 +150,14 @@ def test_guesses_that_are_drawn_in_c_keep_to_the_format(name: str, models: Path)
     pipe = pipeline(models / family.folder, "bfloat16")
     engine = pipe.new_engine(pipe.settings("parallel", batch_size=2, tree="chain-3"))
     drafter = engine.proposer.drafter  # type: ignore[attr-defined]
-    assert (drafter.native is not None) == (name != "janus" and library() is not None), "whose head is not linear"
+    assert (drafter.native is not None) == (name != "janus" and library() is not None), (
+        "whose head is not linear"
+    )
     x = torch.randn(3, pipe.target.decoder.config.dim).bfloat16()
     if weights := pipe.target.head_weights:
-        assert torch.allclose(pipe.target.head(x), torch.nn.functional.linear(x, *weights), atol=0.1, rtol=0.02)
+        assert torch.allclose(
+            pipe.target.head(x), torch.nn.functional.linear(x, *weights), atol=0.1, rtol=0.02
+        )
     engine.admit(0, PROMPT, 3)
     engine.admit(1, PROMPT, 4)
     while len(engine.done()) < 2:
@@ -162,7 +166,9 @@ def test_guesses_that_are_drawn_in_c_keep_to_the_format(name: str, models: Path)
         place = (engine.count[:, None] + torch.arange(3)).clamp(max=pipe.target.length - 1)
         ends = family.ends & (place % (family.columns + 1) == family.columns)
         assert torch.equal(draft.codes[:, 1:] == CODES, ends)
-        assert draft.probs is not None and torch.allclose(draft.probs[:, :-1].sum(-1), torch.ones(2, 3), atol=1e-4)
+        assert draft.probs is not None and torch.allclose(
+            draft.probs[:, :-1].sum(-1), torch.ones(2, 3), atol=1e-4
+        )
         engine.proposer.cache.used -= engine.proposer.waiting  # type: ignore[attr-defined]
 
 

@@ -96,7 +96,9 @@ def test_a_guess_is_drawn_from_the_head_of_the_feature_behind_the_guess_before(
     draft = case.drawn(library, sampling)
     probs, codes = draft.probs[:, :-1], draft.codes[:, 1:]
     expected = case.probs(draft.codes, sampling)
-    assert (probs.double() - expected).abs().sum(-1).median() < 1e-5  # one is farther where a rounding differs
+    assert (probs.double() - expected).abs().sum(
+        -1
+    ).median() < 1e-5  # one is farther where a rounding differs
     assert (probs.double() - expected).abs().sum(-1).max() < 0.02
     if sampling.greedy:
         assert torch.equal(codes, probs.argmax(-1))
@@ -130,7 +132,10 @@ def test_forced_and_forbidden_codes(sampling: Sampling) -> None:
 def test_of_equal_codes_the_first_are_kept() -> None:
     logits = torch.zeros(LEVELS, 100)
     logits[:, 70:] = 1
-    for sampling, kept in ((Sampling(1, 10), range(70, 80)), (Sampling(1, 40), [*range(10), *range(70, 100)])):
+    for sampling, kept in (
+        (Sampling(1, 10), range(70, 80)),
+        (Sampling(1, 40), [*range(10), *range(70, 100)]),
+    ):
         assert logits_in_c(logits, sampling)[0].nonzero()[:, 0].tolist() == list(kept)
     assert logits_in_c(logits, Sampling(1, 0, 0.02))[0].nonzero()[:, 0].tolist() == [70, 71]  # 0.0182 each
 
@@ -211,7 +216,9 @@ def test_where_a_chain_ends(library: object, vocab: int, batch: int) -> None:
         codes[0, 3] = first
         behind, left = NativeStops(library)(p, q, codes)  # type: ignore[arg-type]
         exact = stops(p.double(), q.double(), codes)
-        assert torch.allclose(behind, exact[0], atol=1e-5) and torch.allclose(left.double(), exact[1], atol=1e-6)
+        assert torch.allclose(behind, exact[0], atol=1e-5) and torch.allclose(
+            left.double(), exact[1], atol=1e-6
+        )
 
 
 def in_c(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -263,10 +270,13 @@ def test_a_verdict_is_the_same_by_either(rule: type[LanternPlusPlus]) -> None:
     noise = Noise(torch.arange(draws), torch.ones(draws, dtype=torch.int64))
     usual = verify_block(draft, logits, Sampling(), made, noise)
     found = verify_block(draft, logits, Sampling(), other, noise, native=native_stops())
-    assert (found.kept == usual.kept).float().mean() > 0.98 and (found.bonus == usual.bonus).float().mean() > 0.98
+    assert (found.kept == usual.kept).float().mean() > 0.98 and (
+        found.bonus == usual.bonus
+    ).float().mean() > 0.98
     fine = Draft(draft.tree, codes, q.double())
     exact = [
-        verify_block(fine, logits.double(), Sampling(), each, noise, native=native_stops()) for each in (made, other)
+        verify_block(fine, logits.double(), Sampling(), each, noise, native=native_stops())
+        for each in (made, other)
     ]
     assert torch.equal(exact[0].next_codes, exact[1].next_codes), "float64 is PyTorch's"
 
@@ -278,7 +288,9 @@ def test_what_it_does_not_know_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatc
     assert native_chain(up, None) is None, "a head that is not linear"
     assert native_chain(up, (case.head.float(), None)) is None
     assert native_chain((case.up[:, :24], case.bias), head) is None, "an odd width"
-    assert not case.chain(native.library()).takes(torch.zeros(17, LEVELS, DIM, dtype=HALF)), "many pictures at once"
+    assert not case.chain(native.library()).takes(torch.zeros(17, LEVELS, DIM, dtype=HALF)), (
+        "many pictures at once"
+    )
     laws = native_laws(table)
     assert laws is not None and not laws.takes(torch.zeros(1, 40).double())
     monkeypatch.setenv(native.SWITCH, "0")
@@ -299,12 +311,16 @@ def test_the_shipped_model_drafts_what_pytorch_drafts() -> None:
     cache.used -= proposer.waiting  # to run it again
     draft = proposer.propose(engine.noise)
     assert draft.probs is not None
-    after = drafter.combine(levels, drafter.level_query(levels), proposer.prev_code_table[draft.codes[:, :-1]])
+    after = drafter.combine(
+        levels, drafter.level_query(levels), proposer.prev_code_table[draft.codes[:, :-1]]
+    )
     expected = proposer._probs(torch.cat((levels[:, :1], after[:, 1:]), 1), proposer._index())
     assert (draft.probs[:, :-1] - expected).abs().sum(-1).max() < 0.05
-    tree = StaticTree(chain(proposer.depth)).grow(
-        proposer.root, expected[:, 0], lambda _: expected[:, :1], lambda q, n, _: q.topk(n).indices
-    ).tree
+    tree = (
+        StaticTree(chain(proposer.depth))
+        .grow(proposer.root, expected[:, 0], lambda _: expected[:, :1], lambda q, n, _: q.topk(n).indices)
+        .tree
+    )
     for name in ("parent", "depth", "children", "mask"):
         assert torch.equal(getattr(draft.tree, name), getattr(tree, name))
     assert draft.tree.widths == tree.widths

@@ -99,7 +99,6 @@ class NeighbourAcceptance(DecayingAcceptance):
                     break
         return mass_of.T.reshape(p.shape)
 
-
     def optimal_law(self, p: Tensor, q: Tensor) -> Tensor:
         """As `Acceptance.optimal_law`."""
         if self.native is not None and self.native.takes(p):

@@ -220,7 +220,10 @@ def load(path: Path) -> ctypes.CDLL:
 
 def compiled(compiler: str, flags: Sequence[str] = FLAGS) -> Path:
     """The shared library for this source, compiler and CPU, in the user's cache. OSError, SubprocessError or InputError."""
-    path = user_cache() / f"decoder-{digest([*(source.read_text() for source in SOURCES), *machine(compiler, flags)])}.so"
+    path = (
+        user_cache()
+        / f"decoder-{digest([*(source.read_text() for source in SOURCES), *machine(compiler, flags)])}.so"
+    )
     if not path.is_file():
         with replacing(path) as temporary:
             command = [compiler, *flags, str(SOURCE), "-lm", "-o", str(temporary)]
