@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,12 @@ from torch import Tensor
 from lanternpp import arguments
 from lanternpp.accept import RULES
 from lanternpp.accept.base import check_relax
-from lanternpp.accept.neighbours import NeighbourAcceptance
 from lanternpp.default_method import Chosen, choose
 from lanternpp.devices import INT8, pick_device, pick_dtype
 from lanternpp.engine.batching import drawing
-from lanternpp.engine.block import verify_block
 from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.traversal import verify_traversal
 from lanternpp.engines import BYTES, EngineCache
 from lanternpp.errors import InputError
 from lanternpp.methods import AUTO
@@ -252,25 +249,14 @@ class Pipeline:
     def _new_engine(self, settings: Settings) -> Engine:
         model = self._model(settings.compile)
         proposer = build_proposer(settings, model.network)
-        rule = build_rule(settings, self.table)
+        rule = build_rule(settings, self.table, native_laws)
         if type(rule) not in RULES.values():
             like = next(model.target.parameters())
             check_relax(rule, str(settings.accept), model.target.vocab, proposer.depth, like)
-        if isinstance(rule, NeighbourAcceptance):
-            rule.native = native_laws(rule.table)
-        verifier = build_verifier(settings)
-        if verifier in (verify_block, verify_traversal):
-            verifier = partial(verifier, native=native_stops())
-        return Engine(
-            model.target,
-            proposer,
-            rule,
-            Sampling(settings.temperature, settings.top_k, settings.top_p),
-            Guidance(settings.cfg),
-            settings.batch_size,
-            settings.measure,
-            verifier,
-        )
+        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
+        parts = (model.target, proposer, rule, sampling, Guidance(settings.cfg))
+        verifier = build_verifier(settings, native_stops())
+        return Engine(*parts, settings.batch_size, settings.measure, verifier)
 
     def _model(self, compiled: bool) -> Model:
         """The networks, compiled or not; the compiled ones are read when first asked for."""

@@ -214,6 +214,7 @@ def language_rules(prefix: str, shape: DecoderConfig, **more: Any) -> list[Renam
 class TokenTarget(LanguageTarget):
     """One vocabulary for tokens and codes: codes are embedded by its table, and its head is cut to them."""
 
+    head_layer = "output"
     code_tokens: Tensor  # [V] the token of every code
 
     def __init__(
@@ -240,8 +241,3 @@ class TokenTarget(LanguageTarget):
     def head(self, features: Tensor) -> Tensor:
         """features [..., D] -> logits [..., V]."""
         return self.output(features)
-
-    @property
-    def head_weights(self) -> tuple[Tensor, Tensor | None]:
-        """Those of its output layer."""
-        return self.output.weight, self.output.bias

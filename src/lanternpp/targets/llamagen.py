@@ -89,6 +89,7 @@ class LlamaGenTarget(Target):
     """Codes in raster order after the slots of a condition."""
 
     about = "LlamaGen's .pt files (c2i and t2i), or their copies under Llama names"
+    head_layer = "codes_out"
 
     def __init__(self, config: LlamaGenConfig, rotary_table: Tensor, condition: Condition):
         super().__init__()
@@ -195,11 +196,6 @@ class LlamaGenTarget(Target):
     def head(self, features: Tensor) -> Tensor:
         """features [..., D] -> logits [..., V]."""
         return self.codes_out(features)
-
-    @property
-    def head_weights(self) -> tuple[Tensor, Tensor | None]:
-        """Those of its output layer."""
-        return self.codes_out.weight, self.codes_out.bias
 
     def pack(self) -> None:
         """Prepare for passes over few rows."""
