@@ -73,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "settings": {
         *("arguments", "registry", "methods", "accept", "trees", "proposers", "engine.verifiers"),
-        *("engine.proposer", "drafters.base", "targets.base", "continuous.mixture"),
+        *("engine.proposer", "engine.block", "drafters.base", "targets.base", "continuous.mixture"),
     },
     "hub": set(),
     "models": {"registry", "hub", "devices", "targets", "drafters", "nn"},

@@ -22,6 +22,7 @@ from lanternpp.methods import METHODS
 from lanternpp.models import read_target
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig
+from lanternpp.nn.native import library
 from lanternpp.pipeline import Result
 
 PROMPT = "a photo of the red tulip"
@@ -63,7 +64,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = read_target(folder, torch.float32)
         drafter = EagleDrafter(shape, target.decoder.rotary_table)
         checkpoints.save(folder / "drafter", {"kind": "eagle", **shape.flat()}, drafter.state_dict())
-        many = ParallelConfig.like(target.decoder.config, queries=3, turn=8)
+        many = ParallelConfig.like(target.decoder.config, queries=3, turn=16)
         tensors = ParallelDrafter(many, target.decoder.rotary_table).state_dict()
         checkpoints.save(folder / "parallel", {"kind": "parallel", **many.flat()}, tensors)
     return place
@@ -140,6 +141,35 @@ def test_a_method_is_compared_with_plain_decoding(name: str, method: str, models
     assert {one["cfg"] for one in reported} == {options.get("cfg", pipe.defaults["cfg"])}
     assert {one["batch_size"] for one in reported} == {batch}
     assert base.last.codes.shape == side.last.codes.shape
+
+
+@every_family
+@torch.inference_mode()
+def test_guesses_that_are_drawn_in_c_keep_to_the_format(name: str, models: Path) -> None:
+    family = FAMILIES[name]
+    pipe = pipeline(models / family.folder, "bfloat16")
+    engine = pipe.new_engine(pipe.settings("parallel", batch_size=2, tree="chain-3"))
+    drafter = engine.proposer.drafter  # type: ignore[attr-defined]
+    assert (drafter.native is not None) == (name != "janus" and library() is not None), (
+        "whose head is not linear"
+    )
+    x = torch.randn(3, pipe.target.decoder.config.dim).bfloat16()
+    if weights := pipe.target.head_weights:
+        assert torch.allclose(
+            pipe.target.head(x), torch.nn.functional.linear(x, *weights), atol=0.1, rtol=0.02
+        )
+    engine.admit(0, PROMPT, 3)
+    engine.admit(1, PROMPT, 4)
+    while len(engine.done()) < 2:
+        engine.step()
+        draft = engine.proposer.propose(engine.noise)
+        place = (engine.count[:, None] + torch.arange(3)).clamp(max=pipe.target.length - 1)
+        ends = family.ends & (place % (family.columns + 1) == family.columns)
+        assert torch.equal(draft.codes[:, 1:] == CODES, ends)
+        assert draft.probs is not None and torch.allclose(
+            draft.probs[:, :-1].sum(-1), torch.ones(2, 3), atol=1e-4
+        )
+        engine.proposer.cache.used -= engine.proposer.waiting  # type: ignore[attr-defined]
 
 
 @functools.cache

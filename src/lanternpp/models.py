@@ -19,7 +19,6 @@ from lanternpp.hub import fetch, hub_id
 from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import CONFIG, load_config
 from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
-from lanternpp.nn.packed import pack
 from lanternpp.nn.shards import INDEX, PICKLED, SAFE
 from lanternpp.nn.sources import Source
 from lanternpp.registry import find, unknown
@@ -252,7 +251,7 @@ class Model:
         if self.compiled:
             drafter.compile(dynamic=False)
         else:
-            pack(drafter)
+            drafter.pack(self.target)
         return drafter
 
 

@@ -28,6 +28,7 @@ from lanternpp.engines import BYTES, EngineCache
 from lanternpp.errors import InputError
 from lanternpp.methods import AUTO
 from lanternpp.models import MODELS, Model, model_folder, read_defaults
+from lanternpp.nn.draws import native_laws, native_stops
 from lanternpp.nn.int8 import Effect
 from lanternpp.nn.threads import FittedThreads
 from lanternpp.results import Result, Stats, UnfinishedError, versions
@@ -247,20 +248,14 @@ class Pipeline:
     def _new_engine(self, settings: Settings) -> Engine:
         model = self._model(settings.compile)
         proposer = build_proposer(settings, model.network)
-        rule = build_rule(settings, self.table)
+        rule = build_rule(settings, self.table, native_laws)
         if type(rule) not in RULES.values():
             like = next(model.target.parameters())
             check_relax(rule, str(settings.accept), model.target.vocab, proposer.depth, like)
-        return engine_for(
-            model.target,
-            proposer,
-            rule,
-            Sampling(settings.temperature, settings.top_k, settings.top_p),
-            Guidance(settings.cfg),
-            settings.batch_size,
-            settings.measure,
-            build_verifier(settings),
-        )
+        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
+        parts = (model.target, proposer, rule, sampling, Guidance(settings.cfg))
+        verifier = build_verifier(settings, native_stops())
+        return engine_for(*parts, settings.batch_size, settings.measure, verifier)
 
     def _model(self, compiled: bool) -> Model:
         """The networks, compiled or not; the compiled ones are read when first asked for."""

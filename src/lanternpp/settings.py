@@ -11,12 +11,22 @@ from torch import Tensor
 from lanternpp import arguments
 from lanternpp.accept import RULES
 from lanternpp.accept.base import Acceptance, Dials
+from lanternpp.accept.neighbours import NativeLaws, NeighbourAcceptance
 from lanternpp.continuous.mixture import MixtureSampling
 from lanternpp.dials import DIALS as TABLE
 from lanternpp.dials import DRAFT, EVERY, RULE, dials, names, spoken
 from lanternpp.drafters.base import Drafter
+from lanternpp.engine.block import NativeStops
 from lanternpp.engine.proposer import Parts, Proposer
-from lanternpp.engine.verifiers import TOKEN, VERIFIERS, DraftTraits, Verifier, best_for, why_unsupported
+from lanternpp.engine.verifiers import (
+    TOKEN,
+    VERIFIERS,
+    DraftTraits,
+    Verifier,
+    best_for,
+    why_unsupported,
+    with_kernels,
+)
 from lanternpp.errors import InputError
 from lanternpp.methods import method as named_method
 from lanternpp.proposers import PROPOSERS
@@ -197,12 +207,22 @@ def dials_read(proposer: str, accept: str) -> frozenset[str]:
     return read
 
 
-def build_rule(settings: Settings, table: Callable[[int], Tensor]) -> Acceptance:
-    """The acceptance rule; `table` gives the k nearest codes of every code. InputError where a dial is wrong."""
+def build_rule(
+    settings: Settings,
+    table: Callable[[int], Tensor],
+    laws: Callable[[Tensor], NativeLaws | None] = lambda table: None,
+) -> Acceptance:
+    """The acceptance rule; `table` gives the k nearest codes of every code. InputError where a dial is wrong.
+
+    laws: from such a table to what computes the laws of a rule with neighbours outside of PyTorch.
+    """
     residual = settings.residual or ("optimal" if settings.verify not in (None, TOKEN) else None)
     given = {name: getattr(settings, name) for name in names(RULE)} | {"residual": residual}
     entry = _rule(settings)
-    return entry if isinstance(entry, Acceptance) else entry.build(Dials(table, **given))
+    rule = entry if isinstance(entry, Acceptance) else entry.build(Dials(table, **given))
+    if isinstance(rule, NeighbourAcceptance):
+        rule.native = laws(rule.table)
+    return rule
 
 
 def _rule(settings: Settings) -> Acceptance | type[Acceptance]:
@@ -247,10 +267,9 @@ def _parts(settings: Settings) -> Parts:
     return Parts(tree, None, settings.window, settings.coupling, settings.fresh, settings.siblings)
 
 
-def build_verifier(settings: Settings) -> Verifier:
-    """The function that verifies drafts."""
-    made: Verifier = find("verifier", settings.verify or TOKEN, VERIFIERS)
-    return made
+def build_verifier(settings: Settings, native: NativeStops | None = None) -> Verifier:
+    """The function that verifies drafts; native: what computes a part of it outside of PyTorch."""
+    return with_kernels(find("verifier", settings.verify or TOKEN, VERIFIERS), native)
 
 
 def _unread(

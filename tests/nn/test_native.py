@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,8 +19,6 @@ from lanternpp.nn.packed import pack
 from lanternpp.nn.rope import grid_table
 
 HALF = torch.bfloat16
-NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
-PLAIN = (*NO_TILES, "-mno-avx512bf16", "-mno-avx512vnni")
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 
@@ -79,16 +76,6 @@ def features(network: Decoder, x: torch.Tensor, nodes: int, taps: tuple[int, ...
 
 Stored = Callable[[Decoder], Decoder]
 WEIGHTS = [pytest.param(lambda network: network, id="bfloat16"), pytest.param(in_8_bits, id="int8")]
-
-
-@pytest.fixture(scope="module", params=["all", "no tiles", "plain C"])
-def library(request: pytest.FixtureRequest) -> Iterator[object]:
-    """The kernels as this CPU runs them, and as CPUs with fewer instructions would."""
-    more = {"all": (), "no tiles": NO_TILES, "plain C": PLAIN}[request.param]
-    try:
-        yield native.load(native.compiled("cc", (*native.FLAGS, *more)))
-    except (subprocess.CalledProcessError, FileNotFoundError):
-        pytest.skip("this compiler does not know these instructions")
 
 
 @pytest.mark.parametrize("stored", WEIGHTS)

@@ -59,6 +59,9 @@ def test_logits_are_the_authors(name: str, layout: str, heads: int, tmp_path: Pa
         cache.used += 1
     assert (torch.stack(steps) - GOLDEN[f"{name} steps"]).abs().max() < 1e-4
 
+    x = torch.randn(3, target.decoder.config.dim)
+    assert torch.equal(target.head(x), torch.nn.functional.linear(x, *target.head_weights))
+
     cache, _ = begun(target, condition)
     count = len(PARENTS)
     mask, depth = torch.eye(count, dtype=torch.bool), torch.zeros(count, dtype=torch.int64)

@@ -100,17 +100,22 @@ class Acceptance(ABC):
         """
         if self.lossless:
             return p
-        out = torch.minimum(q, self.accept_mass(p, q))
         if self.optimal_residual:
-            rest = (p - out).clamp_(min=0)
-            share = (1 - out.sum(-1, keepdim=True)).clamp_(min=0) / rest.sum(-1, keepdim=True)
-            return out.addcmul_(rest, share.where(share < float("inf"), 0))
+            return self.optimal_law(p, q)
+        out = torch.minimum(q, self.accept_mass(p, q))
         refused = q - out
         for codes in candidate_codes(q, p.numel()):
             each, rows = broadcast_codes(codes, p), p.expand(len(codes), *p.shape)
             left = self.residual(rows, self.relax_with_draft(rows, q, each), q, each)  # [m, ..., V]
             out += (refused[..., codes].movedim(-1, 0)[..., None] * left).sum(0)
         return out + p * (1 - q.sum(-1, keepdim=True)).clamp_(min=0)
+
+    def optimal_law(self, p: Tensor, q: Tensor) -> Tensor:
+        """`output_law` with the optimal residual, [..., V]; p and q [..., V]."""
+        out = torch.minimum(q, self.accept_mass(p, q))
+        rest = (p - out).clamp_(min=0)
+        share = (1 - out.sum(-1, keepdim=True)).clamp_(min=0) / rest.sum(-1, keepdim=True)
+        return out.addcmul_(rest, share.where(share < float("inf"), 0))
 
     def output_laws(self, p: Tensor, q: Tensor, depth: Tensor, levels: int) -> Tensor:
         """`output_law` at every node of a draft, p and q [B, N, V], its depth [B, N] below `levels` where it has children."""

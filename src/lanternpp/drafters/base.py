@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from lanternpp.errors import InputError
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig
+from lanternpp.nn.packed import pack
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.schema import Between, Length
 from lanternpp.targets.base import Target
-from lanternpp.types import Nodes
+from lanternpp.types import Draft, Nodes
 
 ALIKE = 0.98  # least cosine of a target's probe with that of the target a drafter was trained for
 
@@ -85,6 +86,10 @@ class Drafter(nn.Module, ABC):
         """The drafter's inputs for a prompt [R, T - 1, D], the target's shifted by one position; the same shape."""
         return prompt
 
+    def pack(self, target: Target) -> None:
+        """Prepare for passes over few rows, with its target; for inference only."""
+        pack(self)
+
     @abstractmethod
     def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         """next_embeds [R, N, D], embeddings of the codes at the next positions, and features [R, N, D] -> features there."""
@@ -149,6 +154,31 @@ def check_fit(source: Source, dim: int, target: Target) -> None:
         )
 
 
+class NativeGuesses(Protocol):
+    """The interface of a chain's guesses that are drawn outside of PyTorch."""
+
+    def takes(self, features: Tensor) -> bool:
+        """Whether it draws guesses from features [B, levels, D]."""
+        ...
+
+    def __call__(
+        self,
+        features: Tensor,
+        level_query: Tensor,
+        prev_code_table: Tensor,
+        bias: Tensor | None,
+        u: Tensor,
+        warp: tuple[float, int, float],
+        draft: Draft,
+    ) -> None:
+        """Draw the codes of a chain, each from the head of `combine` behind the code before; they and their probs go to `draft`.
+
+        features [B, levels, D], level_query [B, levels, H], prev_code_table [V, H]; bias [B, levels, V] is added to the
+        logits; u [B, levels] float64, uniform; warp: temperature, top-k and top-p.
+        """
+        ...
+
+
 class QueryDrafter(Drafter):
     """Predicts all levels of a draft in one pass, on guided features, with one row per sample.
 
@@ -156,6 +186,8 @@ class QueryDrafter(Drafter):
     """
 
     taps: tuple[int, ...] = ()
+
+    native: NativeGuesses | None = None  # set by `pack`
 
     @abstractmethod
     def forward(

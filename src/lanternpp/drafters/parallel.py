@@ -22,6 +22,7 @@ from lanternpp.drafters.base import DrafterConfig, QueryDrafter
 from lanternpp.errors import InputError
 from lanternpp.nn.configs import Slots, Width
 from lanternpp.nn.decoder import AttentionCache, Decoder
+from lanternpp.nn.draws import native_chain
 from lanternpp.nn.sources import Source
 from lanternpp.schema import Between, Length
 from lanternpp.targets.base import Target
@@ -74,6 +75,12 @@ class ParallelDrafter(QueryDrafter):
                 f"{layers}; use a drafter trained for this target"
             )
         return drafter
+
+    def pack(self, target: Target) -> None:
+        """Prepare for passes over few rows; guesses of a chain are then drawn in C, where the target's head is linear."""
+        if type(self).combine is ParallelDrafter.combine:
+            self.native = native_chain((self.up.weight, self.up.bias), target.head_weights)
+        super().pack(target)
 
     def forward(
         self,

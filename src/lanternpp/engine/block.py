@@ -18,6 +18,8 @@ replaces p by the law that it has for a single guess (`Acceptance.output_law`), 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,8 +31,26 @@ from lanternpp.engine.verify import verdict_of
 from lanternpp.types import Draft, Verdict
 
 
+class NativeStops(Protocol):
+    """The interface of `stops` computed outside of PyTorch."""
+
+    def takes(self, p: Tensor) -> bool:
+        """Whether it computes those of p [B, g + 1, V]."""
+        ...
+
+    def __call__(self, p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """As `stops`."""
+        ...
+
+
 def verify_block(
-    draft: Draft, logits: Tensor, sampling: Sampling, rule: Acceptance, noise: Noise, measure: bool = False
+    draft: Draft,
+    logits: Tensor,
+    sampling: Sampling,
+    rule: Acceptance,
+    noise: Noise,
+    measure: bool = False,
+    native: NativeStops | None = None,
 ) -> Verdict:
     """A chain of N nodes, each guess drawn from `draft.probs`, and the target's logits [B, N, V] -> the verdict.
 
@@ -39,11 +59,11 @@ def verify_block(
     """
     p, there = sampling.probs(logits), draft.tree.children[..., :1] >= 0
     assert draft.probs is not None
-    q, law = draft.probs.where(there, 0), p
+    q, law = draft.probs * there, p
     if not rule.lossless:
-        permitted = q.where(logits > float("-inf"), 0)  # what the format forbids is never relaxed
-        law = rule.output_laws(p, permitted, draft.tree.depth, p.shape[1] - 1)
-    behind, left = stops(law, q, draft.codes)
+        law = rule.output_laws(p, permitted(q, logits), draft.tree.depth, p.shape[1] - 1)
+    find = native if native is not None and native.takes(law) else stops
+    behind, left = find(law, q, draft.codes)
     last = (noise.fine(Noise.ACCEPT, 1) >= behind).sum(1)
     batch = torch.arange(len(last), device=last.device)
     weights = left[batch, last]
@@ -51,6 +71,14 @@ def verify_block(
     path = torch.arange(p.shape[1], device=p.device).minimum(last[:, None])
     cost = (law - p).abs_().sum(-1) / 2 if measure else None
     return verdict_of(draft, path, last + 1, bonus, cost, law)
+
+
+def permitted(q: Tensor, logits: Tensor) -> Tensor:
+    """q without the codes that the format forbids, which are never relaxed; q and the target's logits [B, N, V]."""
+    forbidden = float("-inf")
+    if logits.device.type == "cpu" and logits.amin() > forbidden:
+        return q
+    return q.where(logits > forbidden, 0)
 
 
 def stops(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:

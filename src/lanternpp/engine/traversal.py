@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
-from lanternpp.engine.block import all_refused, verify_block
+from lanternpp.engine.block import NativeStops, all_refused, verify_block
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import verdict_of
@@ -31,7 +31,13 @@ from lanternpp.types import Draft, Tree, Verdict
 
 
 def verify_traversal(
-    draft: Draft, logits: Tensor, sampling: Sampling, rule: Acceptance, noise: Noise, measure: bool = False
+    draft: Draft,
+    logits: Tensor,
+    sampling: Sampling,
+    rule: Acceptance,
+    noise: Noise,
+    measure: bool = False,
+    native: NativeStops | None = None,
 ) -> Verdict:
     """A tree of N nodes, children drawn from `draft.probs`, and the target's logits [B, N, V] -> the verdict.
 
@@ -40,7 +46,7 @@ def verify_traversal(
     """
     tree = draft.tree
     if tree.chain:
-        return verify_block(draft, logits, sampling, rule, noise, measure)
+        return verify_block(draft, logits, sampling, rule, noise, measure, native)
     assert tree.layout is not None and draft.probs is not None
     p = sampling.probs(logits)
     law = p if rule.lossless else _laws(draft, p, logits, rule)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance, has_fast_law
-from lanternpp.engine.block import verify_block
+from lanternpp.engine.block import NativeStops, verify_block
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Guesses
 from lanternpp.engine.sampling import Sampling
@@ -19,6 +20,13 @@ from lanternpp.types import Draft, Verdict
 Verifier = Callable[[Draft, Tensor, Sampling, Acceptance, Noise, bool], Verdict]
 TOKEN, BLOCK, TRAVERSAL = "token", "block", "traversal"
 VERIFIERS: dict[str, Verifier] = {TOKEN: verify, BLOCK: verify_block, TRAVERSAL: verify_traversal}
+
+
+def with_kernels(verifier: Verifier, native: NativeStops | None) -> Verifier:
+    """A verifier that computes `stops` of chains outside of PyTorch, if it has use for them."""
+    if verifier is verify_block:
+        return partial(verify_block, native=native)
+    return partial(verify_traversal, native=native) if verifier is verify_traversal else verifier
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lanternpp.engine.decode import Engine
 from lanternpp.evaluation.stopwatch import elapsed
+from lanternpp.nn.draws import NativeChain
 from lanternpp.nn.int8 import stored
 from lanternpp.nn.native import MOST_ROWS, NativeDecoder
 
@@ -48,11 +49,11 @@ class RecordedStep(TorchFunctionMode):
         decoder = engine.target.decoder
         hooks = (decoder.register_forward_pre_hook(self._enter), decoder.register_forward_hook(self._leave))
         try:
-            NativeDecoder.active = False
+            NativeDecoder.active = NativeChain.active = False
             with self:
                 engine.step()
         finally:
-            NativeDecoder.active = True
+            NativeDecoder.active = NativeChain.active = True
             for hook in hooks:
                 hook.remove()
         if decoder.native is not None and self.rows <= MOST_ROWS:

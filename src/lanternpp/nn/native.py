@@ -1,4 +1,4 @@
-"""A decoder's passes over few rows in C (`decoder.c`), compiled once on the machine that runs it.
+"""A decoder's passes over few rows in C (`decoder.c`), compiled once, with `draws.c`, on the machine that runs it.
 
 For a few rows starting PyTorch's operations takes longer than computing them. The kernels need a C compiler;
 without one, or with LANTERNPP_KERNELS=0 in the environment, everything is computed by PyTorch.
@@ -27,7 +27,8 @@ from lanternpp.nn.decoder import Block, Decoder
 from lanternpp.nn.int8 import stored_parts
 from lanternpp.types import Nodes
 
-SOURCE = Path(__file__).with_name("decoder.c")
+SOURCES = [Path(__file__).with_name(name) for name in ("decoder.c", "draws.c")]
+SOURCE = SOURCES[-1]  # which includes the other
 SWITCH = "LANTERNPP_KERNELS"
 FLAGS = (
     "-O3",
@@ -192,10 +193,13 @@ def native(decoder: Decoder) -> NativeDecoder | None:
     simple = simple and config.head_dim % 16 == 0 and config.head_dim <= 256
     if not (weights and plain and simple) or sum(p.numel() for p in weights) > MOST_WEIGHTS:
         return None
-    if os.environ.get(SWITCH) == "0":
-        return None
-    found = library()
+    found = kernels()
     return None if found is None else NativeDecoder(decoder, found)
+
+
+def kernels() -> ctypes.CDLL | None:
+    """The kernels as `library` gives them; None where they are switched off."""
+    return None if os.environ.get(SWITCH) == "0" else library()
 
 
 @cache
@@ -222,20 +226,27 @@ def library() -> ctypes.CDLL | None:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """A compiled decoder.c. OSError."""
+    """Compiled kernels. OSError."""
     found = ctypes.CDLL(str(path))
     found.prepare.restype, found.prepare.argtypes = None, ()
     found.scratch_bytes.restype = c_int64
     found.scratch_bytes.argtypes = (POINTER(Shape), c_int64, c_int64, c_int64, c_int64)
     found.decode.restype = None
     found.decode.argtypes = (POINTER(Shape), POINTER(Layer), POINTER(Pass), c_int64)
+    found.chain_bytes.restype, found.chain_bytes.argtypes = c_int64, (c_void_p, c_int64, c_int64)
+    found.draw_chain.restype, found.draw_chain.argtypes = None, (c_void_p, c_void_p, c_int64)
+    for function in (found.output_laws, found.chain_stops):
+        function.restype, function.argtypes = None, (c_void_p, c_int64)
     found.prepare()
     return found
 
 
 def compiled(compiler: str, flags: Sequence[str] = FLAGS) -> Path:
     """The shared library for this source, compiler and CPU, in the user's cache. OSError, SubprocessError or InputError."""
-    path = user_cache() / f"decoder-{digest([SOURCE.read_text(), *machine(compiler, flags)])}.so"
+    path = (
+        user_cache()
+        / f"decoder-{digest([*(source.read_text() for source in SOURCES), *machine(compiler, flags)])}.so"
+    )
     if not path.is_file():
         with replacing(path) as temporary:
             command = [compiler, *flags, str(SOURCE), "-lm", "-o", str(temporary)]

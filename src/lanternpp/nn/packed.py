@@ -21,6 +21,12 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), rows)
         self.bias = bias
 
+    @property
+    def weight(self) -> Tensor:
+        """The weight [out, in], unpacked."""
+        plain: Tensor = self.packed.to_dense()
+        return plain
+
     def forward(self, x: Tensor) -> Tensor:
         """The product, rounded as `nn.Linear` rounds it."""
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lanternpp.drafters.base import QueryDrafter
+from lanternpp.drafters.base import NativeGuesses, QueryDrafter
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.network import NetworkProposer
 from lanternpp.targets.base import Target
+from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Admission, Draft, Frontier, TargetOutput
 
 
@@ -42,6 +43,10 @@ class Parallel(NetworkProposer):
         self.waiting = torch.zeros_like(self.root)
         every = torch.arange(target.vocab, device=like.device)
         self.prev_code_table = self.drafter.prev_code(target.embed(every).to(like.dtype))  # [V, H]
+        self._whole_chain = self.builder.chain and self.builder.fixed and self.builder.drawn
+        if self._whole_chain:
+            self._tree = chain_tree(batch, depth, like.device)
+            self._probs_of_nodes = torch.zeros(batch, depth + 1, target.vocab, device=like.device)
         self._row = torch.arange(batch, device=like.device)
         self._line = torch.arange(span, device=like.device)
 
@@ -66,8 +71,10 @@ class Parallel(NetworkProposer):
         """One pass of the drafter, then a tree whose nodes cost one product with the head each."""
         levels = self._drafter_forward()  # [B, depth, D]
         query = self.drafter.level_query(levels)
-        index = self.count[:, None] + self._line[: self.depth]
-        index.clamp_(max=self.target.length - 1)  # [B, depth] the code of the image that each level guesses
+        native = self.drafter.native
+        if self._whole_chain and native is not None and native.takes(levels):
+            return self._drawn(native, levels, query, noise)
+        index = self._index()
 
         def extend(at: Frontier) -> Tensor:
             here, prev_code = slice(at.level, at.level + 1), self.prev_code_table[at.codes]
@@ -76,6 +83,23 @@ class Parallel(NetworkProposer):
 
         q = self._probs(levels[:, :1], index[:, :1])[:, 0]
         return self.grow(q, extend, noise)
+
+    def _drawn(self, native: NativeGuesses, levels: Tensor, query: Tensor, noise: Noise) -> Draft:
+        """A chain whose guesses are drawn in one call, from levels [B, depth, D] and query [B, depth, H]."""
+        draft = Draft(self._tree, self.root[:, None].repeat(1, self.size), self._probs_of_nodes)
+        bias = None
+        if type(self.target).constrain is not Target.constrain:
+            bias = torch.zeros_like(self._probs_of_nodes[:, 1:])
+            bias = self.target.constrain(bias, self._index())
+        sampling = self.sampling
+        warp = (sampling.temperature, sampling.top_k, sampling.top_p)
+        native(levels, query, self.prev_code_table, bias, noise.guesses(self.depth), warp, draft)
+        return draft
+
+    def _index(self) -> Tensor:
+        """The code of the image that each level guesses, [B, depth]."""
+        index = self.count[:, None] + self._line[: self.depth]
+        return index.clamp_(max=self.target.length - 1)
 
     def observe(self, output: TargetOutput) -> None:
         """Keep the decided codes, with the target's features, for the next draft."""

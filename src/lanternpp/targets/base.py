@@ -74,6 +74,7 @@ class Target(nn.Module, ABC):
     width: int  # codes of one image row
     decoder: Decoder
     any_size: ClassVar[bool] = False  # whether `read` heeds a size in pixels that the user gives
+    head_layer: ClassVar[str | None] = None  # the attribute that is the linear layer of `head`, if one is
     about: ClassVar[str] = ""  # the checkpoints it reads, for the message about an unknown one
     defaults: Mapping[str, Any] = {}  # recommended settings, for models without a defaults.json
 
@@ -124,6 +125,14 @@ class Target(nn.Module, ABC):
     @abstractmethod
     def head(self, features: Tensor) -> Tensor:
         """features [..., D] -> logits [..., V]."""
+
+    @property
+    def head_weights(self) -> tuple[Tensor, Tensor | None] | None:
+        """The weight [V, D] and the bias of the linear layer that `head` is; None where it is another function."""
+        if self.head_layer is None:
+            return None
+        layer = getattr(self, self.head_layer)
+        return layer.weight, layer.bias
 
     @abstractmethod
     def pixels(self, codes: Tensor) -> Tensor:

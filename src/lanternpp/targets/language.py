@@ -214,6 +214,7 @@ def language_rules(prefix: str, shape: DecoderConfig, **more: Any) -> list[Renam
 class TokenTarget(LanguageTarget):
     """One vocabulary for tokens and codes: codes are embedded by its table, and its head is cut to them."""
 
+    head_layer = "output"
     code_tokens: Tensor  # [V] the token of every code
 
     def __init__(

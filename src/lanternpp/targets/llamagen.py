@@ -89,6 +89,7 @@ class LlamaGenTarget(Target):
     """Codes in raster order after the slots of a condition."""
 
     about = "LlamaGen's .pt files (c2i and t2i), or their copies under Llama names"
+    head_layer = "codes_out"
 
     def __init__(self, config: LlamaGenConfig, rotary_table: Tensor, condition: Condition):
         super().__init__()

@@ -90,6 +90,11 @@ class WordsTarget(PromptedTarget):
         """features [..., D] -> logits [..., V]."""
         return self.codes_out.logits(features, self.codebook)
 
+    @property
+    def head_weights(self) -> tuple[Tensor, Tensor | None]:
+        """Those of its output layer."""
+        return self.codes_out.matrix(self.codebook), None
+
     def pack(self) -> None:
         """Prepare for passes over few rows."""
         super().pack()

@@ -25,7 +25,6 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import Verifier
 from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import digest
-from lanternpp.nn.packed import pack
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.settings import Settings, build_rule, build_verifier
 from lanternpp.targets.base import Target
@@ -169,7 +168,7 @@ def recorded(
 
     def compute() -> None:
         target.pack()
-        pack(drafter)
+        drafter.pack(target)
         for part in shards.pending(
             f"recording {shards.count} runs of the target with the drafter: up to {shards.room}"
         ):

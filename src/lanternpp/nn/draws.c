@@ -1,0 +1,340 @@
+/* The guesses of a chain and the laws that they are verified against: rows of V probabilities in float32, on a CPU.
+
+   The same functions as `Sampling.probs`, `draw`, `NeighbourAcceptance.output_law` and `stops` of block verification. PyTorch
+   takes some 20 operations a guess and 100 a verification for them, and starting those costs more than computing them.
+   A row's result depends on that row alone and not on how many rows or threads there are. */
+
+#include "decoder.c"
+
+#define GROUP 4  /* blocks of weights that one row is multiplied with at once */
+#define BLOCK 64 /* codes whose probabilities are summed at once; a row of scratch memory is as many times that as it needs */
+
+typedef double doubles __attribute__((vector_size(64)));
+
+/* `Sampling` of engine/sampling.py. */
+typedef struct {
+    double temperature, top_p;
+    int64_t top_k;
+} Sampling;
+
+/* A linear layer; weights [groups, GROUP, inputs / 2, COLUMNS, 2], the last group padded. */
+typedef struct {
+    const half *weight;
+    const float *bias; /* [groups, GROUP, COLUMNS], or null */
+    int64_t inputs, outputs;
+} Dense;
+
+/* `up` of `ParallelDrafter.combine`, and the target's head. */
+typedef struct {
+    Dense up, head;
+} Heads;
+
+typedef struct {
+    int64_t batch, levels, codes;
+    Sampling sampling;
+    const half *features; /* [batch, levels, dim] */
+    const half *query;    /* [batch, levels, hidden] */
+    const half *prev;     /* [codes, hidden] */
+    const float *bias;    /* [batch, levels, codes], added to the logits, or null */
+    const double *u;      /* [batch, levels] uniform */
+    float *probs;         /* [batch, levels + 1, codes]; the last is left as it is */
+    int64_t *drawn;       /* [batch, levels + 1], of which the first is left as it is */
+    char *scratch;        /* as many bytes as `chain_bytes` says */
+} Chain;
+
+typedef struct {
+    int64_t rows, codes, near, whole;
+    const float *p, *q, *limit; /* [rows, codes] */
+    const int32_t *table;       /* [codes / LANES, near, LANES], the last block padded: neighbours, nearest first */
+    float *law;                 /* [rows, codes]; where not `whole`, the accepted mass alone */
+} Laws;
+
+typedef struct {
+    int64_t batch, nodes, codes;
+    const float *p, *q;    /* [batch, nodes, codes] */
+    const int64_t *drawn;  /* [batch, nodes] */
+    double *behind;        /* [batch, nodes - 1] */
+    float *left;           /* [batch, nodes, codes] */
+    double *scratch;       /* [2, batch, nodes] */
+} Stops;
+
+/* The sum of x [BLOCK]. */
+static inline double block_sum(const float *x) {
+    doubles sum = {0};
+    for (int i = 0; i < BLOCK; i += 8) sum += __builtin_convertvector(*(const eight *)(x + i), doubles);
+    return ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
+}
+
+/* The sum of x [size], size a multiple of BLOCK. */
+static double sum_all(const float *x, int64_t size) {
+    double sum = 0;
+    for (int64_t i = 0; i < size; i += BLOCK) sum += block_sum(x + i);
+    return sum;
+}
+
+/* Of x [size] >= 0 the sum, or the number, of those above a float given by its bits; floats >= 0 are in the order of theirs. */
+static double sum_above(const float *x, int64_t size, int32_t bits, int counted) {
+    double sum = 0;
+    for (int64_t i = 0; i < size; i += BLOCK) {
+        float kept[BLOCK] __attribute__((aligned(64)));
+        for (int j = 0; j < BLOCK; j += LANES) {
+            floats each = *(const floats *)(x + i + j), one = counted ? (floats){0} + 1 : each;
+            *(floats *)(kept + j) = (floats)((ints)one & ((ints)each > bits));
+        }
+        sum += block_sum(kept);
+    }
+    return sum;
+}
+
+/* Keep the largest of x [size] >= 0, of equal ones the first, until their sum, or their number, is at least `limit`; 0 elsewhere. */
+static void keep_largest(float *x, int64_t size, double limit, int counted) {
+    int32_t least = INT32_MAX; /* the smallest number with less than `limit` above it */
+    for (int32_t bit = 1 << 30; bit; bit >>= 1)
+        if (sum_above(x, size, least & ~bit, counted) < limit) least &= ~bit;
+    double sum = sum_above(x, size, least, counted);
+    for (int64_t i = 0; i < size; i++) {
+        int32_t bits;
+        memcpy(&bits, x + i, 4);
+        if (bits == least && sum < limit) sum += counted ? 1 : x[i];
+        else if (bits <= least) x[i] = 0;
+    }
+}
+
+/* Logits [codes] in x, of `size` floats, a multiple of BLOCK -> the distribution that codes are drawn from, 0 behind it. */
+static void probabilities(const Sampling *sampling, float *x, int64_t codes, int64_t size) {
+    const int greedy = sampling->temperature == 0;
+    const float scale = greedy ? 1 : (float)(1 / sampling->temperature);
+    for (int64_t i = codes; i < size; i++) x[i] = -INFINITY;
+    floats most = *(const floats *)x;
+    for (int64_t i = LANES; i < size; i += LANES) {
+        floats each = *(const floats *)(x + i);
+        ints more = each > most;
+        most = (floats)(((ints)each & more) | ((ints)most & ~more));
+    }
+    float highest = most[0];
+    for (int i = 1; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
+    for (int64_t i = 0; i < size; i += LANES) {
+        floats *each = (floats *)(x + i);
+        *each = exponential((*each - highest) * scale);
+    }
+    if (!greedy && sampling->top_k > 0 && sampling->top_k < codes) keep_largest(x, size, (double)sampling->top_k, 1);
+    if (!greedy && sampling->top_p < 1) keep_largest(x, size, sampling->top_p * sum_all(x, size), 0);
+    const float total = (float)sum_all(x, size);
+    for (int64_t i = 0; i < size; i += LANES) *(floats *)(x + i) /= total;
+}
+
+/* The first of x [size] at which their running sum exceeds the share u in (0, 1) of the whole. */
+static int64_t draw(const float *x, int64_t size, double u) {
+    const double most = u * sum_all(x, size);
+    double sum = 0;
+    int64_t first = 0, code = 0;
+    for (double next; first < size - BLOCK && (next = sum + block_sum(x + first)) <= most; first += BLOCK) sum = next;
+    for (int64_t i = first; i < first + BLOCK; i++)
+        if (x[i] > 0) {
+            code = i;
+            if ((sum += x[i]) > most) break;
+        }
+    return code;
+}
+
+/* The first of the largest of x [size]. */
+static int64_t largest(const float *x, int64_t size) {
+    int64_t code = 0;
+    for (int64_t i = 1; i < size; i++) code = x[i] > x[code] ? i : code;
+    return code;
+}
+
+/* out [GROUP, COLUMNS] = x [inputs] times a group of weights; every sum is in the order of `few_rows`. */
+static void one_row(const half *x, int64_t inputs, const half *weight, float (*out)[COLUMNS]) {
+#ifdef __AVX512BF16__
+    __m512 left[GROUP], right[GROUP];
+#pragma GCC unroll 4
+    for (int k = 0; k < GROUP; k++) left[k] = right[k] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < inputs; i += 2, weight += 2 * COLUMNS) {
+        int32_t pair;
+        memcpy(&pair, x + i, 4);
+        const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+        for (int k = 0; k < GROUP; k++) {
+            const half *w = weight + k * inputs * COLUMNS;
+            left[k] = _mm512_dpbf16_ps(left[k], both, (__m512bh)_mm512_loadu_si512(w));
+            right[k] = _mm512_dpbf16_ps(right[k], both, (__m512bh)_mm512_loadu_si512(w + COLUMNS));
+        }
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < GROUP; k++) {
+        _mm512_storeu_ps(out[k], left[k]);
+        _mm512_storeu_ps(out[k] + COLUMNS / 2, right[k]);
+    }
+#else
+    for (int k = 0; k < GROUP; k++) few_rows(1, x, inputs, weight + k * inputs * COLUMNS, out + k);
+#endif
+}
+
+/* y [rows, width] = x [rows, inputs] times groups `first` to `last` of a layer, plus its bias; y has room for whole groups. */
+static void dense(const Dense *layer, int64_t first, int64_t last, const half *x, int64_t rows, float *y, int64_t width) {
+    for (int64_t g = first; g < last; g++) {
+        const half *weight = layer->weight + g * GROUP * COLUMNS * layer->inputs;
+        float out[4][COLUMNS];
+        if (rows == 1) one_row(x, layer->inputs, weight, (float (*)[COLUMNS])(y + g * GROUP * COLUMNS));
+        else
+            for (int64_t k = 0; k < GROUP; k++)
+                for (int64_t r = 0; r < rows; r += 4) {
+                    few_rows((int)(rows - r), x + r * layer->inputs, layer->inputs, weight + k * COLUMNS * layer->inputs, out);
+                    for (int64_t i = 0; i < 4 && r + i < rows; i++)
+                        memcpy(y + (r + i) * width + (g * GROUP + k) * COLUMNS, out[i], sizeof out[i]);
+                }
+        if (layer->bias)
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t i = g * GROUP * COLUMNS; i < (g + 1) * GROUP * COLUMNS; i++) y[r * width + i] += layer->bias[i];
+    }
+}
+
+/* Outputs of a layer, up to whole groups. */
+static int64_t width_of(const Dense *layer) { return up_to(GROUP * COLUMNS, layer->outputs); }
+
+static int64_t bytes_of_inputs(const Heads *heads, int64_t rows) {
+    return padded(2 * rows * heads->up.inputs) + padded(2 * rows * heads->head.inputs) + padded(4 * rows * width_of(&heads->up));
+}
+
+int64_t chain_bytes(const Heads *heads, int64_t batch, int64_t threads) {
+    return padded(4 * batch * width_of(&heads->head)) + threads * bytes_of_inputs(heads, batch) + 64;
+}
+
+/* A guess for every level, each drawn from the distribution of its level behind the guess before. */
+void draw_chain(const Heads *heads, const Chain *chain, int64_t threads) {
+    const Chain c = *chain;
+    const Dense up = heads->up, head = heads->head;
+    const int64_t size = width_of(&head), width = width_of(&up);
+    char *at = (char *)padded((int64_t)c.scratch);
+    float *logits = take(&at, 4 * c.batch * size);
+#pragma omp parallel num_threads(threads)
+    {
+#ifdef _OPENMP
+        int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
+#else
+        int64_t me = 0, team = 1;
+#endif
+        char *own = at + me * bytes_of_inputs(heads, c.batch);
+        half *active = take(&own, 2 * c.batch * up.inputs), *x = take(&own, 2 * c.batch * head.inputs);
+        float *more = take(&own, 4 * c.batch * width);
+        for (int64_t level = 0; level < c.levels; level++) {
+            if (level) { /* every thread for itself, which takes less time than waiting for another */
+                for (int64_t b = 0; b < c.batch; b++) {
+                    const half *query = c.query + (b * c.levels + level) * up.inputs;
+                    const half *prev = c.prev + c.drawn[b * (c.levels + 1) + level] * up.inputs;
+                    for (int64_t i = 0; i < up.inputs; i += LANES) {
+                        floats sum = widen_all(query + i) + widen_all(prev + i);
+                        sum = (floats)((ints)sum & (sum > -87.0f)); /* below it silu is 0 */
+                        sum /= 1 + exponential(-sum);
+                        for (int64_t j = 0; j < LANES; j++) active[b * up.inputs + i + j] = narrow(sum[j]);
+                    }
+                }
+                dense(&up, 0, width / (GROUP * COLUMNS), active, c.batch, more, width);
+            }
+            for (int64_t b = 0; b < c.batch; b++)
+                for (int64_t i = 0; i < head.inputs; i++) {
+                    half feature = c.features[(b * c.levels + level) * head.inputs + i];
+                    x[b * head.inputs + i] = level ? narrow(widen(feature) + more[b * width + i]) : feature;
+                }
+            const int64_t groups = size / (GROUP * COLUMNS);
+            dense(&head, groups * me / team, groups * (me + 1) / team, x, c.batch, logits, size);
+#pragma omp barrier
+            for (int64_t b = me; b < c.batch; b += team) {
+                float *row = logits + b * size;
+                if (c.bias)
+                    for (int64_t i = 0; i < c.codes; i++) row[i] += c.bias[(b * c.levels + level) * c.codes + i];
+                probabilities(&c.sampling, row, c.codes, size);
+                memcpy(c.probs + (b * (c.levels + 1) + level) * c.codes, row, 4 * c.codes);
+                c.drawn[b * (c.levels + 1) + level + 1] =
+                    c.sampling.temperature == 0 ? largest(row, size) : draw(row, size, c.u[b * c.levels + level]);
+            }
+#pragma omp barrier
+        }
+    }
+}
+
+/* For `count` codes, at most LANES: the mass that a code y is accepted with, min(q(y), p(y) + what its neighbours lend).
+
+   The longest prefix of its neighbours lends whose mass is at most the limit; a code of probability 1 never lends. */
+static inline __attribute__((always_inline)) void accepted(const float *p_all, const float *p, const float *q, const float *limit,
+                                                           const int32_t *table, int64_t near, int count, float *out) {
+    float total[LANES] = {0}, lent[LANES] = {0};
+    int open[LANES], any = 0;
+    for (int i = 0; i < count; i++) any |= open[i] = p[i] < q[i];
+    for (int64_t n = 0; n < near && any; n++, table += LANES) {
+        any = 0;
+        for (int i = 0; i < count; i++) {
+            float mass = p_all[table[i]];
+            total[i] += mass;
+            int lends = open[i] & (mass < 1) & (total[i] <= limit[i]);
+            lent[i] = lends ? total[i] : lent[i];
+            any |= open[i] = lends & (p[i] + lent[i] < q[i]); /* beyond q(y) the value does not matter */
+        }
+    }
+    for (int i = 0; i < count; i++) {
+        float mass = p[i] + lent[i];
+        out[i] = mass < q[i] ? mass : q[i];
+    }
+}
+
+/* The law of verifying one child drawn from q with the optimal residual, in every row. */
+void output_laws(const Laws *laws, int64_t threads) {
+    const Laws w = *laws;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (int64_t r = 0; r < w.rows; r++) {
+        const float *p = w.p + r * w.codes, *q = w.q + r * w.codes, *limit = w.limit + r * w.codes;
+        float *law = w.law + r * w.codes;
+        double kept = 0, rest = 0;
+        for (int64_t y = 0; y < w.codes; y += LANES) {
+            const int32_t *table = w.table + y * w.near;
+            if (y + LANES <= w.codes) accepted(p, p + y, q + y, limit + y, table, w.near, LANES, law + y);
+            else accepted(p, p + y, q + y, limit + y, table, w.near, (int)(w.codes - y), law + y);
+        }
+        if (!w.whole) continue;
+#pragma omp simd reduction(+ : kept, rest)
+        for (int64_t y = 0; y < w.codes; y++) {
+            kept += law[y];
+            rest += p[y] > law[y] ? p[y] - law[y] : 0;
+        }
+        float share = rest > 0 && kept < 1 ? (float)((1 - kept) / rest) : 0;
+        for (int64_t y = 0; y < w.codes; y++) law[y] += share * (p[y] > law[y] ? p[y] - law[y] : 0);
+    }
+}
+
+/* Where a chain ends, and the weights of the code drawn there. */
+void chain_stops(const Stops *stops, int64_t threads) {
+    const Stops s = *stops;
+    double *masses = s.scratch, *weights = s.scratch + s.batch * s.nodes;
+    for (int64_t b = 0; b < s.batch; b++) {
+        double weight = 1;
+        for (int64_t n = 0; n < s.nodes; n++) {
+            weights[b * s.nodes + n] = weight;
+            if (n + 1 == s.nodes) break;
+            int64_t i = (b * s.nodes + n) * s.codes + s.drawn[b * s.nodes + n + 1];
+            weight = s.q[i] > 0 ? weight * s.p[i] / s.q[i] : 0;
+            if (weight > 1) weight = 1;
+        }
+    }
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < s.batch * s.nodes; i++) {
+        const float *p = s.p + i * s.codes, *q = s.q + i * s.codes, weight = (float)weights[i];
+        float *left = s.left + i * s.codes;
+        double mass = 0;
+#pragma omp simd reduction(+ : mass)
+        for (int64_t y = 0; y < s.codes; y++) {
+            float more = p[y] * weight - q[y];
+            left[y] = more > 0 ? more : 0;
+            mass += left[y];
+        }
+        masses[i] = mass;
+    }
+    for (int64_t b = 0; b < s.batch; b++) {
+        double none = 1; /* of the events behind a node */
+        for (int64_t n = s.nodes - 1; n > 0; n--) {
+            double mass = masses[b * s.nodes + n], either = mass + 1 - weights[b * s.nodes + n];
+            none *= 1 - (either > 0 ? mass / either : 1);
+            s.behind[b * (s.nodes - 1) + n - 1] = none;
+        }
+    }
+}

@@ -1,0 +1,191 @@
+"""The guesses of a chain and the laws that they are verified against, in C (`draws.c`), in float32 on a CPU.
+
+They are many small operations over V codes, and for few rows starting PyTorch's takes longer than computing them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure, byref, c_double, c_int64, c_void_p
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lanternpp.nn.native import COLUMNS, MOST_WEIGHTS, kernels, pad
+from lanternpp.types import Draft
+
+GROUP = 4  # blocks of weights, as in draws.c
+LANES = 16  # codes whose neighbours are summed at once, as in draws.c
+MOST_PICTURES = 16  # drafted for at once; PyTorch's products are faster for more
+
+Weights = tuple[Tensor, Tensor | None]
+"""Weight [out, in] and bias [out] of a linear layer."""
+
+
+class Dense(Structure):
+    """`Dense` of draws.c."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64))
+
+
+class Heads(Structure):
+    """`Heads` of draws.c."""
+
+    _fields_ = (("up", Dense), ("head", Dense))
+
+
+class Warp(Structure):
+    """`Sampling` of draws.c."""
+
+    _fields_ = (("temperature", c_double), ("top_p", c_double), ("top_k", c_int64))
+
+
+class Chain(Structure):
+    """`Chain` of draws.c."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "levels", "codes")),
+        ("sampling", Warp),
+        *((name, c_void_p) for name in ("features", "query", "prev", "bias", "u")),
+        *((name, c_void_p) for name in ("probs", "drawn", "scratch")),
+    )
+
+
+class Laws(Structure):
+    """`Laws` of draws.c."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "codes", "near", "whole")),
+        *((name, c_void_p) for name in ("p", "q", "limit", "table", "law")),
+    )
+
+
+class Stops(Structure):
+    """`Stops` of draws.c."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "nodes", "codes")),
+        *((name, c_void_p) for name in ("p", "q", "drawn", "behind", "left", "scratch")),
+    )
+
+
+class NativeChain:
+    """The guesses of a parallel drafter in a chain; it keeps a second copy of the weights that it reads."""
+
+    active: ClassVar[bool] = True  # False while what PyTorch would compute is recorded
+
+    def __init__(self, up: Weights, head: Weights, library: ctypes.CDLL):
+        self.library, self._kept = library, list[Tensor]()
+        self.heads = Heads(self._dense(*up), self._dense(*head))
+
+    def takes(self, features: Tensor) -> bool:
+        """Whether it draws guesses from features [B, levels, D]."""
+        return self.active and len(features) <= MOST_PICTURES and features.dtype == torch.bfloat16
+
+    def __call__(
+        self,
+        features: Tensor,
+        level_query: Tensor,
+        prev_code_table: Tensor,
+        bias: Tensor | None,
+        u: Tensor,
+        warp: tuple[float, int, float],
+        draft: Draft,
+    ) -> None:
+        """features [B, levels, D], level_query [B, levels, H], prev_code_table [V, H] -> codes and probs of the chain `draft`.
+
+        bias [B, levels, V] is added to the logits; u [B, levels] float64, uniform; warp: temperature, top-k and top-p.
+        """
+        batch, levels, _ = features.shape
+        threads, vocab = torch.get_num_threads(), self.heads.head.outputs
+        size: int = self.library.chain_bytes(byref(self.heads), batch, threads)
+        inputs = [x.contiguous() for x in (features, level_query, prev_code_table)]
+        bias, u = None if bias is None else bias.float().contiguous(), u.contiguous()
+        scratch = torch.empty(size, dtype=torch.uint8)
+        assert draft.probs is not None and draft.probs.is_contiguous() and draft.codes.is_contiguous()
+        chain = Chain(
+            *(batch, levels, vocab, Warp(warp[0], warp[2], warp[1]), *(x.data_ptr() for x in inputs)),
+            None if bias is None else bias.data_ptr(),
+            *(x.data_ptr() for x in (u, draft.probs, draft.codes, scratch)),
+        )
+        self.library.draw_chain(byref(self.heads), byref(chain), threads)
+
+    def _dense(self, weight: Tensor, bias: Tensor | None) -> Dense:
+        outputs, inputs = weight.shape
+        blocks = pad(weight.detach(), GROUP * COLUMNS).view(-1, COLUMNS, inputs // 2, 2).transpose(1, 2)
+        row = None if bias is None else self._keep(pad(bias.detach().float()[:, None], GROUP * COLUMNS))
+        return Dense(self._keep(blocks), row, inputs, outputs)
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._kept.append(tensor.contiguous())
+        return self._kept[-1].data_ptr()
+
+
+class NativeLaws:
+    """The masses and laws of a rule whose neighbours lend; table [V, k] holds every code's, nearest first."""
+
+    def __init__(self, table: Tensor, library: ctypes.CDLL):
+        self.library, (self.vocab, self.near) = library, table.shape
+        self.table = pad(table.int(), LANES).view(-1, LANES, self.near).transpose(1, 2).contiguous()
+
+    def takes(self, p: Tensor) -> bool:
+        """Whether it computes those of p [..., V]."""
+        return fits(p) and p.shape[-1] == self.vocab
+
+    def __call__(self, p: Tensor, q: Tensor, limit: Tensor, whole: bool) -> Tensor:
+        """p, q and the neighbours' limit [..., V] -> min(q, `accept_mass`); whole: `output_law` with the optimal residual."""
+        p, q, limit, out = p.contiguous(), q.contiguous(), limit.contiguous(), torch.empty_like(p)
+        rows = p.numel() // self.vocab
+        given = (x.data_ptr() for x in (p, q, limit, self.table, out))
+        laws = Laws(rows, self.vocab, self.near, whole, *given)
+        self.library.output_laws(byref(laws), torch.get_num_threads())
+        return out
+
+
+class NativeStops:
+    """`stops` of block verification."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self.library = library
+
+    def takes(self, p: Tensor) -> bool:
+        """Whether it computes those of p [B, g + 1, V]."""
+        return fits(p)
+
+    def __call__(self, p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """p, q [B, g + 1, V], codes [B, g + 1] -> as `stops`, [B, g] float64 and [B, g + 1, V]."""
+        batch, nodes, vocab = p.shape
+        p, q, codes = p.contiguous(), q.contiguous(), codes.contiguous()
+        behind = torch.empty(batch, nodes - 1, dtype=torch.float64)
+        left, scratch = torch.empty_like(p), torch.empty(2, batch, nodes, dtype=torch.float64)
+        given = (x.data_ptr() for x in (p, q, codes, behind, left, scratch))
+        self.library.chain_stops(byref(Stops(batch, nodes, vocab, *given)), torch.get_num_threads())
+        return behind, left
+
+
+def fits(p: Tensor) -> bool:
+    """Whether these probabilities are of the dtype and on the device that the kernels know."""
+    return p.dtype == torch.float32 and p.device.type == "cpu"
+
+
+def native_chain(up: Weights, head: Weights | None) -> NativeChain | None:
+    """Guesses in C; None where the head is not linear, or the weights or this machine do not allow it."""
+    if head is None or head[0].numel() > MOST_WEIGHTS or up[0].shape[1] % LANES or head[0].shape[1] % 2:
+        return None
+    if any(weight.dtype != torch.bfloat16 or weight.device.type != "cpu" for weight, _ in (up, head)):
+        return None
+    found = kernels()
+    return None if found is None else NativeChain(up, head, found)
+
+
+def native_laws(table: Tensor) -> NativeLaws | None:
+    """Laws in C for a table of neighbours [V, k]; None where this machine or the device do not allow it."""
+    found = kernels() if table.device.type == "cpu" else None
+    return None if found is None else NativeLaws(table, found)
+
+
+def native_stops() -> NativeStops | None:
+    """Stops in C; None where this machine does not allow it."""
+    found = kernels()
+    return None if found is None else NativeStops(found)

@@ -1,0 +1,333 @@
+"""The guesses of a chain, the laws of neighbours and block verification in C, beside PyTorch in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from laws import KINDS, chain_law, contexts, distance, sequences
+from relaxed import RULES as SMALL_RULES
+from relaxed import laws_of
+from torch import Tensor
+
+from lanternpp import Pipeline
+from lanternpp.accept.lantern import Lantern
+from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.accept.neighbours import FIRST, NeighbourAcceptance
+from lanternpp.engine.block import stops, verify_block
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.sampling import Sampling, draw
+from lanternpp.nn import native
+from lanternpp.nn.draws import NativeChain, NativeLaws, NativeStops, native_chain, native_laws, native_stops
+from lanternpp.proposers.parallel import Parallel
+from lanternpp.trees.chain import chain_tree
+from lanternpp.trees.shapes import chain
+from lanternpp.trees.static import StaticTree
+from lanternpp.types import Draft
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+
+HALF, NEVER = torch.bfloat16, float("-inf")
+DIM, HIDDEN, LEVELS = 48, 32, 4
+SAMPLINGS = [
+    Sampling(),
+    Sampling(0.7),
+    Sampling(1, 9),
+    Sampling(1.3, 0, 0.6),
+    Sampling(0.8, 40, 0.8),
+    Sampling(0),
+]
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+class Case:
+    """Random weights and inputs of a drafter's turn."""
+
+    def __init__(self, vocab: int, batch: int, strong: float = 1.0):
+        torch.manual_seed(vocab + batch)
+        self.up, self.bias = (torch.randn(*size).to(HALF) / 4 for size in ((DIM, HIDDEN), (DIM,)))
+        self.head = (torch.randn(vocab, DIM) * strong / 3).to(HALF)
+        self.features = torch.randn(batch, LEVELS, DIM).to(HALF)
+        self.query = torch.randn(batch, LEVELS, HIDDEN).to(HALF)
+        self.prev = torch.randn(vocab, HIDDEN).to(HALF)
+        self.u = torch.rand(batch, LEVELS, dtype=torch.float64)
+        self.forbidden: Tensor | None = None
+
+    def chain(self, library: object) -> NativeChain:
+        return NativeChain((self.up, self.bias), (self.head, None), library)  # type: ignore[arg-type]
+
+    def drawn(self, library: object, sampling: Sampling, rows: slice = slice(None)) -> Draft:
+        u = self.u[rows]
+        vocab, count = len(self.head), len(u)
+        codes = torch.full((count, LEVELS + 1), vocab - 1)
+        draft = Draft(
+            chain_tree(count, LEVELS, torch.device("cpu")), codes, torch.zeros(count, LEVELS + 1, vocab)
+        )
+        forbidden = None if self.forbidden is None else self.forbidden[rows]
+        warp = (sampling.temperature, sampling.top_k, sampling.top_p)
+        chain = self.chain(library)
+        chain(self.features[rows], self.query[rows], self.prev, forbidden, u, warp, draft)
+        return draft
+
+    def probs(self, codes: Tensor, sampling: Sampling) -> Tensor:
+        """In float64, behind codes [B, LEVELS + 1] -> [B, LEVELS, V]; the head's input is rounded as a bfloat16."""
+        turn = F.silu(self.query.double() + self.prev[codes[:, :-1]].double()).to(HALF).double()
+        more = F.linear(turn, self.up.double(), self.bias.double())
+        more[:, 0] = 0
+        logits = (self.features.double() + more).to(HALF).double() @ self.head.double().T
+        return sampling.probs(logits if self.forbidden is None else logits + self.forbidden)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 7])
+@pytest.mark.parametrize("vocab", [40, 300])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_a_guess_is_drawn_from_the_head_of_the_feature_behind_the_guess_before(
+    library: object, sampling: Sampling, vocab: int, batch: int
+) -> None:
+    case = Case(vocab, batch)
+    draft = case.drawn(library, sampling)
+    probs, codes = draft.probs[:, :-1], draft.codes[:, 1:]
+    expected = case.probs(draft.codes, sampling)
+    assert (probs.double() - expected).abs().sum(
+        -1
+    ).median() < 1e-5  # one is farther where a rounding differs
+    assert (probs.double() - expected).abs().sum(-1).max() < 0.02
+    if sampling.greedy:
+        assert torch.equal(codes, probs.argmax(-1))
+    else:
+        assert torch.equal(codes, draw(probs, case.u[..., None])[..., 0])
+    assert (draft.codes[:, 0] == vocab - 1).all() and not draft.probs[:, -1].any(), "what is the caller's"
+
+
+def logits_in_c(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits [LEVELS, V] -> distributions, by a head of zeros."""
+    case = Case(logits.shape[1], 1, 0.0)
+    case.forbidden = logits[None]
+    probs = case.drawn(native.library(), sampling).probs
+    assert probs is not None
+    return probs[0, :-1].double()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_forced_and_forbidden_codes(sampling: Sampling) -> None:
+    logits = torch.randn(LEVELS, 100, generator=torch.Generator().manual_seed(0)) * 4
+    logits[0, 1:] = NEVER  # forced
+    logits[1, ::2] = NEVER
+    logits[2, 5:] = NEVER  # fewer than top-k codes
+    logits[3] *= 100
+    probs, expected = logits_in_c(logits, sampling), sampling.probs(logits.double())
+    assert (probs - expected).abs().max() < 1e-5 and probs[0, 0] == 1
+    assert not probs[logits == NEVER].any()
+    assert torch.allclose(probs.sum(-1), torch.ones(()).double(), atol=1e-5)
+
+
+def test_of_equal_codes_the_first_are_kept() -> None:
+    logits = torch.zeros(LEVELS, 100)
+    logits[:, 70:] = 1
+    for sampling, kept in (
+        (Sampling(1, 10), range(70, 80)),
+        (Sampling(1, 40), [*range(10), *range(70, 100)]),
+    ):
+        assert logits_in_c(logits, sampling)[0].nonzero()[:, 0].tolist() == list(kept)
+    assert logits_in_c(logits, Sampling(1, 0, 0.02))[0].nonzero()[:, 0].tolist() == [70, 71]  # 0.0182 each
+
+
+def test_improbable_codes_keep_their_share() -> None:
+    """One code has nearly all, and the other 40,000 together one in a million."""
+    vocab, count = 40_001, 40_000
+    logits = torch.zeros(LEVELS, vocab)
+    logits[:, 0] = torch.tensor(4e10).log()
+    case = Case(vocab, 1, 0.0)
+    case.forbidden = logits[None]
+    for share in (0.25, 0.5, 0.75):
+        case.u[:] = 1 - 1e-6 * (1 - share)
+        codes = case.drawn(native.library(), Sampling()).codes[0, 1:]
+        assert (codes - share * count).abs().max() < 100
+
+
+def test_a_sample_does_not_depend_on_the_batch_nor_on_the_threads(library: object) -> None:
+    case, before = Case(300, 9), torch.get_num_threads()
+    whole = case.drawn(library, Sampling(0.9, 50, 0.9))
+    try:
+        for threads, rows in ((1, slice(2, 3)), (2, slice(1, 6)), (3, slice(0, 9))):
+            torch.set_num_threads(threads)
+            part = case.drawn(library, Sampling(0.9, 50, 0.9), rows)
+            assert torch.equal(part.probs, whole.probs[rows]) and torch.equal(part.codes, whole.codes[rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+def rules(table: Tensor) -> list[NeighbourAcceptance]:
+    return [
+        Lantern(table, 0.0, "optimal"),
+        Lantern(table, 0.2, "optimal"),
+        Lantern(table, 1.0, "optimal", nu=0.4),
+        LanternPlusPlus(table, 1.0, "optimal"),
+        LanternPlusPlus(table, 2.0, "optimal"),
+        LanternPlusPlus(table, 20.0, "optimal", nu=0.7),
+    ]
+
+
+def rows_of(vocab: int, batch: int) -> tuple[Tensor, Tensor]:
+    """p and q [batch, 5, V]: flat, sharp, with zeros, forced; q is 0 behind the last guess."""
+    generator = torch.Generator().manual_seed(vocab)
+    p, q = (torch.randn(2, batch, 5, vocab, generator=generator) * 2).softmax(-1)
+    p[:, 1] = (p[:, 1].log() * 3).softmax(-1)
+    p[:, 2, ::3] = 0
+    q[:, 2, 1::3] = 0
+    p[:, 3] = F.one_hot(torch.tensor(7), vocab).float()
+    q[:, 4] = 0
+    return p, q
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(("vocab", "k"), [(40, 12), (300, 90), (9, 8)])
+def test_laws_of_neighbours(library: object, vocab: int, k: int, batch: int) -> None:
+    torch.manual_seed(0)
+    table = torch.stack([torch.randperm(vocab - 1)[:k] for _ in range(vocab)])
+    table = (table + (table >= torch.arange(vocab)[:, None])).int()
+    p, q = rows_of(vocab, batch)
+    depth = torch.arange(5).expand(batch, -1)
+    for plain in rules(table):
+        rule = copy.copy(plain)
+        rule.native = NativeLaws(table, library)  # type: ignore[arg-type]
+        accepted, exact = (torch.minimum(q, each.accept_mass(p, q)) for each in (rule, plain))
+        if k <= FIRST:
+            assert torch.equal(accepted, exact), "the same sums in the same order"
+        law, exact = rule.output_laws(p, q, depth, 4), plain.output_laws(p.double(), q.double(), depth, 4)
+        far = (law - exact).abs().sum(-1)  # a neighbour whose sum is the limit may fall either way
+        assert (far < 1e-5).float().mean() > 0.9 and far.max() < 0.01
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("vocab", [9, 300])
+def test_where_a_chain_ends(library: object, vocab: int, batch: int) -> None:
+    p, q = rows_of(vocab, batch)
+    codes = torch.randint(vocab, (batch, 5), generator=torch.Generator().manual_seed(1))
+    for first in (0, 1):  # a code of no chance, one of ratio 0, or neither
+        codes[0, 3] = first
+        behind, left = NativeStops(library)(p, q, codes)  # type: ignore[arg-type]
+        exact = stops(p.double(), q.double(), codes)
+        assert torch.allclose(behind, exact[0], atol=1e-5) and torch.allclose(
+            left.double(), exact[1], atol=1e-6
+        )
+
+
+def in_c(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """`stops` in C, for tests in float64."""
+    found = native_stops()
+    assert found is not None
+    behind, left = found(p.float(), q.float(), codes)
+    return behind, left.double()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("vocab", "depth"), [(3, 4), (4, 3), (5, 2)])
+def test_enumerated_the_law_is_the_targets(kind: str, vocab: int, depth: int) -> None:
+    p, q = contexts(vocab, depth, kind)
+    assert distance(chain_law(in_c, p, q)[0], sequences(p)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["lantern", "lantern++", "lantern++, falling"])
+def test_enumerated_the_law_is_that_of_the_rule(kind: str, name: str) -> None:
+    p, q = contexts(4, 3, kind)
+    exact, rule = SMALL_RULES[name](4), SMALL_RULES[name](4)
+    rule.native = native_laws(rule.table)
+    law = [one.double() for one in laws_of([x.float() for x in p], [x.float() for x in q], rule)]
+    assert distance(chain_law(in_c, law, q)[0], sequences(laws_of(p, q, exact))) < 1e-6
+
+
+class Own(LanternPlusPlus):
+    """A rule of a user's own."""
+
+    def budget(self, p: Tensor) -> Tensor:
+        return p.square()
+
+
+@pytest.mark.parametrize("rule", [Own, LanternPlusPlus])
+def test_a_verdict_is_the_same_by_either(rule: type[LanternPlusPlus]) -> None:
+    """Also in float64, and with codes that the format forbids."""
+    torch.manual_seed(0)
+    draws, depth, vocab = 300, 3, 60
+    made = rule(torch.stack([torch.randperm(vocab)[:9] for _ in range(vocab)]).int(), 2.0, "optimal")
+    other = copy.copy(made)
+    other.native = native_laws(made.table)
+    logits, near = torch.randn(draws, depth + 1, vocab), torch.randn(draws, depth + 1, vocab)
+    logits[:, 1, 30:] = NEVER
+    q = (logits.clamp(min=-5) + near / 2).softmax(-1)
+    q[:, -1] = 0
+    codes = torch.randint(vocab, (draws, depth + 1))
+    draft = Draft(chain_tree(draws, depth, torch.device("cpu")), codes, q)
+    noise = Noise(torch.arange(draws), torch.ones(draws, dtype=torch.int64))
+    usual = verify_block(draft, logits, Sampling(), made, noise)
+    found = verify_block(draft, logits, Sampling(), other, noise, native=native_stops())
+    assert (found.kept == usual.kept).float().mean() > 0.98 and (
+        found.bonus == usual.bonus
+    ).float().mean() > 0.98
+    fine = Draft(draft.tree, codes, q.double())
+    exact = [
+        verify_block(fine, logits.double(), Sampling(), each, noise, native=native_stops())
+        for each in (made, other)
+    ]
+    assert torch.equal(exact[0].next_codes, exact[1].next_codes), "float64 is PyTorch's"
+
+
+def test_what_it_does_not_know_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, table = Case(40, 1), torch.zeros(40, 2, dtype=torch.int32)
+    up, head = (case.up, case.bias), (case.head, None)
+    assert native_chain(up, head) is not None
+    assert native_chain(up, None) is None, "a head that is not linear"
+    assert native_chain(up, (case.head.float(), None)) is None
+    assert native_chain((case.up[:, :24], case.bias), head) is None, "an odd width"
+    assert not case.chain(native.library()).takes(torch.zeros(17, LEVELS, DIM, dtype=HALF)), (
+        "many pictures at once"
+    )
+    laws = native_laws(table)
+    assert laws is not None and not laws.takes(torch.zeros(1, 40).double())
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert native_chain(up, head) is None and native_laws(table) is None and native_stops() is None
+
+
+def test_the_shipped_model_drafts_what_pytorch_drafts() -> None:
+    """Up to rounding, a guess behind the same guesses."""
+    pipe = Pipeline.from_pretrained("nature-128", device="cpu", dtype="bfloat16")
+    engine = pipe.new_engine(pipe.settings("lantern++", batch_size=2))
+    for slot in (0, 1):
+        engine.admit(slot, "a photo of a red tulip", 3 + slot)
+    proposer = engine.proposer
+    assert isinstance(proposer, Parallel) and proposer.drafter.native is not None
+    assert isinstance(engine.rule, NeighbourAcceptance) and engine.rule.native is not None
+    levels = proposer._drafter_forward()
+    drafter, cache = proposer.drafter, proposer.cache
+    cache.used -= proposer.waiting  # to run it again
+    draft = proposer.propose(engine.noise)
+    assert draft.probs is not None
+    after = drafter.combine(
+        levels, drafter.level_query(levels), proposer.prev_code_table[draft.codes[:, :-1]]
+    )
+    expected = proposer._probs(torch.cat((levels[:, :1], after[:, 1:]), 1), proposer._index())
+    assert (draft.probs[:, :-1] - expected).abs().sum(-1).max() < 0.05
+    tree = (
+        StaticTree(chain(proposer.depth))
+        .grow(proposer.root, expected[:, 0], lambda _: expected[:, :1], lambda q, n, _: q.topk(n).indices)
+        .tree
+    )
+    for name in ("parent", "depth", "children", "mask"):
+        assert torch.equal(getattr(draft.tree, name), getattr(tree, name))
+    assert draft.tree.widths == tree.widths
+
+
+def test_the_head_that_is_read_is_the_targets() -> None:
+    target = Pipeline.from_pretrained("nature-128", device="cpu", dtype="bfloat16").target
+    x = torch.randn(2, 3, target.decoder.config.dim).to(HALF)
+    assert target.head_weights is not None
+    assert torch.allclose(target.head(x), F.linear(x, *target.head_weights), atol=0.1, rtol=0.02)
