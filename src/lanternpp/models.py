@@ -169,9 +169,10 @@ class Model:
         made.target = target
         return made
 
-    def compile(self) -> Model:
-        """The same model, compiled."""
-        other = Model(self.folder, None, self.device, self.dtype, True, self.size, self.int8)
+    def changed(self, **changes: Any) -> Model:
+        """The same files, to be read with some other arguments of `Model`."""
+        given = {name: getattr(self, name) for name in ("device", "dtype", "compiled", "size", "int8")}
+        other = Model(self.folder, None, **{**given, **changes})
         other.other = self.other
         return other
 

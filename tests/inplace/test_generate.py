@@ -35,11 +35,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import lanternpp
 from lanternpp import InputError, Pipeline
-from lanternpp.dials import DRAFT, RULE, names
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.inplace.families import family_of
-from lanternpp.inplace.generate import MethodDials
 from lanternpp.models import read_target
 from lanternpp.nn import checkpoints
 from lanternpp.targets.janus import PAD
@@ -275,7 +273,6 @@ def test_custom_generate_is_a_hook_of_transformers(made: Callable[[str], Case]) 
         assert torch.equal(drawn, expected), name
         drawn = case.model.generate(**given, custom_generate=str(hub), trust_remote_code=True, method="ar")
         assert torch.equal(drawn, expected), name
-    assert set(MethodDials.__annotations__) == {*names(DRAFT, RULE), "proposer", "accept"}
 
 
 @pytest.mark.parametrize("name", ["chameleon", "janus"])
@@ -351,6 +348,12 @@ def test_a_seed_or_a_generator_decides_the_picture(made: Callable[[str], Case]) 
     assert torch.equal(drawn(), first) and not torch.equal(first, second)
     one, other = (drawn(generator=torch.Generator().manual_seed(3)) for _ in range(2))
     assert torch.equal(one, other) and not torch.equal(one[0], one[1])
+    seen: list[Any] = []
+    torch.manual_seed(1)
+    assert torch.equal(drawn(callback=seen.append), first)
+    assert seen[-1].decided == seen[-1].total == 32 and torch.equal(torch.stack(seen[-1].codes), first)
+    with pytest.raises(InputError, match="pixels are made by the transformers model"):
+        _ = seen[0].images
     several = drawn(num_return_sequences=2, return_dict_in_generate=True)
     assert isinstance(several, GenerateDecoderOnlyOutput) and several.sequences.shape == (4, 16)
 

@@ -73,6 +73,7 @@ class Target(nn.Module, ABC):
     any_size: ClassVar[bool] = False  # whether `read` heeds a size in pixels that the user gives
     about: ClassVar[str] = ""  # the checkpoints it reads, for the message about an unknown one
     defaults: Mapping[str, Any] = {}  # recommended settings, for models without a defaults.json
+    without_pixels: ClassVar[str] = ""  # where its codes cannot become pixels here: what to do, for a message
 
     @classmethod
     def claims(cls, source: Source) -> bool:
