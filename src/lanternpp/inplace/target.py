@@ -138,7 +138,7 @@ class TokenHead:
     def __call__(self, features: Tensor, ids: Tensor) -> Tensor:
         """features [..., D], ids [V] -> logits [..., V]; a plain linear layer computes only what lies between the ids."""
         head = self._head
-        if type(head) is not nn.Linear:
+        if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:  # adapted or quantised
             logits: Tensor = head(features)
             return logits[..., ids]
         low, high = int(ids.min()), int(ids.max()) + 1
