@@ -96,8 +96,8 @@ def llama_rules(
     layer: str = r"(?:model\.)?layers\.(\d+)",
     block: str = r"blocks.\1",
     paired: bool = False,
-    rotated: int | None = None,
     norm_rows: tuple[int, int] | None = None,
+    rotated: int | None = None,
 ) -> list[Rename]:
     """`layer`, a regular expression with the layer's number as its one group, into `block`.
 
