@@ -292,7 +292,28 @@ def write_emu3(folder: Path, hub: bool = False, size: str = "32x32") -> Any:
     return model
 
 
-def write_glm_image(folder: Path) -> Any:
+def write_glm_processor(folder: Path) -> Any:
+    """The processor of a tiny GLM-Image: codes are the first tokens, as in the published one."""
+    from transformers import GlmImageProcessor, PreTrainedTokenizerFast
+    from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
+
+    codes = [f"<|dit_token_{n}|>" for n in range(CODES + 4)]
+    write_tokenizer(folder, [*codes, "<image>", "<sop>", "<eop>", "1", "2"])
+    special = {"image_token": "<image>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        bos_token=codes[CODES],
+        pad_token=codes[-1],
+        padding_side="left",
+        extra_special_tokens=special,
+    )
+    template = "{% for m in messages %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}{% endfor %}"
+    processor = GlmImageProcessor(GlmImageImageProcessorPil(), tokenizer, chat_template=template)
+    processor.save_pretrained(folder)
+    return processor
+
+
+def write_glm_image(folder: Path, positions: int = LANGUAGE["max_position_embeddings"]) -> Any:
     """A tiny GLM-Image of 64 codes and 4 tokens besides, of which 65 ends a picture; the transformers model that wrote it."""
     from transformers import GlmImageConfig, GlmImageForConditionalGeneration
 
@@ -304,7 +325,13 @@ def write_glm_image(folder: Path) -> Any:
     }
     config = GlmImageConfig(
         text_config=LANGUAGE
-        | {"vocab_size": 100, "vision_vocab_size": CODES + 4, "hidden_size": 32, "rope_parameters": rope}
+        | {
+            "max_position_embeddings": positions,
+            "vocab_size": 100,
+            "vision_vocab_size": CODES + 4,
+            "hidden_size": 32,
+            "rope_parameters": rope,
+        }
         | {"pad_token_id": 90, "eos_token_id": CODES + 1},
         vision_config={
             "depth": 1,

@@ -78,7 +78,7 @@ class SlowEngine:
 class SlowPipe:
     """A pipeline of slow engines; `allow` lets them step."""
 
-    name, length, width = "slow", LENGTH, 2
+    name, length, width, device = "slow", LENGTH, 2, torch.device("cpu")
 
     def __init__(self) -> None:
         self.allowed = threading.Semaphore(0)

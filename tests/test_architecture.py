@@ -38,6 +38,9 @@ LIBRARY |= {
     "engines",
     "published",
     "runlog",
+    "keywords",
+    "loaded",
+    "pixels",
 }
 
 # What each room may import: rooms or single modules. A room may always import itself, and these.
@@ -79,7 +82,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"registry", "hub", "devices", "targets", "drafters", "nn"},
     "tuned": {"nn", "trees", "vq"},
     "default_method": {"registry", "methods", "models", "drafters", "nn", "settings", "tuned"},
-    "results": {"engine", ""},
+    "pixels": {"registry", "targets.base"},
+    "results": {"engine", "pixels", "targets.base", ""},
+    "keywords": {"accept.base", "engine.proposer", "results", "trees.base"},
+    "loaded": LIBRARY - {"pipeline", "loaded", "picture", "pixels"},
     "arguments": set(),
     "published": set(),
     "engines": {"engine", "settings"},

@@ -7,9 +7,12 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lanternpp.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 EMPTY = 'the prompt is empty; say what to draw, such as "a photo of a red tulip"'
 
@@ -79,8 +82,16 @@ def prompts(value: Any) -> list[str]:
     return found
 
 
-def seeds(value: Any, count: int, n: int) -> list[int]:
-    """The first seed of each of `count` prompts, of which `n` pictures are drawn; None is 0. Raises InputError."""
+def seeds(value: Any, generator: Any, count: int, n: int) -> list[int]:
+    """The seed of each of n pictures of `count` prompts, those of one prompt in a row. Raises InputError.
+
+    value: the first seed of each prompt, whose other pictures have those behind it; None is 0, unless a generator draws
+    all of them.
+    """
+    if generator is not None:
+        if value is not None:
+            raise InputError("seed and generator both say how pictures are seeded; give one of them")
+        return random_seeds(count * n, generator)
     if value is None:
         value = 0
     several = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1) != 0
@@ -90,6 +101,17 @@ def seeds(value: Any, count: int, n: int) -> list[int]:
     for first in found:
         if not 0 <= first < 2**63 - n:
             raise InputError(f"seed {first} is out of range; use 0 to 2**63 - 1")
+    return [first + i for first in found for i in range(n)]
+
+
+def random_seeds(count: int, generator: torch.Generator | None = None) -> list[int]:
+    """Seeds from a torch.Generator, or from torch's own. Raises InputError."""
+    import torch
+
+    if not isinstance(generator, torch.Generator | None):
+        raise InputError(f"generator {generator!r} is no torch.Generator; give one, or a seed")
+    where = "cpu" if generator is None else generator.device
+    found: list[int] = torch.randint(2**63 - 1, (count,), generator=generator, device=where).tolist()
     return found
 
 

@@ -31,15 +31,19 @@ class EngineCache:
     def get(self, settings: Settings) -> Engine:
         """The engine for these settings, made now or before, and kept."""
         engine = self._kept.get(settings) or self.make(settings)
-        self._keep(settings, engine)
+        self.keep(settings, engine)
         return engine
+
+    def take(self, settings: Settings) -> Engine:
+        """An engine for exclusive use; it is kept again once it is given to `keep`."""
+        return self._kept.pop(settings, None) or self.make(settings)
 
     @contextmanager
     def lend(self, settings: Settings) -> Iterator[Engine]:
         """An engine for exclusive use; it is dropped where an error ends its use."""
-        engine = self._kept.pop(settings, None) or self.make(settings)
+        engine = self.take(settings)
         yield engine
-        self._keep(settings, engine)
+        self.keep(settings, engine)
 
     def clear(self) -> None:
         """Drop all engines."""
@@ -50,7 +54,8 @@ class EngineCache:
         """Bytes of tensors that the cached engines hold, without the networks."""
         return tensor_bytes(list(self._kept.values()))
 
-    def _keep(self, settings: Settings, engine: Engine) -> None:
+    def keep(self, settings: Settings, engine: Engine) -> None:
+        """Keep an engine as the one used last."""
         self._kept[settings] = engine
         self._kept.move_to_end(settings)
         while len(self._kept) > 1 and self.bytes > self.most:

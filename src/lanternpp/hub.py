@@ -18,6 +18,10 @@ from lanternpp.errors import InputError
 SAFE, PICKLED = (".safetensors",), (".pt", ".pth", ".bin")
 BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".yaml")  # configs and tokenizers
 VQ_FILE = re.compile(r"vq.*\.(safetensors|pt|pth|bin|ckpt)")
+STAGE, PROCESSOR = (
+    "vision_language_encoder",
+    "processor",
+)  # of a pipeline of diffusers: what draws codes; its tokenizer
 TIMEOUT = 10.0  # seconds without an answer after which the hub counts as unreachable
 FORM = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+))?(?:@(?P<revision>[\w./-]+))?")
 
@@ -116,6 +120,10 @@ def listing(source: HubId) -> list[str]:
 
 def choose(source: HubId, files: Sequence[str]) -> list[str]:
     """The files of a repository to fetch. Raises InputError where it has no weights, or several to choose from."""
+    if not source.file and any(name.startswith(f"{STAGE}/") for name in files):
+        files = [
+            name for name in files if name.split("/")[0] in (STAGE, PROCESSOR)
+        ]  # the rest is its decoder's
     beside = [name for name in files if PurePosixPath(name).suffix in BESIDE]
     if source.file:
         if source.file not in files:

@@ -15,7 +15,7 @@ import torch
 from lanternpp.drafters import DRAFTERS
 from lanternpp.drafters.base import Drafter
 from lanternpp.errors import InputError
-from lanternpp.hub import fetch, hub_id
+from lanternpp.hub import STAGE, fetch, hub_id
 from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import CONFIG, load_config
 from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
@@ -74,14 +74,16 @@ def recognised(what: str, source: Source, table: Mapping[str, Any]) -> Any:
 def target_source(model: Path, given: Mapping[str, Any] | None = None) -> tuple[Source, type[Target]]:
     """The checkpoint of a model's target, and the family that reads it.
 
-    A model is a folder of ours with `target` in it, a published checkpoint, or a folder that holds one
-    among others; of one in shards no single file is tried. Raises InputError where none of what is there is
+    A model is a folder of ours with `target` in it, a published checkpoint, a pipeline of diffusers with one as its first
+    stage, or a folder that holds one among others; of one in shards no single file is tried. Raises InputError where none of what is there is
     a target known here.
     """
     places = [model]
     if (model / "target").is_dir():
         places = [model / "target"]
         load_config(places[0])  # written last: without it a training never ended
+    elif (model / STAGE).is_dir():
+        places = [model / STAGE]
     elif model.is_dir() and not any(path.name.endswith(INDEX) for path in model.iterdir()):
         places += sorted(path for path in model.iterdir() if path.suffix in (SAFE, *PICKLED))
     faults = []
@@ -182,9 +184,10 @@ class Model:
         made.target = target
         return made
 
-    def compile(self) -> Model:
-        """The same model, compiled."""
-        other = Model(self.folder, None, self.device, self.dtype, True, self.size, self.int8)
+    def changed(self, **changes: Any) -> Model:
+        """The same files, to be read with some other arguments of `Model`."""
+        given = {name: getattr(self, name) for name in ("device", "dtype", "compiled", "size", "int8")}
+        other = Model(self.folder, None, **{**given, **changes})
         other.other = self.other
         return other
 

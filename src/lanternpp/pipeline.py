@@ -1,135 +1,131 @@
-"""A loaded model: `Pipeline.from_pretrained("nature-128")("a photo of a red tulip")`."""
+"""Drawing with a loaded model: `Pipeline.from_pretrained("nature-128")("a photo of a red tulip")`."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Unpack, overload
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from lanternpp import arguments
-from lanternpp.accept import RULES
-from lanternpp.accept.base import check_relax
-from lanternpp.continuous.engine import engine_for
-from lanternpp.default_method import Chosen, choose
-from lanternpp.devices import INT8, pick_device, pick_dtype
-from lanternpp.engine.batching import drawing
+from lanternpp import arguments, pixels
+from lanternpp.engine.batching import ContinuousBatch, fitted_threads, opened
 from lanternpp.engine.decode import Engine, FinishedSample
-from lanternpp.engine.guidance import Guidance
-from lanternpp.engine.sampling import Sampling
-from lanternpp.engines import BYTES, EngineCache
 from lanternpp.errors import InputError
+from lanternpp.keywords import CallOptions, PictureDials, Prompts, Seeds, listing
+from lanternpp.loaded import LoadedModel
 from lanternpp.methods import AUTO
-from lanternpp.models import MODELS, Model, model_folder, read_defaults
-from lanternpp.nn.draws import native_laws, native_stops
-from lanternpp.nn.int8 import Effect
-from lanternpp.nn.threads import FittedThreads
-from lanternpp.results import Result, Stats, UnfinishedError, versions
-from lanternpp.settings import (
-    Settings,
-    build_proposer,
-    build_rule,
-    build_verifier,
-    dials_read,
-    fitted,
-    network_needed,
-    resolve,
-    suits_latents,
-)
-from lanternpp.tuned import CONDITIONS, Tuned, fingerprint
-from lanternpp.vq.neighbours import cache_folder, neighbours
+from lanternpp.results import Partial, Result, Stats, UnfinishedError, versions
+from lanternpp.settings import Settings
 
-__all__ = ["Pipeline", "Result", "Stats", "versions"]
-
-TABLES = [
-    m * 10**e for e in range(5) for m in (1, 2, 5)
-]  # neighbours of the tables on disk; others are cut from these
+__all__ = ["Partial", "Pipeline", "Result", "Stats", "versions"]
 
 
-class Pipeline:
-    """A target, its drafter if it has one, and a cache of engines for the settings used last.
+@dataclass(frozen=True)
+class _Request:
+    """What a call asks for: a prompt and a seed for each picture, and their settings."""
+
+    prompts: list[str]
+    seeds: list[int]
+    settings: Settings
+    auto: str | None  # why the method was taken
+
+
+class Pipeline(LoadedModel):
+    """A loaded model that draws.
 
     Several threads may call one pipeline: their calls take turns, each drawing the pictures that it would draw alone,
-    and one that ends in an error leaves the others as they are. `progress` is called within its call's turn, so it must
-    not wait for another thread's call. For drawing at the same time each thread needs a pipeline of its own, or an
-    engine (`new_engine`), which belongs to one thread.
+    and one that ends in an error leaves the others as they are. `progress` and `callback` are called within their call's
+    turn, so they must not wait for another thread's call. For drawing at the same time each thread needs a pipeline of its
+    own, or an engine (`new_engine`), which belongs to one thread.
     """
 
-    def __init__(self, model: Model, name: str, tuned: bool = True, engine_bytes: int = BYTES):
-        self.name, self.folder = name, model.folder
-        self.tuned = Tuned.read(model.folder, model.other) if tuned else None
-        self.defaults = read_defaults(model.folder) or dict(model.target.defaults)
-        self.target = model.target
-        self._models = {False: model}  # compiled or not
-        self._lock = threading.RLock()  # held while a call draws; its progress may call again
-        self._engines = EngineCache(self.new_engine, engine_bytes)
+    @overload
+    def __call__(
+        self, prompt: Prompts, n: int = 1, *, output_type: Literal["np"], **options: Unpack[CallOptions]
+    ) -> Result[np.ndarray[Any, np.dtype[np.float32]]]: ...
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        model: str | Path = "nature-128",
-        drafter: str | Path | None = None,
-        device: str | torch.device = "auto",
-        dtype: str | torch.dtype = "auto",
-        size: str | int | tuple[int, int] | None = None,
-        tuned: bool = True,
-        engine_bytes: int = BYTES,
-    ) -> Pipeline:
-        """A model by name, path or hub id; `drafter` likewise (default: the model's own).
+    @overload
+    def __call__(
+        self, prompt: Prompts, n: int = 1, *, output_type: Literal["pt"], **options: Unpack[CallOptions]
+    ) -> Result[Tensor]: ...
 
-        size: "768x512" or (768, 512), width first, or 768, in pixels, for models that draw more than one size.
-        dtype: float32, bfloat16, float16, float64, or auto, the fastest here; int8 keeps the target's weights in
-        8 bits and computes in auto's dtype.
-        tuned: whether what `lanternpp tune` found for this model is a default where it was measured.
-        engine_bytes: what engines may take that are kept for the next call with the same settings, caches of keys and
-        values for the most part. The latest is kept whatever it takes.
-        Raises InputError where a name is unknown or a file is missing, truncated or of another model.
-        """
-        model = arguments.text("model", model)
-        drafter = None if drafter is None else arguments.text("drafter", drafter)
-        dtype = str(dtype).removeprefix("torch.")
-        folder, on = model_folder(model), pick_device(str(device))
-        named = model in MODELS or not Path(model).exists()
-        name = model if named else folder.resolve().stem if folder.is_file() else folder.name
-        kind = pick_dtype(dtype, on)
-        read = Model(folder, drafter, on, kind, size=arguments.size_text(size), int8=dtype == INT8)
-        return cls(read, name, tuned, engine_bytes)
-
+    @overload
     def __call__(
         self,
-        prompt: str | Sequence[str],
-        n: int = 1,
-        seed: int | Iterable[int] | None = 0,
+        prompt: Prompts,
+        n: int | None = 1,
+        seed: Seeds = None,
         method: str | None = AUTO,
         progress: Callable[[int, int], None] | None = None,
-        **overrides: Any,
-    ) -> Result:
-        """Draw n pictures per prompt; picture i of a prompt has seed + i. Several seeds: one for each prompt.
+        callback: Callable[[Partial], None] | None = None,
+        generator: torch.Generator | None = None,
+        output_type: Literal["pil", "codes"] = "pil",
+        **dials: Unpack[PictureDials],
+    ) -> Result[list[Image.Image]]: ...
+
+    @listing(PictureDials)
+    def __call__(
+        self,
+        prompt: Prompts,
+        n: int | None = 1,
+        seed: Seeds = None,
+        method: str | None = AUTO,
+        progress: Callable[[int, int], None] | None = None,
+        callback: Callable[[Partial], None] | None = None,
+        generator: torch.Generator | None = None,
+        output_type: str = "pil",
+        **dials: Unpack[PictureDials],
+    ) -> Result[Any]:
+        """Draw n pictures per prompt; picture i of a prompt has seed + i. Several seeds: one for each prompt; default: 0.
 
         method: a name of `METHODS`, or "auto": see `chosen`; `stats.method` says which was taken, `stats.auto` why.
-        overrides: any field of `Settings` besides method; what is left out or None is the method's or the
-        model's default. measure=True reports `tv_spent`, which takes time. Raises InputError.
+        progress: called with (decided codes, all codes) after every prompt and every pass.
+        callback: called with a `Partial` at the same times, which has the codes so far and, where you look at its `images`,
+        the unfinished pictures. What it raises ends the call.
+        generator: a torch.Generator that draws a seed for each picture, in place of `seed`; `seeds` of the result has them.
+        output_type: what `images` of the result is: "pil", a list of PIL images; "np", an array [n, H, W, 3] of float32 in 0 to
+        1; "pt", a tensor [n, 3, H, W] of the same; "codes", empty, as `codes` of the result is all that you want.
+        dials: every other field of `Settings`; what is left out or None is the method's or the model's default.
+        measure=True reports `tv_spent`, which takes time.
+        Raises InputError.
         """
-        prompts, n = arguments.prompts(prompt), arguments.whole("n", 1 if n is None else n)
-        if n < 1:
-            raise InputError(f"n {n} is below 1; ask for at least one picture")
-        seeds = [first + i for first in arguments.seeds(seed, len(prompts), n) for i in range(n)]
-        given = {"batch_size": min(len(seeds), 8)} | {k: v for k, v in overrides.items() if v is not None}
-        settings, why = self.settings(method, **given), self.chosen(method).why
-        with self._lock:
-            for one in dict.fromkeys(prompts):
-                self.target.check(one)  # raise errors of all prompts before drawing any
-            with self._engines.lend(settings) as engine:
-                return self.draw(
-                    engine, settings, [p for p in prompts for _ in range(n)], seeds, progress, why
-                )
+        pixels.check_output(self.target, output_type)
+        request = self._request(prompt, n, seed, generator, method, dials)
+        with self._lock, self._engines.lend(request.settings) as engine:
+            return self.draw(
+                engine,
+                request.settings,
+                request.prompts,
+                request.seeds,
+                progress,
+                request.auto,
+                callback,
+                output_type,
+            )
+
+    @listing(PictureDials)
+    def stream(
+        self,
+        prompt: Prompts,
+        n: int | None = 1,
+        seed: Seeds = None,
+        method: str | None = AUTO,
+        generator: torch.Generator | None = None,
+        **dials: Unpack[PictureDials],
+    ) -> Iterator[Partial]:
+        """Draw as a call does, and give the pictures so far after every prompt and every pass.
+
+        The last `Partial` has the `result` that a call returns, of PIL images. Between two of them other calls may draw. To end
+        early, leave the loop. Raises InputError at once, before the first is asked for.
+        """
+        pixels.check_output(self.target, "pil")
+        return self._stream(self._request(prompt, n, seed, generator, method, dials))
 
     def draw(
         self,
@@ -139,7 +135,9 @@ class Pipeline:
         seeds: Sequence[int],
         progress: Callable[[int, int], None] | None = None,
         auto: str | None = None,
-    ) -> Result:
+        callback: Callable[[Partial], None] | None = None,
+        output_type: str = "pil",
+    ) -> Result[Any]:
         """Draw a picture per prompt and seed with an engine of the caller's own, made for these settings.
 
         An interrupt raises UnfinishedError, which is a KeyboardInterrupt, once a picture is finished.
@@ -147,147 +145,99 @@ class Pipeline:
         with self._lock:
             began = time.perf_counter()
             found: dict[int, FinishedSample] = {}
+            request = _Request(list(prompts), list(seeds), settings, auto)
             try:
-                found.update(drawing(engine, prompts, seeds, progress))
+                with closing(_steps(engine, request, found)) as steps, fitted_threads(engine) as threads:
+                    for batch in steps:
+                        threads.update()
+                        if progress:
+                            progress(batch.decided, len(seeds) * engine.target.length)
+                        if callback:
+                            callback(_partial(batch, found, request))
             except KeyboardInterrupt:
                 if not found:
                     raise
-            places = sorted(found)
-            codes = torch.stack([found[place].codes for place in places])
-            images = self.images(codes)
-            seconds = time.perf_counter() - began
-            stats = Stats.of(
-                [found[place] for place in places], seconds, self.name, self.describe(settings), auto
-            )
-            result = Result(images, codes.cpu(), stats)
-        if len(places) < len(seeds):
-            raise UnfinishedError(result, [seeds[place] for place in places])
+            result = self._result(request, found, time.perf_counter() - began, output_type)
+        if len(found) < len(seeds):
+            raise UnfinishedError(result, result.seeds)
         return result
 
-    @cached_property
-    def _auto(self) -> Chosen:
-        model = self._models[False]
-        return choose(AUTO, self.folder, model.other, self.defaults, self.tuned, model.device.type)
-
-    def chosen(self, method: str | None = AUTO) -> Chosen:
-        """The method that a name means on this model, which is another where the name is "auto".
-
-        That takes what the model's defaults name, else what was tuned, else the fastest lossless method for the
-        drafter that the model has.
-        """
-        return self._auto if method in (AUTO, None) else Chosen(arguments.text("method", method))
-
-    def settings(self, method: str | None = AUTO, **overrides: Any) -> Settings:
-        """A method's settings on this model: overrides, what was tuned, the model's defaults, the method's row.
-
-        Raises InputError, also where an override is a dial that no part of the method reads.
-        """
-        chosen = self.chosen(method)
-        method, defaults, auto = chosen.method, chosen.defaults(self.defaults), chosen.why is not None
-        settings = resolve(method, defaults, overrides, auto)
-        found: dict[str, Any] = {}
-        if self.tuned and self.tuned.entries:
-            # an override of the tree leaves the other dials that were tuned
-            usual = resolve(method, defaults, {k: v for k, v in overrides.items() if k != "tree"}, auto)
-            found = self.tuned.settings(method, self.conditions(usual))
-        if found:
-            rows = defaults.get("methods", {})
-            own = {**rows, method: {**rows.get(method, {}), **found}}
-            settings = resolve(method, {**defaults, "methods": own}, overrides, auto)
-        return fitted(settings, self.target, self.name, overrides)
-
-    @property
-    def dtype(self) -> str:
-        """The target's compute dtype, such as "bfloat16"; "int8, bfloat16" where its weights have 8 bits."""
-        model = self._models[False]
-        computed = str(model.dtype).removeprefix("torch.")
-        return f"{INT8}, {computed}" if model.int8 else computed
-
-    @property
-    def weights(self) -> str:
-        """A hash of the weights of model and drafter, to which measurements belong."""
-        model = self._models[False]
-        return fingerprint(model.folder, model.other)
-
-    @property
-    def effect(self) -> Effect | None:
-        """The change of the target's logits by 8-bit weights; None without them."""
-        return self._models[False].effect
-
-    def conditions(self, settings: Settings) -> dict[str, Any]:
-        """The conditions that a tuning is valid for: device type, dtype, batch size, and the method's parts."""
-        where = {"device": next(self.target.parameters()).device.type, "dtype": self.dtype}
-        return where | {name: getattr(settings, name) for name in CONDITIONS if name not in where}
-
-    def can_draft(self, settings: Settings) -> bool:
-        """Whether this model has what the settings need: the network that drafts, a codebook for rules with neighbours.
-
-        No weights are read.
-        """
-        lends = "neighbours" in dials_read(settings.proposer, settings.accept)
-        kind = network_needed(settings)
-        there = kind is None or self._models[False].holds(kind)
-        fits = not self.target.channels or suits_latents(settings)
-        return there and fits and not (lends and self.target.codebook is None)
-
-    def engine(self, settings: Settings) -> Engine:
-        """The cached engine for these settings, which calls use too; `new_engine` makes one of your own."""
-        with self._lock:
-            return self._engines.get(settings)
-
-    def release(self) -> None:
-        """Free the cached engines and the memory of their KV caches."""
-        with self._lock:
-            self._engines.clear()
-
-    def new_engine(self, settings: Settings) -> Engine:
-        """An engine for these settings that no one else has."""
-        with self._lock:
-            return self._new_engine(settings)
-
-    def _new_engine(self, settings: Settings) -> Engine:
-        model = self._model(settings.compile)
-        proposer = build_proposer(settings, model.network)
-        rule = build_rule(settings, self.table, native_laws)
-        if type(rule) not in RULES.values():
-            like = next(model.target.parameters())
-            check_relax(rule, str(settings.accept), model.target.vocab, proposer.depth, like)
-        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
-        parts = (model.target, proposer, rule, sampling, Guidance(settings.cfg))
-        verifier = build_verifier(settings, native_stops())
-        return engine_for(*parts, settings.batch_size, settings.measure, verifier)
-
-    def _model(self, compiled: bool) -> Model:
-        """The networks, compiled or not; the compiled ones are read when first asked for."""
-        if compiled not in self._models:
-            self._models[compiled] = self._models[False].compile()
-        return self._models[compiled]
-
-    def table(self, k: int) -> Tensor:
-        """The k nearest codes of every code, [V, k]; InputError where the family has no codebook table."""
-        if self.target.codebook is None:
-            raise InputError(
-                f"{self.name} has no codebook of latents, so no code has neighbours; use the rule exact or cool"
-            )
-        device = next(self.target.parameters()).device
-        beside = self.folder.parent if self.folder.is_file() else self.folder
-        codebook = self.target.codebook.cpu()
-        kept = min(next(n for n in TABLES if n >= k), len(codebook) - 1) if k <= TABLES[-1] else k
-        table = neighbours(codebook, max(k, kept), cache_folder(beside))
-        return table[:, :k].contiguous().to(device)
-
-    @torch.inference_mode()
     def images(self, codes: Tensor) -> list[Image.Image]:
         """codes [n, length] -> n pictures, one at a time: their rounding does not depend on n."""
-        with FittedThreads(self.target.decoder):
-            unit = (self.target.pixels(one)[0].float().clamp(-1, 1) for one in codes.split(1))
-            levels = [((one + 1) * 127.5).round().byte().permute(1, 2, 0).cpu().numpy() for one in unit]
-        return [Image.fromarray(one) for one in levels]
+        return pixels.images(self.target, codes)
 
-    def describe(self, settings: Settings) -> dict[str, Any]:
-        """Settings as results report them: with the device, the dtype, and the effect of 8-bit weights."""
-        where: dict[str, Any] = {"device": str(next(self.target.parameters()).device), "dtype": self.dtype}
-        if self.effect:
-            where["int8"] = asdict(self.effect)
-        where["tuned"] = self.tuned is not None and self.tuned.knows(settings.method, settings.tree)
-        return asdict(settings) | where
+    def _request(
+        self,
+        prompt: Prompts,
+        n: int | None,
+        seed: Seeds,
+        generator: torch.Generator | None,
+        method: str | None,
+        dials: PictureDials,
+    ) -> _Request:
+        """The arguments of a call, checked. InputError."""
+        prompts, n = arguments.prompts(prompt), arguments.whole("n", 1 if n is None else n)
+        if n < 1:
+            raise InputError(f"n {n} is below 1; ask for at least one picture")
+        seeds = arguments.seeds(seed, generator, len(prompts), n)
+        given: dict[str, Any] = {k: v for k, v in dials.items() if v is not None}
+        settings = self.settings(method, **{"batch_size": min(len(seeds), 8)} | given)
+        with self._lock:
+            for one in dict.fromkeys(prompts):
+                self.target.check(one)  # raise errors of all prompts before drawing any
+        return _Request([p for p in prompts for _ in range(n)], seeds, settings, self.chosen(method).why)
+
+    def _stream(self, request: _Request) -> Iterator[Partial]:
+        """What `stream` gives. The lock is held while computing alone, not while the caller looks at a picture."""
+        seconds = 0.0
+        found: dict[int, FinishedSample] = {}
+        with self._lock:
+            engines = self._engines
+            engine = engines.take(request.settings)
+        steps = _steps(engine, request, found)
+        while True:
+            with self._lock:
+                began = time.perf_counter()
+                batch = next(steps, None)
+                seconds += time.perf_counter() - began
+                if batch is None:
+                    break
+                partial = _partial(batch, found, request)
+            yield partial
+        with self._lock:
+            result = self._result(request, found, seconds, "pil")
+            engines.keep(request.settings, engine)
+        yield replace(partial, codes=list(result.codes), result=result)
+
+    def _result(
+        self, request: _Request, found: dict[int, FinishedSample], seconds: float, output_type: str
+    ) -> Result[Any]:
+        """The result of the samples that are finished. seconds: computed so far; those of the pixels are added."""
+        began = time.perf_counter()
+        places = sorted(found)
+        codes = torch.stack([found[place].codes for place in places])
+        images = pixels.output(self.target, codes, output_type)
+        seconds += time.perf_counter() - began
+        samples = [found[place] for place in places]
+        stats = Stats.of(samples, seconds, self.name, self.describe(request.settings), request.auto)
+        return Result(images, codes.cpu(), stats, [request.seeds[place] for place in places])
+
+
+def _steps(
+    engine: Engine, request: _Request, found: dict[int, FinishedSample]
+) -> Generator[ContinuousBatch, None, None]:
+    """Draw a request: its batch after every admission and every step. Finished samples enter `found`, by their place."""
+    with opened(engine, request.prompts, request.seeds) as batch:
+        for sample in batch.run():
+            if sample:
+                found[sample[0]] = sample[1]
+            else:
+                yield batch
+
+
+def _partial(batch: ContinuousBatch, found: dict[int, FinishedSample], request: _Request) -> Partial:
+    """The pictures of a request as they are now."""
+    target, none = batch.engine.target, torch.zeros(0, dtype=torch.int64)
+    known = batch.codes | {place: sample.codes for place, sample in found.items()}
+    codes = [known.get(place, none) for place in range(len(request.seeds))]
+    return Partial(codes, len(codes) * target.length, target)

@@ -1,11 +1,12 @@
-"""Results of drawing: pictures, and statistics of the run."""
+"""Results of drawing: pictures, also unfinished ones, and statistics of the run."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 import torch
 from PIL import Image
@@ -13,6 +14,10 @@ from torch import Tensor
 
 import lanternpp
 from lanternpp.engine.decode import FinishedSample
+from lanternpp.pixels import unfinished
+from lanternpp.targets.base import Target
+
+Pictures = TypeVar("Pictures")
 
 
 @dataclass(frozen=True)
@@ -70,18 +75,47 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Generic[Pictures]):
     """Pictures, their codes, and statistics of the run."""
 
-    images: list[Image.Image]
+    images: Pictures  # a list of PIL images, or what `output_type` says
     codes: Tensor  # [n, length] int64; of a continuous target latents, [n, length, C] float32
     stats: Stats
+    seeds: list[int] = field(
+        default_factory=list
+    )  # of each picture, which is drawn again with its seed alone
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Pictures that are being drawn, after a prompt was read or a pass was made.
+
+    codes: for every picture, in the order of the result, those decided so far, [decided] int64; none of one that is not
+    begun. total: the codes of all pictures. result: with the last of a stream, as a call returns it.
+    """
+
+    codes: list[Tensor]
+    total: int
+    target: Target = field(repr=False)
+    result: Result[list[Image.Image]] | None = field(default=None, repr=False)
+
+    @property
+    def decided(self) -> int:
+        """Codes decided so far, of all pictures."""
+        return sum(map(len, self.codes))
+
+    @cached_property
+    def images(self) -> list[Image.Image]:
+        """The pictures so far, grey where nothing is decided yet. Takes as long as decoding finished ones."""
+        if self.result is not None:
+            return self.result.images
+        return [unfinished(self.target, codes) for codes in self.codes]
 
 
 class UnfinishedError(KeyboardInterrupt):
     """Ctrl-C while pictures were drawn: `result` has those that were finished, `seeds` their seeds."""
 
-    def __init__(self, result: Result, seeds: Sequence[int]):
+    def __init__(self, result: Result[Any], seeds: Sequence[int]):
         super().__init__()
         self.result, self.seeds = result, list(seeds)
 

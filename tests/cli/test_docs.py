@@ -15,7 +15,7 @@ from lanternpp import Pipeline
 from lanternpp.cli import app
 from lanternpp.targets import FAMILIES
 
-RUN = [ROOT / "README.md", DOCS / "quickstart.md", DOCS / "extending.md"]
+RUN = [ROOT / "README.md", DOCS / "quickstart.md", DOCS / "python.md", DOCS / "extending.md"]
 ELSEWHERE = {"--help", "--num_processes", "--pid"}  # of every verb, and of other programs
 
 
@@ -75,9 +75,10 @@ def test_the_first_pages_do_what_they_say(page: Path, run, model, elsewhere: Pat
             (elsewhere / block.title).write_text(block.text)
             monkeypatch.setitem(sys.modules, Path(block.title).stem, sys)
             del sys.modules[Path(block.title).stem]
+    shared: dict[str, object] = {}  # a page's blocks follow one another
     for block in python:
         if not block.title:
-            exec(compile(block.text, name(page), "exec"), {})
+            exec(compile(block.text, name(page), "exec"), shared)
     monkeypatch.setattr(Pipeline, "from_pretrained", read)
     for block in blocks(page, "sh"):
         for args in block.commands:

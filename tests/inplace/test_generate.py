@@ -35,11 +35,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import lanternpp
 from lanternpp import InputError, Pipeline
-from lanternpp.dials import DRAFT, RULE, names
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.inplace.families import family_of
-from lanternpp.inplace.generate import MethodDials
 from lanternpp.models import read_target
 from lanternpp.nn import checkpoints
 from lanternpp.targets.janus import PAD
@@ -275,65 +273,103 @@ def test_custom_generate_is_a_hook_of_transformers(made: Callable[[str], Case]) 
         assert torch.equal(drawn, expected), name
         drawn = case.model.generate(**given, custom_generate=str(hub), trust_remote_code=True, method="ar")
         assert torch.equal(drawn, expected), name
-    assert set(MethodDials.__annotations__) == {*names(DRAFT, RULE), "proposer", "accept"}
 
 
-@pytest.mark.parametrize("name", ["chameleon", "janus"])
-def test_the_law_of_the_first_codes_is_the_models(made: Callable[[str], Case], name: str) -> None:
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "top_k": 3, "top_p": 0.95}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_law_of_the_first_codes_is_that_of_transformers(made: Callable[[str], Case], name: str) -> None:
     """Temperature, top-k and top-p of a call, guidance, drafts that are kept and refused: three codes, enumerated."""
-    case, count, kept = made(name), 400, 3
-    given = case.inputs(1)
-    ids, mask = given["input_ids"].expand(count, -1), given["attention_mask"].expand(count, -1)
-    sampling = {"do_sample": True, "temperature": 1.3, "top_k": kept, "top_p": 0.95}
-    given["guidance_scale"] = 2.0
-    if name == "chameleon":
-        given["max_new_tokens"] = 3
+    case, count, depth = made(name), 400, 3
+    given = case.inputs(1) | SAMPLING | case.negative(1)
+    if name == "janus":
+        given["guidance_scale"] = 2.0
+        law = dict(janus_law(case, depth))
+    else:
+        given["max_new_tokens"] = depth
+        if name == "glm-image":
+            given["suppress_tokens"] = list(range(CODES, CODES + 4))  # none ends the sequence
+        law = generate_law(case.model, given, depth)
     lanternpp.accelerate(case.model, method="jacobi", window=4)
     torch.manual_seed(5)
-    drawn = case.model.generate(**given | {"input_ids": ids, "attention_mask": mask}, **sampling)
-    codes = drawn[:, :3] if name == "janus" else drawn[:, -3:]
-    paths, law = [], []
-    for path, chance in walk(case, name, sampling, 3):
-        paths.append(path)
-        law.append(chance)
-    counts = torch.tensor([int((codes == torch.tensor(path)).all(1).sum()) for path in paths])
-    assert int(counts.sum()) == count and len(paths) > 9
-    assert chi_square(counts, torch.tensor(law)) > 1e-3
+    drawn = case.model.generate(**repeated(given, count))
+    assert case.model.generate.codes_per_pass > 1  # some guesses were kept
+    codes = drawn[:, :depth] if name == "janus" else drawn[:, -depth:]
+    counts = torch.tensor([int((codes == torch.tensor(path)).all(1).sum()) for path in law])
+    assert int(counts.sum()) == count and len(law) > 9
+    assert chi_square(counts, torch.tensor(list(law.values()))) > 1e-3
 
 
-def walk(case: Case, name: str, sampling: dict[str, Any], depth: int) -> Iterator[tuple[list[int], float]]:
-    """Every sequence of `depth` tokens that transformers may draw for the first prompt, and its probability."""
+def repeated(given: dict[str, Any], count: int) -> dict[str, Any]:
+    """The arguments for one prompt, for so many of it."""
+    return {
+        name: value.repeat(count, *[1] * (value.dim() - 1)) if isinstance(value, Tensor) else value
+        for name, value in given.items()
+    }
+
+
+def generate_law(model: Any, given: dict[str, Any], depth: int) -> dict[tuple[int, ...], float]:
+    """Every sequence of `depth` tokens that transformers' own `generate` may draw, and its probability.
+
+    Its scores behind every start of a sequence, which `prefix_allowed_tokens_fn` forces, a row of the batch each.
+    """
+    allowed = given.get("prefix_allowed_tokens_fn", lambda row, tokens: range(model.config.vocab_size))
+    if "image_grid_thw" in given:
+        allowed = lambda row, tokens: range(model.lm_head.out_features)  # noqa: E731
+    prompt = given["input_ids"].shape[1]
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for level in range(depth):
+        paths = list(law)
+
+        def forced(row: int, tokens: Tensor, paths: list[tuple[int, ...]] = paths, level: int = level) -> Any:
+            place = len(tokens) - prompt
+            return [paths[row][place]] if place < level else allowed(row, tokens)
+
+        out = model.generate(
+            **repeated(given, len(paths)) | {"prefix_allowed_tokens_fn": forced, "max_new_tokens": level + 1},
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        chances = out.scores[level].softmax(-1)
+        law = {
+            (*path, int(token)): law[path] * float(chances[row, token])
+            for row, path in enumerate(paths)
+            for token in chances[row].nonzero()
+        }
+    return law
+
+
+def janus_law(case: Case, depth: int) -> Iterator[tuple[tuple[int, ...], float]]:
+    """The same for the first prompt of Janus, by a plain loop over its layers: its `generate` forces no tokens."""
     model, row = case.model, case.rows[0]
-    null = [row[0], *[1] * (len(row) - 2), row[-1]] if name == "janus" else row[-1:]
-    tokens, inner = model.get_input_embeddings(), model.model
-    body, head = (inner.language_model, inner.generation_head) if name == "janus" else (inner, model.lm_head)
-    image = model.prepare_embeddings_for_image_generation if name == "janus" else tokens
-    warpers = [TopKLogitsWarper(sampling["top_k"]), TopPLogitsWarper(sampling["top_p"])]
+    inner, tokens = model.model, model.get_input_embeddings()
+    warpers = [TopKLogitsWarper(SAMPLING["top_k"]), TopPLogitsWarper(SAMPLING["top_p"])]
 
-    def logits(prompt: list[int], path: list[int]) -> Tensor:
+    def logits(prompt: list[int], path: tuple[int, ...]) -> Tensor:
         embeds = tokens(torch.tensor([prompt]))
         if path:
-            embeds = torch.cat((embeds, image(torch.tensor([path]))), 1)
-        return head(body(inputs_embeds=embeds).last_hidden_state[:, -1])
+            embeds = torch.cat(
+                (embeds, model.prepare_embeddings_for_image_generation(torch.tensor([path]))), 1
+            )
+        features = inner.language_model(inputs_embeds=embeds).last_hidden_state[:, -1]
+        out: Tensor = inner.generation_head(features)
+        return out
 
-    todo: list[tuple[list[int], float]] = [([], 1.0)]
+    todo: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     with torch.no_grad():
         while todo:
             path, chance = todo.pop()
             if len(path) == depth:
                 yield path, chance
                 continue
-            kind, none = logits(row, path), logits(null, path)
-            scores = (none + 2.0 * (kind - none)) / sampling["temperature"]
-            if name == "chameleon":
-                codes = torch.zeros(scores.shape[1], dtype=torch.bool)
-                codes[model.model.vocabulary_mapping.image_tokens] = True
-                scores = scores.masked_fill(~codes, float("-inf"))
+            kind, none = logits(row, path), logits([row[0], *[1] * (len(row) - 2), row[-1]], path)
+            scores = (none + 2.0 * (kind - none)) / SAMPLING["temperature"]
             for warper in warpers:
                 scores = warper(None, scores)
             for token, p in enumerate(scores.softmax(-1)[0].tolist()):
                 if p > 0:
-                    todo.append(([*path, token], chance * p))
+                    todo.append(((*path, token), chance * p))
 
 
 def test_a_seed_or_a_generator_decides_the_picture(made: Callable[[str], Case]) -> None:
@@ -351,6 +387,12 @@ def test_a_seed_or_a_generator_decides_the_picture(made: Callable[[str], Case]) 
     assert torch.equal(drawn(), first) and not torch.equal(first, second)
     one, other = (drawn(generator=torch.Generator().manual_seed(3)) for _ in range(2))
     assert torch.equal(one, other) and not torch.equal(one[0], one[1])
+    seen: list[Any] = []
+    torch.manual_seed(1)
+    assert torch.equal(drawn(callback=seen.append), first)
+    assert seen[-1].decided == seen[-1].total == 32 and torch.equal(torch.stack(seen[-1].codes), first)
+    with pytest.raises(InputError, match="pixels are made by the transformers model"):
+        _ = seen[0].images
     several = drawn(num_return_sequences=2, return_dict_in_generate=True)
     assert isinstance(several, GenerateDecoderOnlyOutput) and several.sequences.shape == (4, 16)
 
@@ -497,6 +539,22 @@ def test_adapters_and_later_changes_of_weights_are_in_what_is_drawn(tmp_path: Pa
         lanternpp.accelerate(model)
         assert torch.equal(model.generate(**given), expected)
         lanternpp.restore(model)
+
+
+@pytest.mark.parametrize("name", ["janus", "emu3", "glm-image"])
+def test_weights_that_torchao_keeps_in_8_bits_are_drawn_with_as_they_are(tmp_path: Path, name: str) -> None:
+    """Every linear layer, the head among them."""
+    from torchao import quantization
+
+    case = CASES[name](tmp_path)
+    model, given = case.model.float(), case.inputs(2) | case.negative(2) | {"do_sample": False}
+    exact = model.generate(**given)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    expected = model.generate(**given)
+    assert not torch.equal(expected, exact)
+    lanternpp.accelerate(model, window=5)
+    assert torch.equal(model.generate(**given), expected)
+    assert model.generate.codes_per_pass > 1
 
 
 def test_a_model_from_no_folder_leaves_nothing_where_it_is_run(

@@ -187,7 +187,9 @@ def test_small_and_large_inputs(x: float, stored: Stored):
     assert torch.allclose(mine, usual, rtol=0.1, atol=0.1, equal_nan=True)
 
 
-@pytest.mark.parametrize("more", [{"qk_norm": True}, {"norm_after": True}, {"head_dim": 24}])
+@pytest.mark.parametrize(
+    "more", [{"qk_norm": True}, {"norm_after": True}, {"norm_both": True}, {"head_dim": 24}]
+)
 def test_shapes_that_it_does_not_know_are_left_to_pytorch(more: dict[str, object]):
     network = decoder(96, 1, 4, 96, **more)
     pack(network)

@@ -121,7 +121,7 @@ def make_measurer(
             f"{count} pictures of each method are too few to measure; at least {LEAST} are needed: "
             "raise -n, or give more prompts"
         )
-    device = next(pipe.target.parameters()).device
+    device = pipe.device
     return Quality.for_model(pipe.folder, reference, features, clip, device)
 
 

@@ -163,7 +163,7 @@ def budget_of(
         return None
     if pictures is not None and pictures < LEAST:
         raise InputError(f"--budget-pictures {pictures} are too few to measure; use {LEAST} or more")
-    device = next(tuner.pipe.target.parameters()).device
+    device = tuner.pipe.device
     return FrechetBudget(
         tuner, pictures or FRECHET, percent, Quality.for_model(tuner.pipe.folder, device=device)
     )

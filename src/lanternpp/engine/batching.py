@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
 
 from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.nn.threads import FittedThreads
@@ -14,7 +17,22 @@ class ContinuousBatch:
     def __init__(self, engine: Engine, requests: Iterable[tuple[str | None, int]]):
         self.engine, self._requests = engine, enumerate(requests)
         self.running: dict[int, int] = {}  # slot -> index of its request
+        self.finished = 0  # samples
         self.counts = engine.decided()
+
+    @property
+    def decided(self) -> int:
+        """Codes decided so far, of finished and running samples."""
+        running = sum(self.counts[slot] for slot in self.running)
+        return self.finished * self.engine.target.length + running
+
+    @property
+    def codes(self) -> dict[int, Tensor]:
+        """Copies of the codes that running samples have so far, [decided] each, by the index of their request."""
+        return {
+            index: self.engine.codes[slot, : self.counts[slot]].clone()
+            for slot, index in self.running.items()
+        }
 
     def refill(self) -> Iterator[tuple[int, FinishedSample] | None]:
         """Collect finished samples, as (index of its request, sample), and admit the next requests, slot by slot.
@@ -23,7 +41,9 @@ class ContinuousBatch:
         """
         for slot in [slot for slot, count in enumerate(self.counts) if count >= self.engine.target.length]:
             if slot in self.running:
-                yield self.running.pop(slot), self.engine.collect(slot)
+                index = self.running.pop(slot)
+                self.finished += 1
+                yield index, self.engine.collect(slot)
             following = next(self._requests, None)
             if following is not None:
                 self.running[slot], (condition, seed) = following
@@ -46,6 +66,32 @@ class ContinuousBatch:
             yield None
 
 
+@contextmanager
+def opened(
+    engine: Engine, conditions: Sequence[str | None], seeds: Sequence[int]
+) -> Iterator[ContinuousBatch]:
+    """A batch that draws one sample per condition and seed; in the end, samples that are not finished are dropped.
+
+    Raises RuntimeError where the engine is drawing already.
+    """
+    if engine.drawing:
+        raise RuntimeError("this engine is drawing already; make one for each thread and each generator")
+    batch = ContinuousBatch(engine, zip(conditions, seeds, strict=True))
+    engine.drawing = True
+    try:
+        yield batch
+    finally:
+        engine.drawing = False
+        for slot in batch.running:
+            engine.drop(slot)
+
+
+def fitted_threads(engine: Engine) -> FittedThreads:
+    """A context in which an engine's steps give up threads while other work wants the cores."""
+    rows = engine.guidance.branches * engine.batch * engine.proposer.size
+    return FittedThreads(engine.target.decoder, rows)
+
+
 def drawing(
     engine: Engine,
     conditions: Sequence[str | None],
@@ -57,26 +103,13 @@ def drawing(
     progress is called with (decided codes, all codes) after every admission and every step. Raises RuntimeError where the
     engine is drawing already.
     """
-    if engine.drawing:
-        raise RuntimeError("this engine is drawing already; make one for each thread and each generator")
-    batch = ContinuousBatch(engine, zip(conditions, seeds, strict=True))
-    finished, length = 0, engine.target.length
-    rows = engine.guidance.branches * engine.batch * engine.proposer.size
-    engine.drawing = True
-    try:
-        with FittedThreads(engine.target.decoder, rows) as threads:
-            for sample in batch.run():
-                threads.update()
-                if sample:
-                    finished += 1
-                    yield sample
-                elif progress:
-                    decided = sum(batch.counts[slot] for slot in batch.running)
-                    progress(finished * length + decided, len(conditions) * length)
-    finally:
-        engine.drawing = False
-        for slot in batch.running:
-            engine.drop(slot)
+    with opened(engine, conditions, seeds) as batch, fitted_threads(engine) as threads:
+        for sample in batch.run():
+            threads.update()
+            if sample:
+                yield sample
+            elif progress:
+                progress(batch.decided, len(conditions) * engine.target.length)
 
 
 def generate(

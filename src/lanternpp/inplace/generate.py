@@ -12,46 +12,29 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack, cast
+from typing import Any, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
 from lanternpp import arguments
-from lanternpp.engine.batching import generate as draw
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
 from lanternpp.inplace.families import MODE, Call, family_of
 from lanternpp.inplace.format import Format, Processors, check_config
 from lanternpp.inplace.target import refused, token_rows
+from lanternpp.keywords import MethodDials, listing
 from lanternpp.methods import AUTO
 from lanternpp.models import Model
 from lanternpp.pipeline import Pipeline
 from lanternpp.registry import unknown
+from lanternpp.results import Partial
 from lanternpp.settings import Settings, network_needed
 
 HELD = "_lanternpp"  # the attribute of a model that keeps what it is drawn with
 EMBEDDED = ("inputs_embeds", "pixel_values", "image")  # prompts that are more than tokens
 M = TypeVar("M")
-
-
-class MethodDials(TypedDict, total=False):
-    """The parts and dials of a method; what is left out is the method's. How codes are sampled comes with the call."""
-
-    proposer: str
-    tree: Any
-    accept: Any
-    neighbours: int
-    delta: float
-    lam: float
-    nu: float
-    residual: str
-    window: int
-    coupling: str
-    fresh: str
-    siblings: int
-    verify: str
 
 
 class Held:
@@ -82,17 +65,23 @@ class Held:
         return settings
 
     def draw(
-        self, call: Call, scale: float, seeds: list[int], method: str, dials: Mapping[str, Any]
+        self,
+        call: Call,
+        scale: float,
+        seeds: list[int],
+        method: str,
+        dials: Mapping[str, Any],
+        callback: Callable[[Partial], None] | None = None,
     ) -> tuple[Tensor, Format]:
         """The codes [B, length] that a call asks for, and the format they are in."""
         with self._lock:
             target, processors = self.target, call.processors
             format = target.format(call).without(processors.suppressed, target.codes)
             branches = Guidance(scale).branches
-            rows = token_rows(call.ids, call.mask)
+            tokens = token_rows(call.ids, call.mask)
             if branches == 2:
-                rows += target.unconditional(call)
-            prompts, slots = target.encode(rows, branches)
+                tokens += target.unconditional(call)
+            prompts, slots = target.encode(tokens, branches)
             if slots + format.length > target.most:
                 raise InputError(
                     f"prompt and picture take {slots + format.length} positions and the model has {target.most}"
@@ -102,10 +91,13 @@ class Held:
             top_k = min(processors.top_k, target.vocab)
             sampling = {"temperature": processors.temperature, "top_k": top_k, "top_p": processors.top_p}
             settings = self.settings(method, dials, cfg=scale, batch_size=len(seeds), **sampling)
-            finished = draw(self.pipe.engine(settings), [str(row) for row in range(len(seeds))], seeds)
+            rows = [str(row) for row in range(len(seeds))]
+            result = self.pipe.draw(
+                self.pipe.engine(settings), settings, rows, seeds, callback=callback, output_type="codes"
+            )
             target.prompts = ()
-            self.codes_per_pass = len(seeds) * format.length / sum(len(one.accepted) for one in finished)
-            return torch.stack([one.codes for one in finished]), format
+            self.codes_per_pass = result.stats.codes_per_pass
+            return result.codes, format
 
 
 def held(model: Any, drafter: str | Path | None) -> Held:
@@ -118,6 +110,7 @@ def held(model: Any, drafter: str | Path | None) -> Held:
     return found
 
 
+@listing(MethodDials)
 def custom_generate(
     model: Any,
     input_ids: Tensor,
@@ -129,13 +122,15 @@ def custom_generate(
     drafter: str | Path | None = None,
     generator: torch.Generator | None = None,
     cfg: float | None = None,
+    callback: Callable[[Partial], None] | None = None,
     **more: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Draw pictures with drafts: `model.generate(..., custom_generate=lanternpp.custom_generate)`.
 
     transformers gives the first five arguments and those of the model. Yours may be `method` (a name of
     `lanternpp.METHODS`, or "auto"), `drafter` (a folder or hub id), `generator` (of the seeds; default: torch's own),
-    `cfg` (in place of `guidance_scale`) and `MethodDials`. It returns what `generate` returns: token ids
+    `cfg` (in place of `guidance_scale`), `callback` (called with a `Partial` after every prompt and every pass; it has no
+    pictures) and `MethodDials`. It returns what `generate` returns: token ids
     [B, prompt + new] (Janus: codes [B, n]), or a GenerateDecoderOnlyOutput of them. Raises InputError for what drafts do not
     support.
     """
@@ -155,35 +150,13 @@ def custom_generate(
         model.generation_config.guidance_scale,
     )
     scale = next((float(scale) for scale in scales if scale is not None), state.target.guidance)
-    codes, format = state.draw(call, scale, seeds_of(len(input_ids), processors, generator), method, dials)
+    count = len(input_ids)
+    seeds = [0] * count if processors.temperature == 0 else arguments.random_seeds(count, generator)
+    codes, format = state.draw(call, scale, seeds, method, dials, callback)
     sequences = state.target.sequences(codes, format, call)
     if generation_config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=cast("torch.LongTensor", sequences))
     return sequences
-
-
-def _listed(function: Callable[..., Any]) -> None:
-    """Name the dials in a function's signature, by which transformers tells its arguments from the model's."""
-    own = inspect.signature(function)
-    kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    rest = [p for p in own.parameters.values() if p.kind is p.VAR_KEYWORD]
-    dials = [
-        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None)
-        for n in MethodDials.__annotations__
-    ]
-    function.__signature__ = own.replace(parameters=[*kept, *dials, *rest])  # type: ignore[attr-defined]
-
-
-_listed(custom_generate)
-
-
-def seeds_of(count: int, processors: Processors, generator: torch.Generator | None) -> list[int]:
-    """A seed for each picture, from a generator or torch's own; greedy pictures take none."""
-    if processors.temperature == 0:
-        return [0] * count
-    where = "cpu" if generator is None else generator.device
-    found: list[int] = torch.randint(2**63 - 1, (count,), generator=generator, device=where).tolist()
-    return found
 
 
 def generate(model: Any, *args: Any, usual: Callable[..., Any] | None = None, **given: Any) -> Any:
@@ -198,7 +171,7 @@ def generate(model: Any, *args: Any, usual: Callable[..., Any] | None = None, **
     named |= bound.get("kwargs", {})
     state = held(model, given.get("drafter"))
     if named.get("custom_generate") is not None or not state.target.asks_for_picture(named):
-        for name in ("method", "drafter", *MethodDials.__annotations__):
+        for name in ("method", "drafter", "callback", *MethodDials.__annotations__):
             given.pop(name, None)
         return usual(*args, **given)
     refused(["streamer", "assistant_model", "past_key_values", *EMBEDDED], named)

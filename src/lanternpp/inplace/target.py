@@ -29,6 +29,8 @@ class InPlaceTarget(Target):
     order of the image tokenizer. extras: further tokens that the models' pictures usually have, such as a row end.
     """
 
+    without_pixels = "pixels are made by the transformers model, from the tokens that generate returns"
+
     def __init__(
         self,
         body: nn.Module,
@@ -109,8 +111,8 @@ class InPlaceTarget(Target):
         return embedded
 
     def pixels(self, codes: Tensor) -> Tensor:
-        """Not there: the model's own methods make pixels of tokens."""
-        raise NotImplementedError("pixels are made by the transformers model")
+        """InputError: the model's own methods make pixels of tokens."""
+        raise InputError(self.without_pixels)
 
     @property
     @abstractmethod
@@ -136,7 +138,7 @@ class TokenHead:
     def __call__(self, features: Tensor, ids: Tensor) -> Tensor:
         """features [..., D], ids [V] -> logits [..., V]; a plain linear layer computes only what lies between the ids."""
         head = self._head
-        if type(head) is not nn.Linear:
+        if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:  # adapted or quantised
             logits: Tensor = head(features)
             return logits[..., ids]
         low, high = int(ids.min()), int(ids.max()) + 1

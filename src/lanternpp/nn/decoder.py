@@ -58,7 +58,11 @@ class DecoderConfig:
     head_dim: HeadDim = 0  # channels of one head; 0: dim / heads
     qk_norm: bool = False  # a LayerNorm over each head of queries and keys, before rotation
     norm_after: bool = False  # normalise what a sublayer returns, not what it is given (Swin v2, 2111.09883)
+    norm_both: bool = (
+        False  # normalise what a sublayer is given, and what it returns by norms of their own (GLM-4)
+    )
     attention_bias: bool = False
+    qkv_bias: bool = False  # of queries, keys and values alone
     ffn_bias: bool = False
 
     def __post_init__(self) -> None:
@@ -133,7 +137,7 @@ class Block(nn.Module):
             self.attention_norm = nn.Identity()
         else:
             self.attention_norm = Norm(config.dim, config.norm_eps)
-        self.wqkv = nn.Linear(config.dim, width, bias=config.attention_bias)
+        self.wqkv = nn.Linear(config.dim, width, bias=config.attention_bias or config.qkv_bias)
         self.qk_norm = (
             HeadNorm(self.heads + self.kv_heads, self.head_dim) if config.qk_norm else nn.Identity()
         )
@@ -141,12 +145,20 @@ class Block(nn.Module):
         self.ffn_norm = Norm(config.dim, config.norm_eps)
         self.w13 = nn.Linear(config.dim, 2 * config.hidden, bias=config.ffn_bias)
         self.w2 = nn.Linear(config.hidden, config.dim, bias=config.ffn_bias)
+        self.both = config.norm_both
+        if config.norm_both:
+            self.attention_out_norm = Norm(config.dim, config.norm_eps)
+            self.ffn_out_norm = Norm(config.dim, config.norm_eps)
 
     def forward(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
         """x [R, N, D], rotation [R, N, 2, 1, d] -> [R, N, D]."""
         if self.after:
             x = x + self._drop(self.attention_norm(self._mix(x, rotation, attend)))
             return x + self._drop(self.ffn_norm(self._feed(x)))
+        if self.both:
+            mixed = self._mix(self.attention_norm(x), rotation, attend)
+            x = x + self._drop(self.attention_out_norm(mixed))
+            return x + self._drop(self.ffn_out_norm(self._feed(self.ffn_norm(x))))
         x = x + self._drop(self._mix(self.attention_norm(x), rotation, attend))
         return x + self._drop(self._feed(self.ffn_norm(x)))
 

@@ -97,20 +97,24 @@ def llama_rules(
     block: str = r"blocks.\1",
     paired: bool = False,
     norm_rows: tuple[int, int] | None = None,
+    rotated: int | None = None,
 ) -> list[Rename]:
     """`layer`, a regular expression with the layer's number as its one group, into `block`.
 
-    paired: rotary pairs are neighbouring channels there, not half against half. norm_rows: how many rows the
+    paired: rotary pairs are neighbouring channels there, not half against half. rotated: how many channels of a head are
+    rotated there, the first ones; default: all. norm_rows: how many rows the
     checkpoint's norms of queries and of keys have, each for as many neighbouring heads; default: one a head.
     """
     queries, keys, half = shape.heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.hidden
     change = f"halves:{shape.head_dim}" if paired else None
-    rotated, every, what = queries + keys, queries + 2 * keys, r"\.(weight|bias)"
+    if rotated is not None:
+        change = f"outer:{shape.head_dim}:{rotated}"
+    both, every, what = queries + keys, queries + 2 * keys, r"\.(weight|bias)"
     wqkv, w13 = rf"{block}.wqkv.\2", rf"{block}.w13.\2"
     return [
         Rename(rf"{layer}\.self_attn\.q_proj{what}", wqkv, part=(0, queries), change=change),
-        Rename(rf"{layer}\.self_attn\.k_proj{what}", wqkv, part=(queries, rotated), change=change),
-        Rename(rf"{layer}\.self_attn\.v_proj{what}", wqkv, part=(rotated, every)),
+        Rename(rf"{layer}\.self_attn\.k_proj{what}", wqkv, part=(queries, both), change=change),
+        Rename(rf"{layer}\.self_attn\.v_proj{what}", wqkv, part=(both, every)),
         Rename(rf"{layer}\.self_attn\.o_proj{what}", rf"{block}.wo.\2"),
         *_norms(shape, layer, block, norm_rows or (shape.heads, shape.num_kv_heads)),
         Rename(rf"{layer}\.mlp\.gate_proj{what}", w13, part=(0, half)),

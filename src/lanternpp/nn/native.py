@@ -189,7 +189,8 @@ def native(decoder: Decoder) -> NativeDecoder | None:
         for p in weights
     )
     widths = (config.dim, config.hidden, config.heads * config.head_dim)
-    simple = not (config.qk_norm or config.norm_after or any(width % COLUMNS for width in widths))
+    simple = not (config.qk_norm or config.norm_after or config.norm_both)
+    simple = simple and not any(width % COLUMNS for width in widths)
     simple = simple and config.head_dim % 16 == 0 and config.head_dim <= 256
     if not (weights and plain and simple) or sum(p.numel() for p in weights) > MOST_WEIGHTS:
         return None

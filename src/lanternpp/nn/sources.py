@@ -35,8 +35,20 @@ def halves(tensor: Tensor, head_dim: int) -> Tensor:
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
+def outer(tensor: Tensor, head_dim: int, rotated: int) -> Tensor:
+    """Rows [heads * head_dim, ...] of which the first `rotated` of a head are rotary halves, so that these lie head_dim / 2
+    apart, as if the whole head were rotated: the channels that are not rotated lie behind each half.
+    """
+    first, second, rest = tensor.unflatten(0, (-1, head_dim)).split(
+        (rotated // 2, rotated // 2, head_dim - rotated), 1
+    )
+    left, right = rest.chunk(2, 1)
+    return torch.cat((first, left, second, right), 1).reshape(tensor.shape)
+
+
 CHANGES: dict[str, Callable[..., Tensor]] = {
     "halves": halves,  # "halves:64": neighbouring rotary pairs to halves, heads of 64 channels
+    "outer": outer,  # "outer:128:64": heads of 128 channels, of which the first 64 are rotated
     "transpose": lambda tensor: tensor.t(),
     "conv1x1": lambda tensor: tensor[..., None, None],  # a linear layer's weight as a convolution's
     "linear": lambda tensor: tensor.flatten(1),  # and back

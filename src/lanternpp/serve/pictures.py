@@ -16,39 +16,23 @@ from torch import Tensor
 from lanternpp.picture import notes as notes_of
 from lanternpp.picture import png_bytes
 from lanternpp.pipeline import Pipeline, versions
+from lanternpp.pixels import unfinished
 from lanternpp.serve.fresh_thread import run_in_fresh_thread
 from lanternpp.serve.tickets import FinishedImage, ImageSpec
 
-GREY = (128, 128, 128)
 QUALITY = 90  # of jpeg, unless the request gives one
 PAUSE = 4  # the pause after a preview, as a multiple of the time that it took
 
 
 def picture_size(pipe: Pipeline) -> tuple[int, int]:
     """Width and height of the pictures that a model draws, in pixels."""
-    example = pipe.target.examples(1).cpu()
-    return _pixels(pipe, example[torch.zeros(pipe.target.length, dtype=torch.int64)]).size
+    blank = pipe.target.examples(1)[torch.zeros(1, pipe.target.length, dtype=torch.int64, device=pipe.device)]
+    return run_in_fresh_thread(pipe.images, blank)[0].size
 
 
 def half_drawn(pipe: Pipeline, codes: Tensor) -> Image.Image:
-    """A picture of which the first codes, [decided], are known; the rest is grey. Takes as long as decoding a finished one.
-
-    For decoding, every unknown code repeats the known one above it, so that the known part has much the same surroundings,
-    and looks much the same, as in the finished picture.
-    """
-    target, decided = pipe.target, len(codes)
-    if not decided:
-        return Image.new("RGB", picture_size(pipe), GREY)
-    place = torch.arange(target.length)
-    above = (place - decided) // target.width + 1  # rows up to a decided code
-    source = place.where(place < decided, place - above * target.width).clamp(min=0)
-    image = _pixels(pipe, codes.cpu()[source])
-    rows = target.length // target.width
-    row, column = divmod(decided, target.width)
-    top, middle = round(row * image.height / rows), round((row + 1) * image.height / rows)
-    image.paste(GREY, (round(column * image.width / target.width), top, image.width, middle))
-    image.paste(GREY, (0, middle, image.width, image.height))
-    return image
+    """A picture of which the first codes, [decided], are known, as `pixels.unfinished` draws it."""
+    return run_in_fresh_thread(unfinished, pipe.target, codes)
 
 
 class Previews:
@@ -88,9 +72,3 @@ def encode(
     else:
         image.save(file, format="WEBP", lossless=quality is None, quality=80 if quality is None else quality)
     return base64.b64encode(file.getvalue()).decode("ascii")
-
-
-def _pixels(pipe: Pipeline, codes: Tensor) -> Image.Image:
-    """The picture of codes [length]."""
-    device = next(pipe.target.parameters()).device
-    return run_in_fresh_thread(pipe.images, codes[None].to(device))[0]

@@ -13,4 +13,5 @@ FAMILIES = {
     "chameleon": "lanternpp.targets.chameleon:ChameleonTarget",
     "janus": "lanternpp.targets.janus:JanusTarget",
     "emu3": "lanternpp.targets.emu3:Emu3Target",
+    "glm-image": "lanternpp.targets.glm_image:GlmImageTarget",
 }

@@ -77,6 +77,7 @@ class Target(nn.Module, ABC):
     head_layer: ClassVar[str | None] = None  # the attribute that is the linear layer of `head`, if one is
     about: ClassVar[str] = ""  # the checkpoints it reads, for the message about an unknown one
     defaults: Mapping[str, Any] = {}  # recommended settings, for models without a defaults.json
+    without_pixels: ClassVar[str] = ""  # where its codes cannot become pixels here: what to do, for a message
 
     @classmethod
     def claims(cls, source: Source) -> bool:

@@ -21,7 +21,7 @@ from lanternpp.nn.rope import line_table
 from lanternpp.nn.sources import Rename, Source
 from lanternpp.nn.stores import Store
 from lanternpp.targets.base import Target
-from lanternpp.targets.tokens import Text, check_length, check_tokens, left_padded
+from lanternpp.targets.tokens import STRIDE, Text, check_length, check_tokens, left_padded
 from lanternpp.types import Prompt
 from lanternpp.vq.reading import Reader
 
@@ -86,6 +86,7 @@ class LanguageTarget(Target):
     """
 
     kind: ClassVar[str]  # in a config of ours
+    stride: ClassVar[int] = STRIDE  # prompts are padded to a multiple of it
     text: Text
     config: Any  # a dataclass
     _vq: list[Any]  # the VQ decoder; in a list: not among this module's weights
@@ -160,7 +161,7 @@ class LanguageTarget(Target):
         if branches == 2:
             rows += [self.unconditional(c) for c in conditions]
         check_tokens(max(map(max, rows)), len(self.token_table), self.text.path)
-        ids, start = left_padded(rows, self.slots, self.token_table.device)
+        ids, start = left_padded(rows, self.slots, self.token_table.device, self.stride)
         return Prompt(self.token_table[ids], start)
 
     def check(self, condition: str | None) -> None:

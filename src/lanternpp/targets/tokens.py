@@ -75,10 +75,12 @@ def first_code(text: Text, name: str, last: str, codes: int, what: str) -> int:
     return first
 
 
-def left_padded(rows: Sequence[Sequence[int]], slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids as ([R, T], start [R]), T a multiple of `STRIDE` or `slots`; padding is token 0, never seen."""
+def left_padded(
+    rows: Sequence[Sequence[int]], slots: int, device: torch.device, stride: int = STRIDE
+) -> tuple[Tensor, Tensor]:
+    """Token ids as ([R, T], start [R]), T a multiple of `stride` or `slots`; padding is token 0, never seen."""
     longest = max(map(len, rows))
-    width = min(-(-longest // STRIDE) * STRIDE, slots)
+    width = min(-(-longest // stride) * stride, slots)
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
     return ids, torch.tensor([width - len(row) for row in rows], device=device)
 

@@ -78,6 +78,6 @@ def usual_conditions(pipe: Pipeline) -> Conditions:
 
 def machine(pipe: Pipeline) -> dict[str, object]:
     """The device, processor, dtype and threads that seconds are measured with."""
-    name = device_name(next(pipe.target.parameters()).device)
+    name = device_name(pipe.device)
     where = {"device": name, "processor": processor(), "dtype": pipe.dtype}
     return where | {"threads": torch.get_num_threads()}

@@ -1,0 +1,246 @@
+"""A model as it was loaded, the settings that it draws with, and its engines; `Pipeline` draws with them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self, Unpack
+
+import torch
+from torch import Tensor
+
+from lanternpp import arguments
+from lanternpp.accept import RULES
+from lanternpp.accept.base import check_relax
+from lanternpp.continuous.engine import engine_for
+from lanternpp.default_method import Chosen, choose
+from lanternpp.devices import INT8, pick_device, pick_dtype
+from lanternpp.engine.decode import Engine
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Sampling
+from lanternpp.engines import BYTES, EngineCache
+from lanternpp.errors import InputError
+from lanternpp.keywords import PictureDials, listing
+from lanternpp.methods import AUTO
+from lanternpp.models import MODELS, Model, model_folder, read_defaults
+from lanternpp.nn.draws import native_laws, native_stops
+from lanternpp.nn.int8 import Effect
+from lanternpp.settings import (
+    Settings,
+    build_proposer,
+    build_rule,
+    build_verifier,
+    dials_read,
+    fitted,
+    network_needed,
+    resolve,
+    suits_latents,
+)
+from lanternpp.tuned import CONDITIONS, Tuned, fingerprint
+from lanternpp.vq.neighbours import cache_folder, neighbours
+
+TABLES = [
+    m * 10**e for e in range(5) for m in (1, 2, 5)
+]  # neighbours of the tables on disk; others are cut from these
+
+
+class LoadedModel:
+    """A target, its drafter if it has one, and a cache of engines for the settings used last."""
+
+    def __init__(self, model: Model, name: str, tuned: bool = True, engine_bytes: int = BYTES):
+        self.name, self.folder = name, model.folder
+        self.tuned = Tuned.read(model.folder, model.other) if tuned else None
+        self.defaults = read_defaults(model.folder) or dict(model.target.defaults)
+        self.target = model.target
+        self._models = {False: model}  # compiled or not
+        self._lock = threading.RLock()  # held while a call draws; its progress may call again
+        self._engines = EngineCache(self.new_engine, engine_bytes)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path = "nature-128",
+        drafter: str | Path | None = None,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        size: str | int | tuple[int, int] | None = None,
+        tuned: bool = True,
+        engine_bytes: int = BYTES,
+    ) -> Self:
+        """A model by name, path or hub id; `drafter` likewise (default: the model's own).
+
+        size: "768x512" or (768, 512), width first, or 768, in pixels, for models that draw more than one size.
+        dtype: float32, bfloat16, float16, float64, or auto, the fastest here; int8 keeps the target's weights in
+        8 bits and computes in auto's dtype.
+        tuned: whether what `lanternpp tune` found for this model is a default where it was measured.
+        engine_bytes: what engines may take that are kept for the next call with the same settings, caches of keys and
+        values for the most part. The latest is kept whatever it takes.
+        Raises InputError where a name is unknown or a file is missing, truncated or of another model.
+        """
+        model = arguments.text("model", model)
+        drafter = None if drafter is None else arguments.text("drafter", drafter)
+        folder = model_folder(model)
+        on, kind, int8 = _placed(device, dtype)
+        named = model in MODELS or not Path(model).exists()
+        name = model if named else folder.resolve().stem if folder.is_file() else folder.name
+        read = Model(folder, drafter, on, kind, size=arguments.size_text(size), int8=int8)
+        return cls(read, name, tuned, engine_bytes)
+
+    def to(
+        self,
+        device: str | torch.device | torch.dtype | None = None,
+        dtype: str | torch.dtype | None = None,
+    ) -> Self:
+        """Move to another device, to another dtype, or both; returns this pipeline. A dtype alone may be given first.
+
+        The weights are read again from their files, for a moment beside those that are there: nothing is lost by a
+        narrower dtype on the way. Both are named as in `from_pretrained`. Raises InputError, and is then as before.
+        """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device if dtype is None else dtype
+        with self._lock:
+            model = self._models[False]
+            on, kind, int8 = _placed(
+                model.device if device is None else device,
+                (INT8 if model.int8 else model.dtype) if dtype is None else dtype,
+            )
+            if (on, kind, int8) != (model.device, model.dtype, model.int8):
+                moved = model.changed(device=on, dtype=kind, int8=int8)
+                self.target = moved.target
+                self._models = {False: moved}
+                self._engines = EngineCache(self.new_engine, self._engines.most)
+                self.__dict__.pop("_auto", None)
+        return self
+
+    @cached_property
+    def _auto(self) -> Chosen:
+        model = self._models[False]
+        return choose(AUTO, self.folder, model.other, self.defaults, self.tuned, model.device.type)
+
+    def chosen(self, method: str | None = AUTO) -> Chosen:
+        """The method that a name means on this model, which is another where the name is "auto".
+
+        That takes what the model's defaults name, else what was tuned, else the fastest lossless method for the
+        drafter that the model has.
+        """
+        return self._auto if method in (AUTO, None) else Chosen(arguments.text("method", method))
+
+    @listing(PictureDials)
+    def settings(self, method: str | None = AUTO, **overrides: Unpack[PictureDials]) -> Settings:
+        """A method's settings on this model: overrides, what was tuned, the model's defaults, the method's row.
+
+        Raises InputError, also where an override is a dial that no part of the method reads.
+        """
+        chosen = self.chosen(method)
+        method, defaults, auto = chosen.method, chosen.defaults(self.defaults), chosen.why is not None
+        settings = resolve(method, defaults, overrides, auto)
+        found: dict[str, Any] = {}
+        if self.tuned and self.tuned.entries:
+            # an override of the tree leaves the other dials that were tuned
+            usual = resolve(method, defaults, {k: v for k, v in overrides.items() if k != "tree"}, auto)
+            found = self.tuned.settings(method, self.conditions(usual))
+        if found:
+            rows = defaults.get("methods", {})
+            own = {**rows, method: {**rows.get(method, {}), **found}}
+            settings = resolve(method, {**defaults, "methods": own}, overrides, auto)
+        return fitted(settings, self.target, self.name, overrides)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target is."""
+        return next(self.target.parameters()).device
+
+    @property
+    def dtype(self) -> str:
+        """The target's compute dtype, such as "bfloat16"; "int8, bfloat16" where its weights have 8 bits."""
+        model = self._models[False]
+        computed = str(model.dtype).removeprefix("torch.")
+        return f"{INT8}, {computed}" if model.int8 else computed
+
+    @property
+    def weights(self) -> str:
+        """A hash of the weights of model and drafter, to which measurements belong."""
+        model = self._models[False]
+        return fingerprint(model.folder, model.other)
+
+    @property
+    def effect(self) -> Effect | None:
+        """The change of the target's logits by 8-bit weights; None without them."""
+        return self._models[False].effect
+
+    def conditions(self, settings: Settings) -> dict[str, Any]:
+        """The conditions that a tuning is valid for: device type, dtype, batch size, and the method's parts."""
+        where = {"device": self.device.type, "dtype": self.dtype}
+        return where | {name: getattr(settings, name) for name in CONDITIONS if name not in where}
+
+    def can_draft(self, settings: Settings) -> bool:
+        """Whether this model has what the settings need: the network that drafts, a codebook for rules with neighbours.
+
+        No weights are read.
+        """
+        lends = "neighbours" in dials_read(settings.proposer, settings.accept)
+        kind = network_needed(settings)
+        there = kind is None or self._models[False].holds(kind)
+        fits = not self.target.channels or suits_latents(settings)
+        return there and fits and not (lends and self.target.codebook is None)
+
+    def engine(self, settings: Settings) -> Engine:
+        """The cached engine for these settings, which calls use too; `new_engine` makes one of your own."""
+        with self._lock:
+            return self._engines.get(settings)
+
+    def release(self) -> None:
+        """Free the cached engines and the memory of their KV caches."""
+        with self._lock:
+            self._engines.clear()
+
+    def new_engine(self, settings: Settings) -> Engine:
+        """An engine for these settings that no one else has."""
+        with self._lock:
+            return self._new_engine(settings)
+
+    def _new_engine(self, settings: Settings) -> Engine:
+        model = self._model(settings.compile)
+        proposer = build_proposer(settings, model.network)
+        rule = build_rule(settings, self.table, native_laws)
+        if type(rule) not in RULES.values():
+            like = next(model.target.parameters())
+            check_relax(rule, str(settings.accept), model.target.vocab, proposer.depth, like)
+        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
+        parts = (model.target, proposer, rule, sampling, Guidance(settings.cfg))
+        verifier = build_verifier(settings, native_stops())
+        return engine_for(*parts, settings.batch_size, settings.measure, verifier)
+
+    def _model(self, compiled: bool) -> Model:
+        """The networks, compiled or not; the compiled ones are read when first asked for."""
+        if compiled not in self._models:
+            self._models[compiled] = self._models[False].changed(compiled=True)
+        return self._models[compiled]
+
+    def table(self, k: int) -> Tensor:
+        """The k nearest codes of every code, [V, k]; InputError where the family has no codebook table."""
+        if self.target.codebook is None:
+            raise InputError(
+                f"{self.name} has no codebook of latents, so no code has neighbours; use the rule exact or cool"
+            )
+        beside = self.folder.parent if self.folder.is_file() else self.folder
+        codebook = self.target.codebook.cpu()
+        kept = min(next(n for n in TABLES if n >= k), len(codebook) - 1) if k <= TABLES[-1] else k
+        table = neighbours(codebook, max(k, kept), cache_folder(beside))
+        return table[:, :k].contiguous().to(self.device)
+
+    def describe(self, settings: Settings) -> dict[str, Any]:
+        """Settings as results report them: with the device, the dtype, and the effect of 8-bit weights."""
+        where: dict[str, Any] = {"device": str(self.device), "dtype": self.dtype}
+        if self.effect:
+            where["int8"] = asdict(self.effect)
+        where["tuned"] = self.tuned is not None and self.tuned.knows(settings.method, settings.tree)
+        return asdict(settings) | where
+
+
+def _placed(device: str | torch.device, dtype: str | torch.dtype) -> tuple[torch.device, torch.dtype, bool]:
+    """A device, the dtype that is computed in there, and whether weights are kept in 8 bits. InputError."""
+    on, name = pick_device(str(device)), str(dtype).removeprefix("torch.")
+    return on, pick_dtype(name, on), name == INT8
