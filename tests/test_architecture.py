@@ -82,7 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"registry", "hub", "devices", "targets", "drafters", "nn"},
     "tuned": {"nn", "trees", "vq"},
     "default_method": {"registry", "methods", "models", "drafters", "nn", "settings", "tuned"},
-    "pixels": {"registry", "targets.base"},
+    "pixels": {"nn.threads", "registry", "targets.base"},
     "results": {"engine", "pixels", "targets.base", ""},
     "keywords": {"accept.base", "engine.proposer", "results", "trees.base"},
     "loaded": LIBRARY - {"pipeline", "loaded", "picture", "pixels"},
