@@ -90,6 +90,9 @@ class SlowPipe:
     def parameters(self) -> Iterator[torch.Tensor]:
         return iter([torch.zeros(1)])
 
+    def examples(self, count: int) -> torch.Tensor:
+        return torch.arange(count)
+
     def chosen(self, method: str) -> Chosen:
         return Chosen("ar" if method == AUTO else method)
 
