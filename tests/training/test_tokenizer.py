@@ -120,7 +120,7 @@ def test_a_check_looks_at_pictures_from_all_over(data: Path) -> None:
 
 def test_other_settings_are_refused_by_name_until_restarted(data: Path, tmp_path: Path) -> None:
     assert not go(data, tmp_path, stop=1)
-    with pytest.raises(InputError, match=r"lr 0.0004 -> 0.001.*--restart"):
+    with pytest.raises(InputError, match=r"lr 0.0005 -> 0.001.*--restart"):
         go(data, tmp_path, lr=1e-3)
     assert go(data, tmp_path, steps=2, lr=1e-3, restart=True)
     assert [row["step"] for row in log(tmp_path) if "loss" in row] == [1, 2]

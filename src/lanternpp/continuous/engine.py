@@ -21,10 +21,7 @@ from lanternpp.targets.base import Target
 
 
 class LatentEngine(Engine):
-    """Decodes latents. Its `codes` are [B, length, C] float32, and so are those of the samples that it finishes.
-
-    Raises InputError where drafts or rule are not those that it can verify.
-    """
+    """Decodes latents. Its `codes` are [B, length, C] float32, and so are those of the samples that it finishes."""
 
     def __init__(
         self,
@@ -35,7 +32,6 @@ class LatentEngine(Engine):
         guidance: MixtureGuidance,
         batch: int,
     ):
-        check(proposer, rule)
         super().__init__(target, proposer, rule, sampling, guidance, batch, verifier=verify_latents)
         self.codes = torch.zeros(*self.codes.shape, target.channels, device=self.codes.device)
         proposer.root = self.codes[:, 0].clone()
@@ -68,6 +64,7 @@ def engine_for(
     """The engine that decodes what a target predicts, codes or latents; arguments as of `Engine`. InputError."""
     if not target.channels:
         return Engine(target, proposer, rule, sampling, guidance, batch, measure, verifier)
+    check(proposer, rule)
     if verifier is not verify and not isinstance(proposer, NoDraft):
         raise InputError(
             "drafts of continuous latents are verified one by one, as verifying several together takes an integral: use "

@@ -182,6 +182,8 @@ class Decoder(nn.Module):
     """A stack of blocks with a table of rotary embeddings; runs with a KV cache, or over a whole sequence without."""
 
     rotary_table: Tensor
+    native: NativePasses | None = None  # set by `pack`
+    causal: Tensor | None = None  # [T, T], set before compiling: a mask that is computed in the graph is slower
 
     def __init__(self, config: DecoderConfig, rotary_table: Tensor):
         super().__init__()
