@@ -44,13 +44,23 @@ def test_threads_are_halved_while_the_cores_are_wanted_and_doubled_when_they_are
     busy, free = (0.1, 0.1), (0.5, 0.0)
     phases = [(0.1, 0.01), busy, busy, busy, free, free, free, free, free, free]
     counts = []
-    with FittedThreads(IN_C) as fitted, pytest.warns(UserWarning, match="so 2 of 4 threads draw") as caught:
+    with FittedThreads(IN_C) as fitted, pytest.warns(UserWarning, match="so 1 of 4 threads draw") as caught:
         for ran, waited in phases:
             run(ran, waited)
             fitted.update()
             counts.append(torch.get_num_threads())
     assert counts == [4, 2, 1, 1, 1, 1, 2, 2, 2, 4]
     assert len(caught) == 1
+
+
+def test_short_waits_are_no_reason_for_a_warning(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(threads, "LASTING", (3, 0.0))
+    with FittedThreads(IN_C) as fitted, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            run(0.1, 0.1)
+            fitted.update()
+        assert torch.get_num_threads() == 1
 
 
 @pytest.mark.filterwarnings("ignore:other work")

@@ -183,7 +183,9 @@ class Decoder(nn.Module):
 
     rotary_table: Tensor
     native: NativePasses | None = None  # set by `pack`
-    causal: Tensor | None = None  # [T, T], set before compiling: a mask that is computed in the graph is slower
+    causal: Tensor | None = (
+        None  # [T, T], set before compiling: a mask that is computed in the graph is slower
+    )
 
     def __init__(self, config: DecoderConfig, rotary_table: Tensor):
         super().__init__()

@@ -24,6 +24,10 @@ INTERVAL = 0.05  # seconds between two looks at it
 SHARED = 0.15  # of the time in which a thread wants to run: a share of waiting from which on the machine counts as shared
 # Seconds of running without such waits before more threads are tried: at first, and at most.
 PATIENCE = (0.3, 10.0)
+LASTING = (
+    3,
+    2.0,
+)  # looks that found such waits, each within so many seconds of the last, make lasting work of it
 
 
 @dataclass
@@ -33,6 +37,8 @@ class Shared:
     halvings: int = 0  # of the number of threads
     alone: float = 0.0  # seconds that the drawing thread has run without waits since the last change
     patience: float = PATIENCE[0]  # doubled where more threads were tried too early
+    waits: int = 0  # looks that found such waits, one soon after the other
+    waited: float = 0.0  # when the last of them was
     warned: bool = False
 
 
@@ -43,7 +49,7 @@ class FittedThreads:
     """A context in which `update`, called often, halves PyTorch's threads while the calling thread waits for a core.
 
     Once it no longer waits they are doubled, up to as many as there were, and after the context there are as many again.
-    The first time that they are halved a warning says so. Only where a decoder's passes over so many rows are computed in C:
+    Where that lasts a warning says so, once. Only where a decoder's passes over so many rows are computed in C:
     their results do not depend on the number of threads, while those of PyTorch's products of many rows do. And only on Linux,
     which counts how long threads wait. Within such a context of the same thread another one does nothing.
     """
@@ -83,6 +89,8 @@ class FittedThreads:
                 shared.patience = min(2 * shared.patience, PATIENCE[1]) if early else PATIENCE[0]
                 shared.halvings += 1
             shared.alone = 0.0
+            shared.waits = 1 if self.looked > shared.waited + LASTING[1] else shared.waits + 1
+            shared.waited = self.looked
         elif shared.halvings and shared.alone > shared.patience:
             shared.halvings, shared.alone = shared.halvings - 1, 0.0
         self._set()
@@ -96,11 +104,10 @@ class FittedThreads:
 
     def _set(self) -> None:
         threads = max(1, self.every >> shared.halvings)
-        if threads == self.threads:
-            return
-        torch.set_num_threads(threads)
-        self.threads = threads
-        if threads < self.every and not shared.warned:
+        if threads != self.threads:
+            torch.set_num_threads(threads)
+            self.threads = threads
+        if threads < self.every and shared.waits >= LASTING[0] and not shared.warned:
             shared.warned = True
             warnings.warn(
                 f"other work wants this machine's cores, so {threads} of {self.every} threads draw until it ends; "
