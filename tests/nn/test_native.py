@@ -104,6 +104,16 @@ def test_it_is_nearer_to_float64_than_pytorch_is(
     assert wrong.max() < 0.15 * exact.abs().max()
 
 
+def test_gates_far_below_zero_let_nothing_through(library: object):
+    plain = decoder(64, 1, 4, 96)
+    with torch.no_grad():
+        plain.blocks[0].w13.weight[:96] *= 1000
+    x = torch.randn(1, 24, 64).to(HALF)
+    exact = features(copy.deepcopy(plain).double(), x.double(), 1)
+    wrong, usual = ((features(network, x, 1) - exact).abs() for network in (in_c(plain, library), plain))
+    assert wrong.mean() < 1.2 * usual.mean() and wrong.max() < 0.15 * exact.abs().max()
+
+
 @pytest.mark.parametrize("taps", [(0,), (1, 2)])
 def test_so_is_what_it_returns_of_the_layers_below_the_last(library: object, taps: tuple[int, ...]):
     plain = decoder(64, 4, 4, 96)

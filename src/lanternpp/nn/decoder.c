@@ -665,6 +665,7 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
             PRODUCTS(layer.w13, normed)
                 for (int64_t r = 0; r < rows; r++) {
                     floats gate = *(floats *)out[r], up = *(floats *)(out[r] + LANES);
+                    gate = (floats)((ints)gate & ~(gate < -87.0f)); /* below it silu is 0 */
                     gate = gate / (1 + exponential(-gate)) * up;
                     for (int64_t c = 0; c < LANES; c++)
                         active[(first + r) * s.hidden + b * LANES + c] = narrow(gate[c]);
