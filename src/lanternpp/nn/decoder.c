@@ -107,6 +107,12 @@ static inline floats exponential(floats x) {
     return (floats)((ints)(p * (floats)scale) & large);
 }
 
+/* x / (1 + exp(-x)). */
+static inline floats silu(floats x) {
+    x = (floats)((ints)x & ~(x < -87.0f)); /* it is 0 below */
+    return x / (1 + exponential(-x));
+}
+
 /* RMSNorm of x [count] as bfloat16; without a weight, x itself. */
 static void normalise(const float *x, const float *weight, float eps, int64_t count, half *out) {
     if (!weight) {
@@ -665,8 +671,7 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
             PRODUCTS(layer.w13, normed)
                 for (int64_t r = 0; r < rows; r++) {
                     floats gate = *(floats *)out[r], up = *(floats *)(out[r] + LANES);
-                    gate = (floats)((ints)gate & ~(gate < -87.0f)); /* below it silu is 0 */
-                    gate = gate / (1 + exponential(-gate)) * up;
+                    gate = silu(gate) * up;
                     for (int64_t c = 0; c < LANES; c++)
                         active[(first + r) * s.hidden + b * LANES + c] = narrow(gate[c]);
                 }

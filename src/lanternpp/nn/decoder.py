@@ -183,9 +183,8 @@ class Decoder(nn.Module):
 
     rotary_table: Tensor
     native: NativePasses | None = None  # set by `pack`
-    causal: Tensor | None = (
-        None  # [T, T], set before compiling: a mask that is computed in the graph is slower
-    )
+    causal: Tensor | None = None
+    """[T, T], set before compiling: a mask that is computed in the graph is slower."""
 
     def __init__(self, config: DecoderConfig, rotary_table: Tensor):
         super().__init__()
@@ -198,10 +197,6 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config, first=i == 0) for i in range(config.layers))
         self.norm = Norm(config.dim, config.norm_eps) if config.final_norm else nn.Identity()
         self.register_buffer("rotary_table", rotary_table, persistent=False)  # [positions, 2, d]
-        self.native: NativePasses | None = None  # set by `pack`
-        self.causal: Tensor | None = (
-            None  # [T, T], set before compiling: a mask that is computed in the graph is slower
-        )
 
     def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache, taps: tuple[int, ...] = ()) -> Tensor:
         """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to `cache`.

@@ -224,9 +224,7 @@ void draw_chain(const Heads *heads, const Chain *chain, int64_t threads) {
                     const half *query = c.query + (b * c.levels + level) * up.inputs;
                     const half *prev = c.prev + c.drawn[b * (c.levels + 1) + level] * up.inputs;
                     for (int64_t i = 0; i < up.inputs; i += LANES) {
-                        floats sum = widen_all(query + i) + widen_all(prev + i);
-                        sum = (floats)((ints)sum & (sum > -87.0f)); /* below it silu is 0 */
-                        sum /= 1 + exponential(-sum);
+                        floats sum = silu(widen_all(query + i) + widen_all(prev + i));
                         for (int64_t j = 0; j < LANES; j++) active[b * up.inputs + i + j] = narrow(sum[j]);
                     }
                 }
