@@ -137,7 +137,8 @@ class ClassifierTask(Task):
         for name, prefix in (("val", ""), ("redrawn val", "redrawn_")):
             split = self.splits[name]
             scores, words = self.predict(classifier, split)
-            losses.append(F.cross_entropy(scores, split.labels).item())
+            if name == "val" or self.hparams.redrawn:  # what it is trained on
+                losses.append(F.cross_entropy(scores, split.labels).item())
             found[f"{prefix}accuracy"] = (scores.argmax(-1) == split.labels).double().mean().item()
             if self.config.words:
                 found[f"{prefix}words"] = ((words > 0) == (split.words > 0)).double().mean().item()
