@@ -18,7 +18,7 @@ OUTPUTS = ("pil", "np", "pt", CODES)  # what pictures may be returned as
 GREY = (128, 128, 128)
 
 
-def check_output(target: Target, kind: str) -> str:
+def check_output(target: Target, kind: str = "pil") -> str:
     """InputError unless `kind` is one of `OUTPUTS` that this target's codes can become."""
     if kind not in OUTPUTS:
         raise InputError(unknown("output_type", str(kind), OUTPUTS))

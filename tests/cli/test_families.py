@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import LANGUAGE, write_chameleon, write_emu3, write_janus
+from families import LANGUAGE, write_chameleon, write_emu3, write_glm_image, write_glm_processor, write_janus
 from PIL import Image
 
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
@@ -91,3 +91,19 @@ def test_a_size_is_an_option_of_models_that_draw_several(
     done = run("convert", models / "emu3", tmp_path / "wide", "--size", "24x16")
     assert (done.code, done.err) == (0, "")
     assert json.loads((tmp_path / "wide/target/config.json").read_text())["size"] == "24x16"
+
+
+def test_verbs_that_write_pictures_refuse_a_model_whose_codes_cannot_become_one(run, tmp_path: Path) -> None:
+    write_glm_image(tmp_path / "glm" / "vision_language_encoder", positions=2048)
+    write_glm_processor(tmp_path / "glm" / "processor")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("red sea\n")
+    for verb in (
+        ["generate", "red sea"],
+        ["bench", "--prompts", prompts],
+        ["generate", "--prompts", prompts, "--out", "many"],
+        ["serve", "--port", 0],
+    ):
+        done = run(*verb, "--model", tmp_path / "glm")
+        assert (done.code, done.out) == (2, "") and 'draw with output_type="codes"' in done.err, verb
+    assert not list(Path().rglob("*"))

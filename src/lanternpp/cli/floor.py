@@ -78,7 +78,7 @@ def floor(
     from lanternpp.nn import checkpoints
 
     with random_model(random) if random else nullcontext(Path(options.model)) as folder:
-        pipe = read(replace(options, model=str(folder)))
+        pipe = read(replace(options, model=str(folder)), pictures=False)
         with progress_bar("timing steps") as progress:
             result = measure(pipe, field, sizes, steps, options.overrides, progress)
     checkpoints.write_text(output / "floor.json", json.dumps(result, indent=1) + "\n")

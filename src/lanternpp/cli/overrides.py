@@ -44,11 +44,17 @@ def draws(*without: str, groups: tuple[Group, ...] = EVERY) -> Callable[..., Cal
     return opt.bundled("options", have, make)
 
 
-def read(options: DrawOptions) -> Pipeline:
-    """Read the model; says on stderr what weights in 8 bits change. Raises InputError."""
+def read(options: DrawOptions, pictures: bool = True) -> Pipeline:
+    """Read the model; says on stderr what weights in 8 bits change. Raises InputError.
+
+    pictures: refuse a model whose codes cannot become pictures here.
+    """
     from lanternpp import Pipeline
+    from lanternpp.pixels import check_output
 
     pipe = Pipeline.from_pretrained(**options.pretrained)
+    if pictures:
+        check_output(pipe.target)
     tell_effect(pipe.effect)
     return pipe
 

@@ -64,7 +64,7 @@ def throughput(
     from lanternpp.tuning.batches import calibrate
 
     given = read_prompts(prompts, model_folder(options.model)) if prompts else None
-    pipe = read(options)
+    pipe = read(options, pictures=False)
     settings = pipe.settings(options.method, **{"batch_size": 1, **options.overrides})
     auto, method = pipe.chosen(options.method).why, settings.method
     conditions = given or usual_conditions(pipe)

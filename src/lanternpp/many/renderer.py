@@ -14,6 +14,7 @@ from lanternpp.errors import InputError
 from lanternpp.many.planned_images import JobInfo, PlannedImage
 from lanternpp.picture import png_bytes
 from lanternpp.pipeline import Pipeline, versions
+from lanternpp.pixels import check_output
 from lanternpp.settings import Settings
 
 BATCH = (
@@ -47,6 +48,7 @@ class Renderer:
 
     def __init__(self, options: DrawOptions, settings: Settings | None = None):
         self.pipe = Pipeline.from_pretrained(**options.pretrained)
+        check_output(self.pipe.target)
         given = {"batch_size": BATCH, **options.overrides}
         self.settings = settings or self.pipe.settings(options.method, **given)
         self.engine = self.pipe.new_engine(self.settings)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lanternpp.arguments import DrawOptions
 from lanternpp.errors import InputError
 from lanternpp.pipeline import Pipeline, versions
+from lanternpp.pixels import check_output
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.calibration import Calibration, Steps
 from lanternpp.serve.server_config import ServerConfig
@@ -41,6 +42,7 @@ class ServerSpec:
     def load_model(self) -> Pipeline:
         """Read the model. Raises InputError, also where the method needs something that the model lacks."""
         pipe = Pipeline.from_pretrained(**self.options.pretrained)
+        check_output(pipe.target)
         pipe.new_engine(self.config.settings(pipe, None, {}))
         return pipe
 
