@@ -29,7 +29,8 @@ from lanternpp.training.target import TargetSettings, TargetTask
 from lanternpp.vq.folder import read_vq
 
 FEW = 1600  # training photos of the rows about crops, so that each is seen often
-SHAPE = {"dim": 192, "layers": 6, "heads": 4, "hidden": 512, "slots": 8, "dropout": 0.0}
+SLOTS = 8
+SHAPE = {"dim": 192, "layers": 6, "heads": 4, "hidden": 512, "slots": SLOTS, "dropout": 0.0}
 ROWS: dict[
     str, dict[str, Any]
 ] = {  # rate of AdamW for all matrices, changes of the decoder, photos and their variants
@@ -92,7 +93,7 @@ def train(name: str, args: argparse.Namespace) -> None:
             train=Split(few.codes[:FEW, : change["variants"]], few.texts[:FEW], few.labels[:FEW]),
         )
     config = WordsConfig(
-        **{**SHAPE, **vocabulary(codes, SHAPE["slots"])},
+        **{**SHAPE, **vocabulary(codes, SLOTS)},
         grid=vq.config.grid,
         vocab=vq.config.codes,
         code_dim=vq.config.dim,
