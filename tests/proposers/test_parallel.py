@@ -140,8 +140,10 @@ def test_a_cut_needs_a_drafter_that_predicts_what_is_kept():
     assert (
         Parallel.build(Parts(tree, older)).cut == 0 and Parallel.build(Parts(tree, older, cut=0.0)).cut == 0
     )
-    with pytest.raises(InputError, match="cut 0.3 needs a parallel drafter that predicts .* train it again"):
+    with pytest.raises(
+        InputError, match=r"cut 0\.3 needs a parallel drafter that predicts .* train it again"
+    ):
         Parallel.build(Parts(tree, older, cut=0.3))
     assert Parallel.build(Parts(tree, parallel(target), cut=0.3)).cut == 0.3
-    with pytest.raises(InputError, match="cut 1.5 is outside 0 to 1"):
+    with pytest.raises(InputError, match=r"cut 1\.5 is outside 0 to 1"):
         Parallel.build(Parts(tree, parallel(target), cut=1.5))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import MarkovTarget, OtherMarkovDrafter, parallel
+from toys import MarkovTarget, OtherMarkovDrafter, admit_all, parallel
 
 from lanternpp.accept.exact import Exact
+from lanternpp.engine.block import verify_block
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
+from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
-from lanternpp.tuning.acceptance import WEIGHT, Counts
+from lanternpp.tuning.acceptance import WEIGHT, Counts, CutChains, CutCounts
 from lanternpp.tuning.probe import probe
 
 CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]], dtype=torch.float64)
@@ -69,3 +72,35 @@ def test_nothing_counted_is_no_trouble() -> None:
     assert table.isfinite().all() and ((table > 0) & (table < 1)).all()
     certain = Counts(torch.full((3, 4), 500.0).double(), torch.full((3, 4), 500.0).double()).table()
     assert (certain > 0.9).all() and (certain < 1).all()
+
+
+def chained(cut: float, batch: int = 1) -> Engine:
+    """Chains of 3 that are cut."""
+    target = MarkovTarget(CHAIN, 4)
+    proposer = Parallel(parallel(target), StaticTree(chain(3)))
+    proposer.drafter.confidence.weight.mul_(3)
+    proposer.cut = cut
+    return Engine(target, proposer, Exact(), Sampling(), Guidance(), batch, verifier=verify_block)
+
+
+@torch.inference_mode()
+def test_what_cuts_keep_is_counted_from_chains_that_are_not_cut() -> None:
+    """As a run with that cut keeps it, within what so many drafts tell."""
+    cuts, loops = (0.25, 0.45), []
+    for cut in (1e-9, *cuts):
+        loop = chained(cut, 400)
+        loop.observers += [CutCounts(cuts, 16), AcceptanceByRank(16)]
+        admit_all(loop, torch.arange(400))
+        while len(loop.done()) < 400:
+            loop.step()
+        loops.append(loop)
+    counts, *_ = loops[0].observers
+    found = CutChains.of(cuts, [counts.to_json()])
+    for place, loop in enumerate(loops[1:]):
+        by_rank = loop.observers[1]
+        codes = int(by_rank.codes) / int(by_rank.passes)
+        assert found.codes(place, 3) == pytest.approx(codes, abs=0.06)
+    assert found.codes(1, 3) < found.codes(0, 3) - 0.1
+    assert sum(found.lengths(0, 3)) == pytest.approx(1)
+    alone = probe(chained(0.45), engine(1, 4), chain(3), ["a"], [0], lambda codes: None, "block", 0.45)
+    assert alone.nodes is not None and alone.nodes < 3 and alone.cuts is None
