@@ -104,7 +104,7 @@ class Tuner:
             raise InputError(f"{pipe.name} draws continuous latents, and tuning is for models of codes")
         given = options.given.get("cut")
         drafter = getattr(engine.proposer, "drafter", None)
-        self.cuts = (given,) if given else CUTS  # that are considered for chains
+        self.cuts: tuple[float, ...] = (given,) if given else CUTS  # that are considered for chains
         if given == 0 or self.settings.compile or getattr(drafter, "confidence", None) is None:
             self.cuts = ()
         only_chains = given or options.given.get("verify") == BLOCK  # of which there are no others
