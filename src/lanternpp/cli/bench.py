@@ -139,12 +139,12 @@ def parse_budgets(text: str | None) -> list[float]:
 
 def relaxed_methods(pipe: Pipeline) -> list[str]:
     """Every relaxed rule on one drafter, without a strength, as `--methods` takes them."""
-    from lanternpp.accept import RULES
+    from lanternpp.settings import dials_read
     from lanternpp.tuning.strengths import STRENGTHS
 
     base = "parallel" if pipe.can_draft(pipe.settings("parallel")) else "eagle"
     near = f" k={pipe.settings('lantern++').neighbours}"
-    lends = {name for name in STRENGTHS if "neighbours" in (RULES[name].dials or ())}
+    lends = {name for name in STRENGTHS if "neighbours" in dials_read("nothing", name)}
     names = [name for name in STRENGTHS if name not in lends or pipe.target.codebook is not None]
     return [f"{base} accept={name}{near if name in lends else ''}" for name in names]
 

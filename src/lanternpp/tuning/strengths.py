@@ -64,30 +64,28 @@ class StrengthSearch:
             folder, {**facts, **where, "pictures": pictures, "seed": seed, "shared": self.shared}
         )
 
-    def dial(self, entry: Entry) -> str:
-        """The dial that is an entry's strength. InputError where it has none, or gives it."""
+    def dial(self, entry: Entry) -> tuple[str, float, float]:
+        """The dial that is an entry's strength, as in `STRENGTHS`. InputError where it has none, or gives it."""
         rule = str(self.pipe.settings(entry.method, **(self.shared | entry.overrides)).accept)
         if rule not in STRENGTHS:
             raise InputError(
                 f"{entry.label!r} has the rule {rule!r}, whose strength is not known; use one of {', '.join(STRENGTHS)}"
             )
-        name = STRENGTHS[rule][0]
+        name, exact, most = STRENGTHS[rule]
         if name in entry.overrides:
             raise InputError(
                 f"{entry.label!r} gives {DIALS[name].spoken}, which is what equal variation finds; leave it out"
             )
-        return name
+        return name, exact, most
 
     def find(self, entry: Entry, budget: float) -> Strength | None:
         """The greatest strength of an entry that spends at most so much per code; None where the least spends more.
 
         The strength is that of the last of `STEPS` values in a geometric row, a few percent apart.
         """
-        name = self.dial(entry)
-        rule = str(self.pipe.settings(entry.method, **(self.shared | entry.overrides)).accept)
-        _, exact, most = STRENGTHS[rule]
+        name, exact, most = self.dial(entry)
         steps = [(most - exact) * RANGE ** (place / (STEPS - 1) - 1) for place in range(STEPS)]
-        field = [self._at(entry, name, float(f"{exact + step:.8g}")) for step in steps]
+        field = [self._at(entry, name, round(exact + float(f"{step:.3g}"), 12)) for step in steps]
         last = last_accepted(range(STEPS), lambda place: self.spent(field[int(place)]) <= budget)
         if last is None:
             return None
