@@ -13,8 +13,12 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.traversal import verify_traversal
+from lanternpp.engine.verifiers import Verifier
+from lanternpp.engine.verify import verify
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
+from lanternpp.trees.search import expected
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.tuning.acceptance import WEIGHT, Counts, CutChains, CutCounts
@@ -73,6 +77,25 @@ def test_nothing_counted_is_no_trouble() -> None:
     assert table.isfinite().all() and ((table > 0) & (table < 1)).all()
     certain = Counts(torch.full((3, 4), 500.0).double(), torch.full((3, 4), 500.0).double()).table()
     assert (certain > 0.9).all() and (certain < 1).all()
+
+
+@pytest.mark.parametrize("verifier", [verify, verify_traversal])
+@torch.inference_mode()
+def test_counts_of_one_tree_predict_another(verifier: Verifier) -> None:
+    """Under traversal too: what is below a node, or behind its later siblings, does not change how often it is kept."""
+    wide = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0))
+    counts, codes = {}, {}
+    for shape in (wide, ((0,), (1,)), ((0,), (0, 0), (1,))):
+        target = MarkovTarget(CHAIN, 4)
+        proposer = TreeProposer(OtherMarkovDrafter(target, FAR), StaticTree(shape))
+        loop = Engine(target, proposer, Exact(), Sampling(), Guidance(), 10_000, verifier=verifier)
+        loop.observers.append(AcceptanceByRank(16))
+        admit_all(loop, torch.arange(10_000))
+        loop.step()
+        counts[shape], codes[shape] = loop.observers[0], int(loop.observers[0].codes) / 10_000
+    table = counts[wide].kept / counts[wide].tried.clamp(min=1)
+    for shape, measured in codes.items():
+        assert expected(table.double(), shape) == pytest.approx(measured, abs=0.03)
 
 
 def chained(cut: float, batch: int = 1) -> Engine:
