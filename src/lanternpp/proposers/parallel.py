@@ -159,7 +159,8 @@ class Parallel(NetworkProposer):
         """A chain without what is behind its end; chains of a batch, as long as the longest."""
         if draft.survival is None:
             return draft
-        lengths = 1 + (draft.survival[:, 1:] >= self.cut).sum(1)
+        room = (self.target.length - 1 - self.count).clamp(min=1)  # guesses that the picture has room for
+        lengths = (1 + (draft.survival[:, 1:] >= self.cut).sum(1)).minimum(room)
         longest = int(lengths.max())
         if longest not in self._trees:
             self._trees[longest] = chain_tree(len(lengths), longest, lengths.device)
