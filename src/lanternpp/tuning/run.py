@@ -43,10 +43,8 @@ from lanternpp.tuning.search import (
 
 SHARED = names(ENGINE, SAMPLING)  # dials that every engine of a tuning shares, the plain one too
 HAND_MADE = ("deep-8", "eagle-25", "lantern-57")  # shapes made by hand; shown and raced beside the tree found
-NO_CUT, SOME_CUT = (
-    1e-9,
-    0.3,
-)  # of chains that are measured: one that hardly ever ends any, one that often does
+NO_CUT = 1e-9  # of chains whose guesses are counted: it hardly ever ends one
+SOME_CUT = 0.3  # of a chain that is timed beside a whole one
 MAX_REPROBES = 3  # times that the tree found is probed and the search repeated
 DEEPEST = max(len(path) for name in HAND_MADE for path in hand_made_shapes(32, 512)[name])
 Progress = Callable[[int, int], None]
@@ -209,7 +207,8 @@ class Tuner:
     ) -> dict[str, Any]:
         """One batch by one tree, in an engine of its own. cut: 0 counts what all cuts would keep, where they are considered."""
         given = {**self.shared, **self.options.given, **dials, "tree": shape_name(shape)}
-        given.pop("cut", None)
+        if given.get("cut"):
+            del given["cut"]
         cuts = self.cuts if is_chain(shape) and not cut else ()
         if cut or cuts:
             given["cut"] = cut = cut or NO_CUT
