@@ -139,3 +139,21 @@ def test_settings_given_back_are_the_same_settings(name: str) -> None:
 def test_a_verifier_nobody_knows_is_refused() -> None:
     with pytest.raises(InputError, match="verifier 'blok' is unknown; did you mean 'block'"):
         resolve("parallel", {}, {"verify": "blok"})
+
+
+def test_a_cut_is_for_chains_of_passes_of_any_length() -> None:
+    """One that was asked for is refused elsewhere; a default is dropped."""
+    default = {"methods": {"parallel": {"cut": 0.3}}}
+    assert resolve("parallel", default, {}).cut == 0.3
+    for given, why in (
+        ({"tree": "eagle-25"}, "the tree branches; use a chain"),
+        ({"compile": True}, "--compile needs passes of one"),
+    ):
+        with pytest.raises(InputError, match=f"cut 0.4 .*{why}"):
+            resolve("parallel", default, given | {"cut": 0.4})
+        assert resolve("parallel", default, given).cut is None
+        assert resolve("parallel", {}, given | {"cut": 0.0}).cut == 0.0
+    with pytest.raises(InputError, match=r"cut 0.4 would change nothing"):
+        resolve("eagle", {}, {"cut": 0.4})
+    assert with_tree(resolve("parallel", default, {}), "deep-8").cut is None
+    assert with_tree(resolve("parallel", default, {}), "chain-4").cut == 0.3

@@ -201,14 +201,18 @@ def neighbours(book: Tensor, k: int) -> Tensor:
     return far.argsort(-1)[:, :k].int()
 
 
-def parallel(target: ToyTarget, queries: int = 4, taps: tuple[int, ...] = ()) -> ParallelDrafter:
+def parallel(
+    target: ToyTarget, queries: int = 4, taps: tuple[int, ...] = (), confidence: bool = True
+) -> ParallelDrafter:
     """A random drafter whose queries and turning layers matter."""
     torch.manual_seed(3)
     dim = target.embed(torch.zeros(1, 1, dtype=torch.int64)).shape[-1]
     heads = max(1, dim // 8)
     rotary_table = grid_table(target.slots, target.width, dim // heads)
     drafter = ParallelDrafter(
-        ParallelConfig.like(DecoderConfig(dim, 1, heads, 24), queries=queries, turn=12, taps=taps),
+        ParallelConfig.like(
+            DecoderConfig(dim, 1, heads, 24), queries=queries, turn=12, taps=taps, confidence=confidence
+        ),
         rotary_table,
     )
     for weight in drafter.parameters():

@@ -104,6 +104,9 @@ _ROWS = (
          "token: a walk that ends at the first refusal; block: a whole chain at once; traversal: a whole tree at once. "
          "Default: the best that the draft allows.", metavar="NAME", choices=("token", "block", "traversal"),
          label="Verification", folded=True),
+    Dial("cut", float, DRAFT, "End a chain before a guess that is kept with less than this probability; 0 never ends it early.",
+         "For parallel drafters that predict it. The distribution of the pictures stays the same.", metavar="P", low=0, high=1,
+         label="Cut", folded=True),
     Dial("measure", bool, MEASURE, "Measure the total variation that a relaxed rule spends; takes time of its own.",
          default=False),
     Dial("cfg", float, SAMPLING, "Classifier-free guidance, how closely to follow the prompt; 1 is none.",

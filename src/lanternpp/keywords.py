@@ -36,6 +36,7 @@ class MethodDials(TypedDict, total=False):
     fresh: str | None
     siblings: int | None
     verify: str | None
+    cut: float | None
 
 
 class PictureDials(MethodDials, total=False):

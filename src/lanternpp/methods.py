@@ -25,6 +25,7 @@ class Method:
     fresh: str | None = None
     siblings: int | None = None
     verify: str | None = None
+    cut: float | None = None
     about: str = ""
 
 

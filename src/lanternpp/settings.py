@@ -30,6 +30,7 @@ from lanternpp.engine.verifiers import (
 from lanternpp.errors import InputError
 from lanternpp.methods import method as named_method
 from lanternpp.proposers import PROPOSERS
+from lanternpp.proposers.parallel import why_uncut
 from lanternpp.registry import Given, check_class, find, importable, unknown
 from lanternpp.schema import Between, bounded, checked, hints
 from lanternpp.targets.base import Target
@@ -78,6 +79,7 @@ class Settings:
     siblings: int | None = None
     measure: bool = False  # tv_spent
     verify: str | None = None  # how a draft is verified, one of VERIFIERS
+    cut: float | None = None  # chains end before guesses that are kept with less than this probability
 
 
 def resolve(
@@ -106,6 +108,10 @@ def resolve(
     if "tree" in read and merged["tree"] is None:
         merged["tree"] = TREE
     requested = merged.pop("verify")
+    if merged["cut"] and (wrong := why_uncut(merged["cut"], build_tree(merged["tree"]), merged["compile"])):
+        if "cut" in given:
+            raise InputError(wrong)
+        merged["cut"] = None
     settings = Settings(method=method, **merged)
     if settings.batch_size < 1:
         raise InputError(f"batch size {settings.batch_size} is below 1; use 1 or more")
@@ -154,6 +160,8 @@ def suits_latents(settings: Settings) -> bool:
 def with_tree(settings: Settings, tree: str | None) -> Settings:
     """The same settings with another tree. A verifier that is not the default is kept where it supports the tree."""
     made = replace(settings, tree=tree)
+    if made.cut and why_uncut(made.cut, build_tree(tree or TREE), made.compile):
+        made = replace(made, cut=None)
     requested = settings.verify != best_verifier(settings) and not why_unsupported(
         _draft_traits(made), settings.verify or TOKEN
     )
@@ -264,7 +272,9 @@ def _proposer(settings: Settings) -> type[Proposer]:
 def _parts(settings: Settings) -> Parts:
     """The arguments of `Proposer.build`, without the network."""
     tree = build_tree(settings.tree or TREE)
-    return Parts(tree, None, settings.window, settings.coupling, settings.fresh, settings.siblings)
+    return Parts(
+        tree, None, settings.window, settings.coupling, settings.fresh, settings.siblings, settings.cut
+    )
 
 
 def build_verifier(settings: Settings, native: NativeStops | None = None) -> Verifier:

@@ -30,7 +30,7 @@ from lanternpp.vq.neighbours import cache_folder
 FILE = "tuned.json"
 CONDITIONS = ("device", "dtype", "batch_size", "compile", "proposer", "accept", "verify")
 UNSAID = {"verify": "token"}  # conditions that older versions did not record, and their value then
-CHOSEN = ("tree", *names(RULE))  # what an entry may set
+CHOSEN = ("tree", "cut", *names(RULE))  # what an entry may set
 MADE = {"judge", "codes", "rollouts"}  # folders of files that are not used for drawing
 ENDS = 1 << 16  # bytes of a file's beginning and end that are hashed
 

@@ -44,6 +44,9 @@ class Draft:
     tree: Tree
     codes: Tensor  # [B, N] int64; codes[:, 0] is the root, already decided
     probs: Tensor | None  # [B, N, V] what a node's children were drawn from; None: point masses
+    survival: Tensor | None = None
+    """[B, levels] of a chain: the predicted probability that a guess and all before it are kept, 0 where no more guesses were
+    drawn; None where that is not predicted."""
 
 
 @dataclass(frozen=True, slots=True)

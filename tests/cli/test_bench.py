@@ -105,3 +105,41 @@ def test_pictures_too_few_to_measure_are_refused_if_asked_for_and_else_only_time
     )
     assert "frechet" not in few
     assert enough["frechet"] > 0 and {"precision", "recall", "prompt_accuracy"} <= enough.keys()
+
+
+def test_rules_race_at_the_strengths_that_spend_the_same(run, model, prompts):
+    field = "eagle accept=mixture, lantern++ k=5"
+    asked = ("bench", "--model", model, "--prompts", prompts, "-n", 1, "-o", "b", "--no-plots", "--json")
+    asked += ("--methods", field, "--equal-tv", "0.05,0.01", "--equal-pictures", 2, "--dtype", "float32")
+    outcome = run(*asked)
+    assert outcome.code == 0, outcome.err
+    plain, *rows = json.loads(outcome.out)["methods"]
+    assert plain["method"] == "ar" and "tv_per_code" not in plain
+    assert [row["tv_budget"] for row in rows] == [0.01, 0.01, 0.05, 0.05]
+    for row in rows:
+        assert 0.3 * row["tv_budget"] < row["tv_per_code"] <= row["tv_budget"]
+    (small, less), (great, more) = (
+        [row["settings"][dial] for row in rows if row["method"].startswith(named)]
+        for named, dial in (("eagle", "delta"), ("lantern++", "lam"))
+    )
+    assert 0 < small < less < 1 < great < more
+    assert f"lantern++ k=5 lambda={great:.8g}" in [row["method"] for row in rows]
+    assert "TV per code" in Path("b/table.md").read_text()
+    assert run(*asked).code == 2, "the folder holds a run"
+    lines = Path("b/strengths/measurements.jsonl").read_text()
+    assert run(*asked, "--resume").code == 0
+    assert Path("b/strengths/measurements.jsonl").read_text() == lines, "nothing is measured twice"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--equal-tv", "much"), "'much' must be numbers"),
+        (("--equal-tv", "0.1,1"), "above 0 and below 1"),
+        (("--equal-tv", "0.1", "--methods", "eagle"), "has the rule 'exact'"),
+        (("--equal-tv", "0.1", "--methods", "lantern++ lambda=2"), "leave it out"),
+    ],
+)
+def test_what_has_no_strength_to_find_is_refused(run, model, prompts, options, named):
+    outcome = run("bench", "--model", model, "--prompts", prompts, "-n", 1, "-o", "b", *options)
+    assert outcome.code == 2 and outcome.err.count("\n") == 1 and named in outcome.err

@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from classifiers import write_classifier
 from PIL import Image
 
+from lanternpp.nn import checkpoints
 from lanternpp.tuning import run as tuning
+from lanternpp.tuning import search
 from lanternpp.tuning.journal import LINES
 
 SMALL = ("--prompts", "p.txt", "--nodes", 5, "--depth", 3, "--rounds", 1, "-n", 1, "--dtype", "float32")
@@ -158,3 +161,82 @@ def test_a_budget_of_distance_is_measured_against_plain_decoding(run, own):
     assert reported["budget"]["limit"] == pytest.approx(reported["budget"]["plain"]["value"] * 10_001)
     assert [row["own_tree"] for row in reported["budget"]["looked"]] == [False, True]
     assert len(list(Path("t/pictures").glob("*.png"))) == 3 * 4
+
+
+@pytest.fixture
+def predicting(own) -> Path:
+    """The model with a parallel drafter that predicts what is kept: more at some codes than at others."""
+    config, tensors = checkpoints.load(own / "parallel")
+    generator = torch.Generator().manual_seed(0)
+    tensors["confidence.weight"] = torch.randn(1, len(tensors["fc.bias"]), generator=generator) / 4
+    tensors["confidence.bias"] = torch.zeros(1)
+    checkpoints.save(own / "parallel", config | {"confidence": True}, tensors)
+    return own
+
+
+def test_a_cut_is_tuned_with_the_chain_and_drawn_with(run, predicting, monkeypatch):
+    monkeypatch.setattr(tuning, "CUT_GAIN", 0.0)  # whatever the machine is doing
+    asked = ("tune", "--model", predicting, *SMALL, "--method", "parallel", "--no-plots", "--json")
+    outcome = run(*asked, "-o", "t")
+    assert outcome.code == 0, outcome.err
+    reported = json.loads(outcome.out)
+    found = reported["trees"][0]
+    assert found["cut"] in search.CUTS and reported["settings"]["cut"] == found["cut"]
+    assert all(not any(path) for path in found["tree"]) and found["measured"]["codes_per_pass"] >= 1
+    requested = ("generate", "a red tulip", "--model", predicting, "--dtype", "float32", "--json")
+    drawn = json.loads(run(*requested, "--method", "parallel").out)["settings"]
+    assert drawn["cut"] == found["cut"] and drawn["tuned"]
+    assert (
+        json.loads(run(*requested, "--method", "parallel", "--tree", "deep-8").out)["settings"]["cut"] is None
+    )
+    given = run(*asked, "-o", "u", "--cut", 0.35, "--no-save", "--no-race")
+    assert given.code == 0, given.err
+    assert json.loads(given.out)["settings"]["cut"] == 0.35
+    never = json.loads(run(*asked, "-o", "v", "--cut", 0, "--no-save", "--no-race").out)
+    assert never["settings"]["cut"] == 0 and never["trees"][0]["cut"] == 0
+
+
+def test_a_drafter_that_predicts_nothing_refuses_a_cut(run, own):
+    refused = run("generate", "a red tulip", "--model", own, "--method", "parallel", "--cut", 0.3)
+    assert refused.code == 2 and refused.err.count("\n") == 1 and "train it again" in refused.err
+    branching = run(
+        "generate", "a red tulip", "--model", own, "--method", "parallel", "--tree", "deep-8", "--cut", 0.3
+    )
+    assert branching.code == 2 and "the tree branches" in branching.err
+
+
+def test_chains_alone_are_tuned_where_they_alone_can_be_verified_so(run, own):
+    asked = ("tune", "--model", own, *SMALL, "--method", "parallel", "--verify", "block", "--no-plots")
+    outcome = run(*asked, "-o", "t", "--json")
+    assert outcome.code == 0, outcome.err
+    reported = json.loads(outcome.out)
+    assert [tree["name"] for tree in reported["trees"]] == ["tuned"]
+    assert all(not any(path) for path in reported["trees"][0]["tree"])
+    assert reported["costs"]["chains"]["verify"] == "block"
+
+
+def test_what_trees_and_chains_keep_is_told_apart_where_they_are_verified_in_other_ways(run, own):
+    """A relaxed rule walks trees and verifies chains as a block."""
+    requested = (
+        "tune",
+        "--model",
+        own,
+        *SMALL,
+        "--no-race",
+        "--no-save",
+        "--no-plots",
+        "--method",
+        "lantern++",
+    )
+    shown = run(*requested, "-o", "t")
+    assert shown.code == 0 and "the same in chains" in shown.out
+    reported = json.loads(Path("t/tune.json").read_text())
+    costs, acceptance = reported["costs"], reported["acceptance"]
+    assert (costs["trees"]["verify"], costs["chains"]["verify"]) == ("token", "block")
+    assert acceptance["chains"]["tried"] != acceptance["tried"] and not any(
+        acceptance["chains"]["tried"][0][1:]
+    )
+    lossless = json.loads(run(*requested[:-1], "eagle", "-o", "u", "--json").out)
+    costs, acceptance = lossless["costs"], lossless["acceptance"]
+    assert (costs["trees"]["verify"], costs["chains"]["verify"]) == ("traversal", "block")
+    assert acceptance["chains"]["tried"] == acceptance["tried"]

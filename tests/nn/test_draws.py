@@ -59,30 +59,41 @@ class Case:
         self.query = torch.randn(batch, LEVELS, HIDDEN).to(HALF)
         self.prev = torch.randn(vocab, HIDDEN).to(HALF)
         self.u = torch.rand(batch, LEVELS, dtype=torch.float64)
+        self.sure = torch.randn(1, DIM).to(HALF) / 4, torch.tensor([0.5]).to(HALF)
         self.forbidden: Tensor | None = None
 
     def chain(self, library: object) -> NativeChain:
-        return NativeChain((self.up, self.bias), (self.head, None), library)  # type: ignore[arg-type]
+        weights = (self.up, self.bias), (self.head, None)
+        return NativeChain(*weights, library, self.sure)  # type: ignore[arg-type]
 
-    def drawn(self, library: object, sampling: Sampling, rows: slice = slice(None)) -> Draft:
+    def drawn(
+        self, library: object, sampling: Sampling, rows: slice = slice(None), cut: float = 0.0
+    ) -> Draft:
         u = self.u[rows]
         vocab, count = len(self.head), len(u)
         codes = torch.full((count, LEVELS + 1), vocab - 1)
         draft = Draft(
-            chain_tree(count, LEVELS, torch.device("cpu")), codes, torch.zeros(count, LEVELS + 1, vocab)
+            chain_tree(count, LEVELS, torch.device("cpu")),
+            codes,
+            torch.zeros(count, LEVELS + 1, vocab),
+            torch.zeros(count, LEVELS) if cut else None,
         )
         forbidden = None if self.forbidden is None else self.forbidden[rows]
         warp = (sampling.temperature, sampling.top_k, sampling.top_p)
         chain = self.chain(library)
-        chain(self.features[rows], self.query[rows], self.prev, forbidden, u, warp, draft)
+        chain(self.features[rows], self.query[rows], self.prev, forbidden, u, warp, draft, cut)
         return draft
 
-    def probs(self, codes: Tensor, sampling: Sampling) -> Tensor:
-        """In float64, behind codes [B, LEVELS + 1] -> [B, LEVELS, V]; the head's input is rounded as a bfloat16."""
+    def conditioned(self, codes: Tensor) -> Tensor:
+        """In float64, behind codes [B, LEVELS + 1] -> [B, LEVELS, D]; rounded as a bfloat16."""
         turn = F.silu(self.query.double() + self.prev[codes[:, :-1]].double()).to(HALF).double()
         more = F.linear(turn, self.up.double(), self.bias.double())
         more[:, 0] = 0
-        logits = (self.features.double() + more).to(HALF).double() @ self.head.double().T
+        return (self.features.double() + more).to(HALF).double()
+
+    def probs(self, codes: Tensor, sampling: Sampling) -> Tensor:
+        """In float64, behind codes [B, LEVELS + 1] -> [B, LEVELS, V]."""
+        logits = self.conditioned(codes) @ self.head.double().T
         return sampling.probs(logits if self.forbidden is None else logits + self.forbidden)
 
 
@@ -105,6 +116,28 @@ def test_a_guess_is_drawn_from_the_head_of_the_feature_behind_the_guess_before(
     else:
         assert torch.equal(codes, draw(probs, case.u[..., None])[..., 0])
     assert (draft.codes[:, 0] == vocab - 1).all() and not draft.probs[:, -1].any(), "what is the caller's"
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_chain_ends_where_none_of_the_batch_survives(library: object, batch: int, threads: int) -> None:
+    """What is drawn until then is the same as without a cut."""
+    case, before = Case(300, batch), torch.get_num_threads()
+    whole = case.drawn(library, Sampling())
+    weight, bias = (x.double() for x in case.sure)
+    expected = F.linear(case.conditioned(whole.codes), weight, bias)[..., 0].sigmoid().cumprod(1)
+    cuts = [0.0] + [float(expected[:, level].amax()) + 1e-3 for level in range(1, LEVELS)]
+    torch.set_num_threads(threads)
+    try:
+        for level, cut in enumerate(cuts):
+            draft = case.drawn(library, Sampling(), cut=cut or 1e-9)
+            drawn = level or LEVELS
+            assert torch.allclose(draft.survival[:, :drawn].double(), expected[:, :drawn], atol=0.02)
+            assert not draft.survival[:, drawn:].any() and not draft.probs[:, drawn:].any()
+            assert torch.equal(draft.codes[:, : drawn + 1], whole.codes[:, : drawn + 1])
+            assert torch.equal(draft.probs[:, :drawn], whole.probs[:, :drawn])
+    finally:
+        torch.set_num_threads(before)
 
 
 def logits_in_c(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -10,10 +10,11 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import Observer
 from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Sampling
+from lanternpp.errors import InputError
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.training.features import causal_mask
-from lanternpp.trees.shapes import EAGLE
+from lanternpp.trees.shapes import EAGLE, chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import TargetOutput
 
@@ -131,3 +132,18 @@ def test_a_drafter_brings_its_own_proposer(named):
     drafter = parallel(ToyTarget())
     parts = Parts(StaticTree(EAGLE), drafter)
     assert type(named.build(parts)) is Parallel
+
+
+def test_a_cut_needs_a_drafter_that_predicts_what_is_kept():
+    target, tree = ToyTarget(), StaticTree(chain(3))
+    older = parallel(target, confidence=False)
+    assert (
+        Parallel.build(Parts(tree, older)).cut == 0 and Parallel.build(Parts(tree, older, cut=0.0)).cut == 0
+    )
+    with pytest.raises(
+        InputError, match=r"cut 0\.3 needs a parallel drafter that predicts .* train it again"
+    ):
+        Parallel.build(Parts(tree, older, cut=0.3))
+    assert Parallel.build(Parts(tree, parallel(target), cut=0.3)).cut == 0.3
+    with pytest.raises(InputError, match=r"cut 1\.5 is outside 0 to 1"):
+        Parallel.build(Parts(tree, parallel(target), cut=1.5))

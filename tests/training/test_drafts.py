@@ -13,7 +13,7 @@ from toys import ToyTarget, parallel
 from lanternpp.engine.block import stops
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.training.drafts import DraftBatch, DraftMeasure, estimated_weights, gather_slots
+from lanternpp.training.drafts import DraftBatch, DraftMeasure, gather_slots, keep_chances
 from lanternpp.training.features import drafter_inputs
 
 
@@ -29,7 +29,8 @@ def mean_estimate(p: Contexts, q: Contexts) -> torch.Tensor:
             at = at * vocab + code
         if often:
             ps, qs = (torch.stack(each) for each in zip(*rows, strict=True))
-            mean += often * estimated_weights(ps, qs.log(), torch.tensor(chain))
+            reach, kept = keep_chances(ps, qs.log(), torch.tensor(chain))
+            mean += often * reach * kept
     return mean
 
 
@@ -62,7 +63,8 @@ def test_its_gradient_is_that_of_the_codes_that_drafts_keep() -> None:
 def test_a_ratio_beyond_all_bounds_leaves_the_gradient_finite() -> None:
     p = torch.tensor([[1e-30, 1.0], [0.5, 0.5]])
     logits = torch.tensor([[80.0, -80.0], [0.0, 0.0]], requires_grad=True)
-    kept = estimated_weights(p, logits.log_softmax(-1), torch.tensor([0, 1]))
+    reach, chance = keep_chances(p, logits.log_softmax(-1), torch.tensor([0, 1]))
+    kept = reach * chance
     kept.sum().backward()
     assert kept.isfinite().all() and logits.grad is not None and logits.grad.isfinite().all()
 
@@ -94,13 +96,13 @@ def test_a_draft_is_measured_by_the_target_behind_its_own_codes(
         return seen[-1]
 
     monkeypatch.setattr(measure, "_draw", spy)
-    weights = measure.weights(drafter, every, batch, torch.Generator().manual_seed(1))
+    weights, survival = measure.weights(drafter, every, batch, torch.Generator().manual_seed(1))
     ((drafted, chance),) = seen
     in_picture = batch.level_slots(levels)[1]
     assert in_picture[0].tolist() == [[1] * 4, [1] * 4, [1, 1, 0, 0]]
     for picture, place in itertools.product(range(2), range(3)):
         root = int(anchors[picture, place]) - prompt.embeds.shape[1] + 1
-        weight = 1.0
+        weight = survived = 1.0
         for level in range(int(in_picture[picture, place].sum())):
             before = torch.cat((codes[picture, : root + 1], drafted[picture, place, :level]))
             known = torch.cat((before, before[:1])).expand(guidance.branches, -1)
@@ -115,3 +117,5 @@ def test_a_draft_is_measured_by_the_target_behind_its_own_codes(
             assert float(q[code]) == pytest.approx(float(chance[picture, place, level]), rel=1e-9)
             weight = min(weight * float(p[code] / q[code]), 1.0)
             assert float(weights[picture, place, level]) == pytest.approx(weight, rel=1e-6, abs=1e-12)
+            survived *= float(drafter.confidence(here).sigmoid())
+            assert float(survival[picture, place, level]) == pytest.approx(survived, rel=1e-6)

@@ -70,6 +70,24 @@ def test_training_raises_the_chance_that_drafts_are_kept(ready: Path, loss: str,
     assert after["chain"] > before["chain"] + 0.2
     assert after["codes"] > before["codes"] + 0.2
     assert after["refused"] == pytest.approx(1 + 4 - after["codes"])
+    assert after["predicted"] == pytest.approx(1 + sum(after["expected"]), abs=1e-3)
+    parts = torch.tensor(after["calibration"])
+    assert parts.shape == (4, 2) and parts[:, 0].diff().min() >= 0
+    assert parts.mean(0).tolist() == pytest.approx([after["predicted"], after["codes"]], rel=0.2)
+
+
+def test_what_is_kept_is_predicted_and_nothing_else_changes(ready: Path) -> None:
+    """The layer that predicts learns what the chains of the training keep; the drafter is the one it would be without it."""
+    made, other = task(ready, lr=5e-3, noise=0.0), task(ready, lr=5e-3, noise=0.0)
+    other.model.confidence.requires_grad_(False)
+    losses = []
+    for step in range(40):
+        losses.append(float(made.step(step, 0.0)["confidence"]))
+        other.step(step, 0.0)
+    assert losses[-1] < losses[0] - 0.02
+    for name, tensor in other.model.state_dict().items():
+        same = torch.equal(tensor, made.model.state_dict()[name])
+        assert same != name.startswith("confidence"), name
 
 
 def test_an_unknown_loss_is_refused_by_name() -> None:

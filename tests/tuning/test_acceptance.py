@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import MarkovTarget, OtherMarkovDrafter, parallel
+from toys import MarkovTarget, OtherMarkovDrafter, admit_all, parallel
 
 from lanternpp.accept.exact import Exact
+from lanternpp.engine.block import verify_block
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.traversal import verify_traversal
+from lanternpp.engine.verifiers import Verifier
+from lanternpp.engine.verify import verify
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
+from lanternpp.trees.search import expected
+from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
-from lanternpp.tuning.acceptance import WEIGHT, Counts
+from lanternpp.tuning.acceptance import WEIGHT, Counts, CutChains, CutCounts
 from lanternpp.tuning.probe import probe
 
 CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]], dtype=torch.float64)
 FAR = torch.tensor([[0.1, 0.2, 0.7], [0.6, 0.2, 0.2], [0.3, 0.3, 0.4]], dtype=torch.float64)
+FLAT = torch.tensor([[0.4, 0.3, 0.3], [0.3, 0.4, 0.3], [0.3, 0.3, 0.4]], dtype=torch.float64)
 SHAPE = ((0,), (1,), (0, 0), (1, 0))
 
 
@@ -69,3 +77,52 @@ def test_nothing_counted_is_no_trouble() -> None:
     assert table.isfinite().all() and ((table > 0) & (table < 1)).all()
     certain = Counts(torch.full((3, 4), 500.0).double(), torch.full((3, 4), 500.0).double()).table()
     assert (certain > 0.9).all() and (certain < 1).all()
+
+
+@pytest.mark.parametrize("verifier", [verify, verify_traversal])
+@torch.inference_mode()
+def test_counts_of_one_tree_predict_another(verifier: Verifier) -> None:
+    """Under traversal too: what is below a node, or behind its later siblings, does not change how often it is kept."""
+    wide = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0))
+    counts, codes = {}, {}
+    for shape in (wide, ((0,), (1,)), ((0,), (0, 0), (1,))):
+        target = MarkovTarget(CHAIN, 4)
+        proposer = TreeProposer(OtherMarkovDrafter(target, FAR), StaticTree(shape))
+        loop = Engine(target, proposer, Exact(), Sampling(), Guidance(), 10_000, verifier=verifier)
+        loop.observers.append(AcceptanceByRank(16))
+        admit_all(loop, torch.arange(10_000))
+        loop.step()
+        counts[shape], codes[shape] = loop.observers[0], int(loop.observers[0].codes) / 10_000
+    table = counts[wide].kept / counts[wide].tried.clamp(min=1)
+    for shape, measured in codes.items():
+        assert expected(table.double(), shape) == pytest.approx(measured, abs=0.03)
+
+
+def chained(cut: float, batch: int = 1) -> Engine:
+    """Chains of 3 that are cut."""
+    target = MarkovTarget(FLAT, 4)
+    proposer = Parallel(parallel(target), StaticTree(chain(3)))
+    proposer.drafter.confidence.weight.mul_(0.5)
+    proposer.drafter.confidence.bias.fill_(1)
+    proposer.cut = cut
+    return Engine(target, proposer, Exact(), Sampling(), Guidance(), batch, verifier=verify_block)
+
+
+@torch.inference_mode()
+def test_what_cuts_keep_is_counted_from_chains_that_are_not_cut() -> None:
+    """As a run with that cut keeps it, within what so many drafts tell."""
+    cuts, loops = (1e-9, 0.4, 0.65), []
+    for cut in cuts:
+        loop = chained(cut, 5000)
+        loop.observers += [CutCounts(cuts, 16), AcceptanceByRank(16)]
+        admit_all(loop, torch.arange(5000))
+        loop.step()  # the same drafts but for their ends; later ones differ by what was kept
+        loops.append(loop)
+    counts, *_ = loops[0].observers
+    found = CutChains.of(cuts, [counts.to_json()])
+    for place, loop in enumerate(loops):
+        assert found.codes(place, 3) == pytest.approx(int(loop.observers[1].codes) / 5000, abs=0.03)
+    assert found.codes(2, 3) < found.codes(1, 3) - 0.03 < found.codes(0, 3) - 0.9
+    assert found.longest[:, 0].tolist() == [1, 1, 1] and sum(found.lengths(0, 3)) == pytest.approx(1)
+    alone = probe(chained(0.65), engine(1, 4), chain(3), ["a"], [0], lambda codes: None, "block", 0.65)
+    assert alone.nodes is not None and alone.nodes < 3 and alone.cuts is None

@@ -35,7 +35,7 @@ class Mixture(DecayingAcceptance):
 
     def accept_mass(self, p: Tensor, q: Tensor) -> Tensor:
         """(1 - t) p + t q, where p stands in for any mass that q lacks; p itself where a code has probability 1."""
-        share = self.delta * self.decay_factor(p) * (p.amax(-1, keepdim=True) < 1)
+        share = (p.amax(-1, keepdim=True) < 1).to(p.dtype) * (self.delta * self.decay_factor(p))
         return p + share * (q - p * q.sum(-1, keepdim=True))
 
     def relax_with_draft(self, p: Tensor, q: Tensor, code: Tensor) -> Tensor:

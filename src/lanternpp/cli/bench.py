@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +23,8 @@ from lanternpp.jsonfile import read_object
 if TYPE_CHECKING:
     from lanternpp import Pipeline
     from lanternpp.evaluation.quality import Quality
-    from lanternpp.evaluation.speed import Race
+    from lanternpp.evaluation.speed import Entry, Race
+    from lanternpp.tuning.strengths import StrengthSearch
 
 OUTPUT = Path("out/bench")
 DEFAULT_METHODS = ("ar", "eagle", "eagle2", "lantern", "lantern++", "jacobi-coupled", "lantern-jacobi")
@@ -43,6 +46,22 @@ Measure = Annotated[
         help="Measure tv_spent on one picture per prompt, drawn again and not timed.",
     ),
 ]
+EqualTv = Annotated[
+    str | None,
+    typer.Option(
+        "--equal-tv",
+        metavar="X,Y,...",
+        help="Race relaxed rules at the strengths at which each code spends so much total variation, such as 0.02,0.05,0.1; "
+        "the strengths are found first. --methods then names methods without their strength. Default: every relaxed rule, "
+        "on chains of the parallel drafter, or else with eagle.",
+    ),
+]
+EqualPictures = Annotated[
+    int,
+    typer.Option(
+        help="Pictures that a strength of --equal-tv is measured on.", callback=opt.within(1, 100_000)
+    ),
+]
 JudgeIt = Annotated[
     bool, typer.Option("--quality/--no-quality", help="Quality figures.", rich_help_panel=opt.PANEL_QUALITY)
 ]
@@ -57,6 +76,8 @@ def bench(
     resume: Resume = False,
     as_json: opt.Json = False,
     measure: Measure = True,
+    equal_tv: EqualTv = None,
+    equal_pictures: EqualPictures = 8,
     plots: Plots = None,
     quality: JudgeIt = True,
     reference: opt.Reference = None,
@@ -74,6 +95,7 @@ def bench(
     from lanternpp.evaluation.speed import parse_methods
 
     named = None if methods is None else parse_methods(methods)
+    budgets = parse_budgets(equal_tv)
     with_plots = plots_enabled(plots)
 
     from lanternpp.evaluation.prompts import read_prompts
@@ -82,15 +104,78 @@ def bench(
 
     prompt_list = read_prompts(prompts, model_folder(options.model))
     pipe = read(options)
-    field = named or parse_methods(", ".join(default_methods(pipe)))
-    race = Race(pipe, field, prompt_list, n, seed, dict(options.overrides), measure)
+    shared, found = dict(options.overrides), dict[str, dict[str, float]]()
+    field = named or parse_methods(", ".join(relaxed_methods(pipe) if budgets else default_methods(pipe)))
     measurer = make_measurer(pipe, n * len(prompt_list), reference, features, clip) if quality else None
-    table = run(race, measurer, output, resume, with_plots)
+    if budgets:
+        from lanternpp.tuning.strengths import StrengthSearch
+
+        check_new(output, resume)
+        search = StrengthSearch(pipe, prompt_list, equal_pictures, seed, shared, output / "strengths")
+        field, found = at_equal_tv(search, field, budgets)
+    race = Race(pipe, field, prompt_list, n, seed, shared, measure)
+    table = run(race, measurer, output, resume, with_plots, found)
     if as_json:
         typer.echo(json.dumps(table))
         return
     show(table)
     typer.echo(str(output / "table.md"))
+
+
+def parse_budgets(text: str | None) -> list[float]:
+    """Total variations per code, ascending; InputError unless they are numbers between 0 and 1."""
+    if text is None:
+        return []
+    try:
+        budgets = sorted({float(word) for word in text.split(",")})
+    except ValueError:
+        budgets = []
+    if not budgets or not all(0 < budget < 1 for budget in budgets):
+        raise InputError(
+            f"--equal-tv {text!r} must be numbers above 0 and below 1, parted by commas, as 0.02,0.05"
+        )
+    return budgets
+
+
+def relaxed_methods(pipe: Pipeline) -> list[str]:
+    """Every relaxed rule on one drafter, without a strength, as `--methods` takes them."""
+    from lanternpp.settings import dials_read
+    from lanternpp.tuning.strengths import STRENGTHS
+
+    base = "parallel" if pipe.can_draft(pipe.settings("parallel")) else "eagle"
+    near = f" k={pipe.settings('lantern++').neighbours}"
+    lends = {name for name in STRENGTHS if "neighbours" in dials_read("nothing", name)}
+    names = [name for name in STRENGTHS if name not in lends or pipe.target.codebook is not None]
+    return [f"{base} accept={name}{near if name in lends else ''}" for name in names]
+
+
+def at_equal_tv(
+    search: StrengthSearch, field: Sequence[Entry], budgets: Sequence[float]
+) -> tuple[list[Entry], dict[str, dict[str, float]]]:
+    """Entries at the strengths that spend each budget, plain decoding first, and figures of theirs by label.
+
+    Says on stderr which cannot spend so little.
+    """
+    from lanternpp.methods import BASELINE
+
+    plain, relaxed = field[0], [entry for entry in field if entry.method != BASELINE]
+    for entry in relaxed:
+        search.dial(entry)
+    entries, found = [plain], dict[str, dict[str, float]]()
+    with progress_bar("finding strengths") as progress:
+        for i, (budget, entry) in enumerate(product(budgets, relaxed)):
+            if progress:
+                progress(i, len(budgets) * len(relaxed))
+            strength = search.find(entry, budget)
+            if strength is None:
+                say(
+                    "bench",
+                    f"{entry.label} spends more than {budget:g} a code at any strength: left out there",
+                )
+            elif strength.entry.label not in found:
+                entries.append(strength.entry)
+                found[strength.entry.label] = {"tv_per_code": strength.spent, "tv_budget": budget}
+    return entries, found
 
 
 def default_methods(pipe: Pipeline) -> list[str]:
@@ -125,8 +210,25 @@ def make_measurer(
     return Quality.for_model(pipe.folder, reference, features, clip, device)
 
 
-def run(race: Race, measurer: Quality | None, folder: Path, resume: bool, plots: bool) -> dict[str, Any]:
-    """Race, measure the pictures, and write all files; returns the content of bench.json."""
+def check_new(folder: Path, resume: bool) -> None:
+    """InputError where a folder holds a run that is not to go on; a race says so itself, but after strengths were found."""
+    from lanternpp.evaluation.speed import RUN
+
+    if (folder / RUN).exists() and not resume:
+        raise InputError(
+            f"{folder} holds a run already; go on with it by --resume, or choose another folder with -o"
+        )
+
+
+def run(
+    race: Race,
+    measurer: Quality | None,
+    folder: Path,
+    resume: bool,
+    plots: bool,
+    known: Mapping[str, Mapping[str, float]] | None = None,
+) -> dict[str, Any]:
+    """Race, measure the pictures, and write all files; returns the content of bench.json. known: further figures by label."""
     from PIL import Image
 
     from lanternpp.evaluation import report
@@ -135,7 +237,7 @@ def run(race: Race, measurer: Quality | None, folder: Path, resume: bool, plots:
 
     with progress_bar("racing") as progress:
         turns = race.run(folder, resume, progress)
-    quality: dict[str, dict[str, float]] = {}
+    quality = {label: dict(figures) for label, figures in (known or {}).items()}
     if measurer:
         with progress_bar("measuring") as progress:
             for i, entry in enumerate(race.field):
@@ -146,7 +248,7 @@ def run(race: Race, measurer: Quality | None, folder: Path, resume: bool, plots:
                     Image.open(folder / name).convert("RGB") for turn in of_method for name in turn.files
                 ]
                 drawn_prompts = [race.prompts[turn.prompt] for turn in of_method for _ in turn.files]
-                quality[entry.label] = measurer.measure(images, drawn_prompts)
+                quality.setdefault(entry.label, {}).update(measurer.measure(images, drawn_prompts))
     run_info = read_object(folder / RUN)
     table = report.rows(turns, run_info, quality)
     whole = {k: v for k, v in run_info.items() if k != "methods"} | {"folder": str(folder), "methods": table}

@@ -19,24 +19,21 @@ SURE = 20  # children judged, below which an acceptance is mostly a guess
 
 def show(result: Mapping[str, Any], found: Tuning) -> None:
     """The figures as tables on stdout."""
-    tried, chances = result["acceptance"]["tried"], result["acceptance"]["table"]
-    ranks = min(RANKS, len(chances[0]))
-    rows = [
-        [str(depth), *(_share(p, c) for c, p in zip(counts, row, strict=True))][: ranks + 1]
-        for depth, (counts, row) in enumerate(zip(tried, chances, strict=True))
-    ]
-    show_table(
-        ("depth", *(f"rank {rank}" for rank in range(ranks))),
-        rows,
-        "how often a child is kept, % (by depth and rank; guesses in brackets)",
-    )
+    acceptance = result["acceptance"]
+    chains = acceptance["chains"]
+    apart = chains["tried"] != acceptance["tried"]  # they are verified in another way
+    show_acceptance(acceptance, "how often a child is kept, % (by depth and rank; guesses in brackets)")
+    if apart:
+        show_acceptance(chains, "the same in chains, which are verified as a block", 1)
     at, cost = result["costs"]["look"]["at"], result["costs"]["look"]["cost"]
     rows = [[str(count), f"{1000 * seconds:.3g}"] for count, seconds in zip(at, cost, strict=True)]
     show_table(("nodes", "ms"), rows, "a target pass, by nodes with the root", left=())
-    every, level, inner, node = (1000 * share for share in result["costs"]["draft"])
-    typer.echo(
-        f"drafting, ms: {every:.2f} + {level:.2f} per level + {inner:.2f} per node with children + {node:.3f} per node"
-    )
+    for kind in ("trees", "chains"):
+        every, level, inner, node = (1000 * share for share in result["costs"][kind]["draft"])
+        typer.echo(
+            f"drafting {kind}, ms: {every:.2f} + {level:.2f} per level + {inner:.2f} per node with children "
+            f"+ {node:.3f} per node"
+        )
     sizes = [size for size in result["sizes"] if size["nodes"] in SHOWN]
     show_table(
         ("nodes", "depth", "codes / pass", "codes / s", "speed-up"),
@@ -50,6 +47,16 @@ def show(result: Mapping[str, Any], found: Tuning) -> None:
     typer.echo(
         f"{result['folder']}/tune.json" + (f"; now the default: {result['file']}" if "file" in result else "")
     )
+
+
+def show_acceptance(found: Mapping[str, Any], title: str, most: int = RANKS) -> None:
+    """A table of acceptances by depth, and by rank up to so many."""
+    ranks = min(most, len(found["table"][0]))
+    rows = [
+        [str(depth), *(_share(p, c) for c, p in zip(counts, row, strict=True))][: ranks + 1]
+        for depth, (counts, row) in enumerate(zip(found["tried"], found["table"], strict=True))
+    ]
+    show_table(("depth", *(f"rank {rank}" for rank in range(ranks))), rows, title)
 
 
 def _share(chance: float, tried: int) -> str:
@@ -80,6 +87,10 @@ def show_tree(found: Tuning) -> None:
         if path:
             branches[path] = branches[path[:-1]].add(f"{path[-1]}  {100 * share:.1f} %")
     Console().print(branches[()])
+    if found.chosen.cut:
+        typer.echo(
+            f"cut {found.chosen.cut:g}: a chain ends before a guess that is kept with less probability"
+        )
 
 
 def show_race(result: Mapping[str, Any]) -> None:

@@ -170,8 +170,11 @@ class NativeGuesses(Protocol):
         u: Tensor,
         warp: tuple[float, int, float],
         draft: Draft,
+        cut: float = 0.0,
     ) -> None:
         """Draw the codes of a chain, each from the head of `combine` behind the code before; they and their probs go to `draft`.
+
+        cut: above 0, survival is written too, and drawing ends where it is below this for all B; the first guess is always drawn.
 
         features [B, levels, D], level_query [B, levels, H], prev_code_table [V, H]; bias [B, levels, V] is added to the
         logits; u [B, levels] float64, uniform; warp: temperature, top-k and top-p.
@@ -188,6 +191,9 @@ class QueryDrafter(Drafter):
     taps: tuple[int, ...] = ()
 
     native: NativeGuesses | None = None  # set by `pack`
+    confidence: nn.Linear | None
+    """D -> 1, of conditioned features of a level: the logit of how probable it is that block verification keeps its guess, given
+    that those before are kept. A drafter without it predicts none."""
 
     @abstractmethod
     def forward(

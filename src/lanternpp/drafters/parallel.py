@@ -3,7 +3,8 @@
 It works on guided features: where the head is linear, the head of merged features is the merged logits, so
 one row does for both branches of classifier-free guidance. A query sees everything decided and the queries
 before it (the mask tokens of PaSS, arXiv 2311.13581); its feature of a level is then conditioned on the
-code drafted just before, through two small layers (the sequential heads of Hydra, arXiv 2402.05109). Of decided codes it
+code drafted just before, through two small layers (the sequential heads of Hydra, arXiv 2402.05109), and one more layer reads
+from it how likely the guess will be kept. Of decided codes it
 may also read what layers below the target's last return (EAGLE-3, arXiv 2503.01840), guided as features are. The target's
 features at the refused end of the last draft predict those of the next pass there, as in Jacobi decoding (arXiv
 2410.01699); they are added to the queries as hints.
@@ -38,6 +39,7 @@ class ParallelConfig(DrafterConfig):
     queries: Slots = 7  # levels beyond the first; deeper ones repeat the last query
     turn: Width = 256  # H: width of the layers that condition on the previous code
     taps: Taps = ()  # layers of the target below its last, counted from 0, whose output is read too
+    confidence: bool = False  # whether it predicts how likely guesses are kept; older ones do not
 
     def __post_init__(self) -> None:
         if list(self.taps) != sorted(set(self.taps)):
@@ -64,6 +66,7 @@ class ParallelDrafter(QueryDrafter):
         self.down = nn.Linear(dim, config.turn)
         self.before = nn.Linear(dim, config.turn, bias=False)
         self.up = nn.Linear(config.turn, dim)
+        self.confidence = nn.Linear(dim, 1) if config.confidence else None
 
     @classmethod
     def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:
@@ -79,7 +82,8 @@ class ParallelDrafter(QueryDrafter):
     def pack(self, target: Target) -> None:
         """Prepare for passes over few rows; guesses of a chain are then drawn in C, where the target's head is linear."""
         if type(self).combine is ParallelDrafter.combine:
-            self.native = native_chain((self.up.weight, self.up.bias), target.head_weights)
+            sure = None if self.confidence is None else (self.confidence.weight, self.confidence.bias)
+            self.native = native_chain((self.up.weight, self.up.bias), target.head_weights, sure)
         super().pack(target)
 
     def forward(

@@ -18,7 +18,7 @@ from lanternpp.engine.observers import Observer, Phase
 from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import Verifier
-from lanternpp.engine.verify import verify
+from lanternpp.engine.verify import padded, verify
 from lanternpp.targets.base import Target
 from lanternpp.types import Admission, Draft, Prompt, TargetOutput, Tree, Verdict
 
@@ -142,6 +142,7 @@ class Engine:
     def _verify(self, draft: Draft, logits: Tensor, noise: Noise) -> Verdict:
         """The verdict on a draft, cut where the image ends; a finished sample keeps nothing."""
         verdict = self.verifier(draft, logits, self.sampling, self.rule, noise, self.measure)
+        verdict = padded(verdict, self.proposer.depth + 1)
         return replace(verdict, kept=torch.minimum(verdict.kept, self.target.length - self.count))
 
     def _enter(self, phase: Phase) -> None:

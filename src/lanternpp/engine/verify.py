@@ -14,6 +14,7 @@ each code that is not the most probable.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -140,6 +141,20 @@ def _cost(sampling: Sampling, rule: Acceptance, p: Tensor, q: Tensor, code: Tens
     if sampling.greedy:
         return (good & (code != p.argmax(-1))).to(p.dtype)
     return tv_cost(rule, p, q).to(p.dtype)
+
+
+def padded(verdict: Verdict, length: int) -> Verdict:
+    """The verdict on a draft that was shorter than others may be, with paths [B, length]."""
+    more = length - verdict.path.shape[1]
+    if not more:
+        return verdict
+
+    def longer(x: Tensor) -> Tensor:
+        return torch.cat((x, x[:, -1:].expand(-1, more)), 1)
+
+    cost = None if verdict.tv_cost is None else longer(verdict.tv_cost)
+    path, following = longer(verdict.path), longer(verdict.next_codes)
+    return replace(verdict, path=path, next_codes=following, tv_cost=cost)
 
 
 def verdict_of(

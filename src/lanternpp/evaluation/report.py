@@ -19,6 +19,7 @@ HEADINGS = {
     "efficiency": "efficiency",
     "where": "draft / pass / verify / rest, %",
     "tv_spent": "TV spent",
+    "tv_per_code": "TV per code",
     "frechet": "Fréchet",
     "precision": "precision",
     "recall": "recall",
@@ -103,6 +104,8 @@ def cell(row: Mapping[str, Any], column: str, brief: bool = False) -> str:
         return f"{value:.2f} ({low:.2f}-{high:.2f})"
     if column == "speedup":
         return f"{value:.2f}x"
+    if column == "tv_per_code":
+        return f"{value:.3f}"
     if column == "prompt_accuracy":
         return f"{100 * value:.0f} %"
     if column == "frechet" and row.get("frechet_spread") is not None and not brief:

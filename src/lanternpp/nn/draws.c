@@ -40,6 +40,9 @@ typedef struct {
     float *probs;         /* [batch, levels + 1, codes]; the last is left as it is */
     int64_t *drawn;       /* [batch, levels + 1], of which the first is left as it is */
     char *scratch;        /* as many bytes as `chain_bytes` says */
+    const half *confidence; /* [dim], of the logit of how likely a guess is kept, given those before; read where cut > 0 */
+    float *survival;        /* [batch, levels], how likely a guess and all before it are kept; written where cut > 0 */
+    double bias_of_confidence, cut; /* drawing ends at a level where survival is below the cut in every row; 0: never */
 } Chain;
 
 typedef struct {
@@ -194,11 +197,26 @@ static void dense(const Dense *layer, int64_t first, int64_t last, const half *x
 static int64_t width_of(const Dense *layer) { return up_to(GROUP * COLUMNS, layer->outputs); }
 
 static int64_t bytes_of_inputs(const Heads *heads, int64_t rows) {
-    return padded(2 * rows * heads->up.inputs) + padded(2 * rows * heads->head.inputs) + padded(4 * rows * width_of(&heads->up));
+    return padded(2 * rows * heads->up.inputs) + padded(2 * rows * heads->head.inputs) + padded(4 * rows * width_of(&heads->up)) +
+           padded(4 * rows);
 }
 
 int64_t chain_bytes(const Heads *heads, int64_t batch, int64_t threads) {
     return padded(4 * batch * width_of(&heads->head)) + threads * bytes_of_inputs(heads, batch) + 64;
+}
+
+/* How likely the guesses of a level will be kept, of features x [batch, dim]; survival [batch] is of the level before, then of this
+   one. Returns whether any is at least the cut. */
+static int surviving(const Chain *c, const half *x, int64_t dim, float *survival) {
+    int any = 0;
+    for (int64_t b = 0; b < c->batch; b++) {
+        float logit = (float)c->bias_of_confidence;
+#pragma omp simd reduction(+ : logit)
+        for (int64_t i = 0; i < dim; i++) logit += widen(x[b * dim + i]) * widen(c->confidence[i]);
+        survival[b] /= 1 + expf(-logit);
+        any |= survival[b] >= (float)c->cut;
+    }
+    return any;
 }
 
 /* A guess for every level, each drawn from the distribution of its level behind the guess before. */
@@ -217,7 +235,8 @@ void draw_chain(const Heads *heads, const Chain *chain, int64_t threads) {
 #endif
         char *own = at + me * bytes_of_inputs(heads, c.batch);
         half *active = take(&own, 2 * c.batch * up.inputs), *x = take(&own, 2 * c.batch * head.inputs);
-        float *more = take(&own, 4 * c.batch * width);
+        float *more = take(&own, 4 * c.batch * width), *survival = take(&own, 4 * c.batch);
+        for (int64_t b = 0; b < c.batch; b++) survival[b] = 1;
         for (int64_t level = 0; level < c.levels; level++) {
             if (level) { /* every thread for itself, which takes less time than waiting for another */
                 for (int64_t b = 0; b < c.batch; b++) {
@@ -235,6 +254,10 @@ void draw_chain(const Heads *heads, const Chain *chain, int64_t threads) {
                     half feature = c.features[(b * c.levels + level) * head.inputs + i];
                     x[b * head.inputs + i] = level ? narrow(widen(feature) + more[b * width + i]) : feature;
                 }
+            if (c.cut > 0) { /* every thread for itself, so that all end at the same level */
+                if (!surviving(&c, x, head.inputs, survival) && level) break;
+                for (int64_t b = 0; b < c.batch && !me; b++) c.survival[b * c.levels + level] = survival[b];
+            }
             const int64_t groups = size / (GROUP * COLUMNS);
             dense(&head, groups * me / team, groups * (me + 1) / team, x, c.batch, logits, size);
 #pragma omp barrier

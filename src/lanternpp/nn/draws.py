@@ -48,7 +48,8 @@ class Chain(Structure):
         *((name, c_int64) for name in ("batch", "levels", "codes")),
         ("sampling", Warp),
         *((name, c_void_p) for name in ("features", "query", "prev", "bias", "u")),
-        *((name, c_void_p) for name in ("probs", "drawn", "scratch")),
+        *((name, c_void_p) for name in ("probs", "drawn", "scratch", "confidence", "survival")),
+        *((name, c_double) for name in ("bias_of_confidence", "cut")),
     )
 
 
@@ -75,9 +76,13 @@ class NativeChain:
 
     active: ClassVar[bool] = True  # False while what PyTorch would compute is recorded
 
-    def __init__(self, up: Weights, head: Weights, library: ctypes.CDLL):
+    def __init__(self, up: Weights, head: Weights, library: ctypes.CDLL, confidence: Weights | None = None):
         self.library, self._kept = library, list[Tensor]()
         self.heads = Heads(self._dense(*up), self._dense(*head))
+        self.confidence: tuple[int | None, float] = (None, 0.0)
+        if confidence is not None:
+            weight, bias = confidence
+            self.confidence = self._keep(weight.detach()), 0.0 if bias is None else float(bias)
 
     def takes(self, features: Tensor) -> bool:
         """Whether it draws guesses from features [B, levels, D]."""
@@ -92,10 +97,12 @@ class NativeChain:
         u: Tensor,
         warp: tuple[float, int, float],
         draft: Draft,
+        cut: float = 0.0,
     ) -> None:
         """features [B, levels, D], level_query [B, levels, H], prev_code_table [V, H] -> codes and probs of the chain `draft`.
 
-        bias [B, levels, V] is added to the logits; u [B, levels] float64, uniform; warp: temperature, top-k and top-p.
+        bias [B, levels, V] is added to the logits; u [B, levels] float64, uniform; warp: temperature, top-k and top-p. cut: above
+        0, survival [B, levels] float32 is written too, and drawing ends where it is below this for all B.
         """
         batch, levels, _ = features.shape
         threads, vocab = torch.get_num_threads(), self.heads.head.outputs
@@ -108,6 +115,9 @@ class NativeChain:
             *(batch, levels, vocab, Warp(warp[0], warp[2], warp[1]), *(x.data_ptr() for x in inputs)),
             None if bias is None else bias.data_ptr(),
             *(x.data_ptr() for x in (u, draft.probs, draft.codes, scratch)),
+            self.confidence[0],
+            None if draft.survival is None else draft.survival.data_ptr(),
+            *(self.confidence[1], cut),
         )
         self.library.draw_chain(byref(self.heads), byref(chain), threads)
 
@@ -169,14 +179,17 @@ def fits(p: Tensor) -> bool:
     return p.dtype == torch.float32 and p.device.type == "cpu"
 
 
-def native_chain(up: Weights, head: Weights | None) -> NativeChain | None:
-    """Guesses in C; None where the head is not linear, or the weights or this machine do not allow it."""
+def native_chain(up: Weights, head: Weights | None, confidence: Weights | None = None) -> NativeChain | None:
+    """Guesses in C; None where the head is not linear, or the weights or this machine do not allow it.
+
+    up, head and confidence: those of `ParallelDrafter.combine`, of the target, and of `QueryDrafter.confidence`.
+    """
     if head is None or head[0].numel() > MOST_WEIGHTS or up[0].shape[1] % LANES or head[0].shape[1] % 2:
         return None
     if any(weight.dtype != torch.bfloat16 or weight.device.type != "cpu" for weight, _ in (up, head)):
         return None
     found = kernels()
-    return None if found is None else NativeChain(up, head, found)
+    return None if found is None else NativeChain(up, head, found, confidence)
 
 
 def native_laws(table: Tensor) -> NativeLaws | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -9,11 +12,14 @@ from lanternpp.drafters.base import NativeGuesses, QueryDrafter
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
+from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Sampling
+from lanternpp.errors import InputError
 from lanternpp.proposers.network import NetworkProposer
 from lanternpp.targets.base import Target
+from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.chain import chain_tree
-from lanternpp.types import Admission, Draft, Frontier, TargetOutput
+from lanternpp.types import Admission, Draft, Frontier, TargetOutput, Tree
 
 
 class Parallel(NetworkProposer):
@@ -21,10 +27,33 @@ class Parallel(NetworkProposer):
 
     Its cache has one row per sample and holds one position less than the target's, as EAGLE's does. The codes of the last
     verdict are kept as `next_embeds`, with the target's guided features, until the next draft; `waiting` counts them.
+
+    cut: a chain ends before the first guess that, with all before it, is kept with less than this probability, as the
+    drafter predicts it; it has one guess at least. The prediction for a guess reads the guesses before it and nothing that
+    was drawn later. So where a chain ends is a stopping time, and what is drawn behind the end is a code of the target, as
+    behind any chain of that length: the law of the pictures is the same. The chains of a batch are as long as the longest, and
+    what is behind the end of another is no child of anything. 0: chains are not cut, and nothing is predicted.
     """
 
     needs = "parallel"
+    dials = frozenset({"tree", "verify", "cut"})
     drafter: QueryDrafter
+    cut: float = 0.0
+
+    @classmethod
+    def build(cls, parts: Parts) -> Self:
+        """As in the base class; InputError where the drafter does not predict what a cut needs."""
+        made = super().build(parts)
+        if parts.cut:
+            if not 0 <= parts.cut <= 1:
+                raise InputError(f"cut {parts.cut} is outside 0 to 1; 0 never ends a chain early")
+            if not isinstance(made, Parallel) or getattr(made.drafter, "confidence", None) is None:
+                raise InputError(
+                    f"cut {parts.cut} needs a parallel drafter that predicts which guesses are kept, and this one does "
+                    "not; train it again with `lanternpp train drafter --kind parallel`, or leave cut out"
+                )
+            made.cut = parts.cut
+        return made
 
     @property
     def taps(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -46,7 +75,11 @@ class Parallel(NetworkProposer):
         self._whole_chain = self.builder.chain and self.builder.fixed and self.builder.drawn
         if self._whole_chain:
             self._tree = chain_tree(batch, depth, like.device)
-            self._probs_of_nodes = torch.zeros(batch, depth + 1, target.vocab, device=like.device)
+            dtype = like.dtype if like.element_size() == 8 else torch.float32
+            self._probs_of_nodes = torch.zeros(
+                batch, depth + 1, target.vocab, dtype=dtype, device=like.device
+            )
+            self._trees = {depth: self._tree}  # by their depth
         self._row = torch.arange(batch, device=like.device)
         self._line = torch.arange(span, device=like.device)
 
@@ -75,6 +108,8 @@ class Parallel(NetworkProposer):
         if self._whole_chain and native is not None and native.takes(levels):
             return self._drawn(native, levels, query, noise)
         index = self._index()
+        if self.cut:
+            return self._chain(levels, query, index, noise)
 
         def extend(at: Frontier) -> Tensor:
             here, prev_code = slice(at.level, at.level + 1), self.prev_code_table[at.codes]
@@ -86,15 +121,54 @@ class Parallel(NetworkProposer):
 
     def _drawn(self, native: NativeGuesses, levels: Tensor, query: Tensor, noise: Noise) -> Draft:
         """A chain whose guesses are drawn in one call, from levels [B, depth, D] and query [B, depth, H]."""
-        draft = Draft(self._tree, self.root[:, None].repeat(1, self.size), self._probs_of_nodes)
+        draft = self._empty()
         bias = None
         if type(self.target).constrain is not Target.constrain:
             bias = torch.zeros_like(self._probs_of_nodes[:, 1:])
             bias = self.target.constrain(bias, self._index())
         sampling = self.sampling
         warp = (sampling.temperature, sampling.top_k, sampling.top_p)
-        native(levels, query, self.prev_code_table, bias, noise.guesses(self.depth), warp, draft)
-        return draft
+        native(levels, query, self.prev_code_table, bias, noise.guesses(self.depth), warp, draft, self.cut)
+        return self._ended(draft)
+
+    def _chain(self, levels: Tensor, query: Tensor, index: Tensor, noise: Noise) -> Draft:
+        """A chain that ends where a cut says, from levels [B, depth, D], query [B, depth, H] and index [B, depth]."""
+        draft = self._empty()
+        assert draft.probs is not None and draft.survival is not None and self.drafter.confidence is not None
+        for level in range(self.depth):
+            here = levels[:, level]
+            if level:
+                prev_code = self.prev_code_table[draft.codes[:, level]]
+                here = self.drafter.combine(here, query[:, level], prev_code)
+            before = draft.survival[:, level - 1] if level else 1
+            kept = self.drafter.confidence(here)[:, 0].to(draft.survival.dtype).sigmoid() * before
+            if level and here.device.type == "cpu" and not (kept >= self.cut).any():
+                break
+            draft.survival[:, level] = kept
+            q = self._probs(here[:, None], index[:, level, None])
+            draft.probs[:, level] = q[:, 0]
+            draft.codes[:, level + 1] = self.sampling.children(q, 1, noise, Noise.DRAFT + level)[:, 0, 0]
+        return self._ended(draft)
+
+    def _empty(self) -> Draft:
+        """A whole chain without its guesses."""
+        survival = self._probs_of_nodes.new_zeros(len(self.root), self.depth) if self.cut else None
+        return Draft(self._tree, self.root[:, None].repeat(1, self.size), self._probs_of_nodes, survival)
+
+    def _ended(self, draft: Draft) -> Draft:
+        """A chain without what is behind its end; chains of a batch, as long as the longest."""
+        if draft.survival is None:
+            return draft
+        room = (self.target.length - 1 - self.count).clamp(min=1)  # guesses that the picture has room for
+        lengths = (1 + (draft.survival[:, 1:] >= self.cut).sum(1)).minimum(room)
+        longest = int(lengths.max())
+        if longest not in self._trees:
+            self._trees[longest] = chain_tree(len(lengths), longest, lengths.device)
+        tree, nodes = self._trees[longest], longest + 1
+        if len(lengths) > 1:
+            tree = _masked(tree, lengths, self._line[:nodes])
+        assert draft.probs is not None
+        return replace(draft, tree=tree, codes=draft.codes[:, :nodes], probs=draft.probs[:, :nodes])
 
     def _index(self) -> Tensor:
         """The code of the image that each level guesses, [B, depth]."""
@@ -132,6 +206,21 @@ class Parallel(NetworkProposer):
         logits = self.target.head(features)
         logits = logits if logits.element_size() == 8 else logits.float()
         return self.sampling.probs(self.target.constrain(logits, index))
+
+
+def why_uncut(cut: float, tree: TreeBuilder, compiled: bool) -> str | None:
+    """Why drafts cannot be cut, in a sentence; None where they can."""
+    if not (tree.chain and tree.drawn and tree.fixed):
+        return f"cut {cut} ends chains early, and the tree branches; use a chain such as chain-6, or leave cut out"
+    if compiled:
+        return f"cut {cut} makes passes of several lengths, and --compile needs passes of one; use one of the two"
+    return None
+
+
+def _masked(tree: Tree, lengths: Tensor, line: Tensor) -> Tree:
+    """Chains of N nodes, each without its nodes behind the first 1 + lengths [B]: they are no children; line [N] counts nodes."""
+    children = tree.children.where((line < lengths[:, None])[..., None], -1)
+    return replace(tree, children=children, depth=tree.depth.where(line <= lengths[:, None], 0))
 
 
 def refused(output: TargetOutput, features: Tensor) -> Tensor:

@@ -10,11 +10,16 @@ The same expectation is one over chains that the target drew, as p = q exp(s):
 A recorded picture is such a chain behind each of its codes. So the codes of a draft can be estimated, and
 differentiated, without drawing a draft; of the last code of each chain all values are summed over, not only the
 recorded one. Where pictures are not the target's own, this still grows to its greatest value, g + 1, as q goes to p.
+
+The same chains train the drafter to predict what is kept. A guess is kept, given that those before it are, with probability
+w_i / w_{i-1}, whose mean over the guess is sum_y min(p_i(y), q_i(y) / w_{i-1}); a chain comes so far in a draft, and is kept so
+far, as often as the target draws it, times exp(-max_{j < i} s_j).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,17 +36,63 @@ from lanternpp.training.features import slot_inputs
 FURTHEST = 60.0  # exp of more is not computed, as it may be infinite
 
 
-def estimated_weights(p: Tensor, log_q: Tensor, codes: Tensor) -> Tensor:
-    """The mean w_1 .. w_g of drafts, estimated along chains that the target drew, [..., g]; differentiable in log_q.
+def keep_chances(p: Tensor, log_q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Along chains that the target drew: how often drafts come there, relative to it, and keep the next guess then, [..., g].
 
-    p and log_q [..., g, V] behind every code of the chain; codes [..., g], drawn from p.
+    The product estimates the mean w_1 .. w_g of drafts. Both are differentiable in log_q. p and log_q [..., g, V] behind every
+    code of the chain; codes [..., g], drawn from p.
     """
     at = codes[..., None]
     gain = log_q.gather(-1, at) - p.gather(-1, at).clamp(min=torch.finfo(p.dtype).tiny).log()
     before = F.pad(gain[..., 0].cumsum(-1)[..., :-1], (1, 0))  # -s_{i - 1}
     least = before.cummin(-1).values  # at most 0, which is that of the root
     more = (before - least).clamp(max=FURTHEST).exp()[..., None]
-    return least.exp() * torch.minimum(p, more * log_q.exp()).sum(-1)
+    return least.exp(), torch.minimum(p, more * log_q.exp()).sum(-1)
+
+
+def confidence_loss(drafter: QueryDrafter, features: Tensor, reach: Tensor, chance: Tensor) -> Tensor:
+    """Cross-entropy to `keep_chances` of what is predicted from conditioned features [..., D], weighted by how often drafts come there.
+
+    It moves the layer that predicts alone.
+    """
+    assert drafter.confidence is not None
+    logits = drafter.confidence(features.detach())[..., 0].float()
+    cost = F.binary_cross_entropy_with_logits(logits, chance.detach().clamp(0, 1).float(), reduction="none")
+    return (cost * reach.detach()).sum() / reach.detach().sum().clamp(min=1e-6)
+
+
+class DraftFigures:
+    """What is kept of measured drafts, and what the drafter predicted of it.
+
+    codes: those that block verification decides per draft, 1 + sum E[w_i]; predicted: what the drafter expected of that;
+    refused: the guesses of a draft that are not kept; kept and expected: E[w_i] by level, and the prediction of it; calibration:
+    codes predicted and measured of each quarter of the drafts, those of least expectation first.
+    """
+
+    def __init__(self) -> None:
+        self._weights, self._drafts, self._counted = list[Tensor](), list[Tensor](), list[Tensor]()
+
+    def add(self, weights: Tensor, survival: Tensor, in_picture: Tensor) -> None:
+        """Drafts as `DraftMeasure.weights` gives them, and 1.0 at levels in the picture, all [B, A, L]."""
+        both = torch.stack((weights, survival)) * in_picture
+        self._weights.append(both.sum((1, 2)))
+        self._drafts.append(1 + both.sum(-1).flatten(1))
+        self._counted.append(in_picture.sum((0, 1)))
+
+    def result(self) -> dict[str, Any]:
+        """The figures of all of them."""
+        kept, expected = torch.stack(self._weights).sum(0) / torch.stack(self._counted).sum(0).clamp(min=1)
+        codes = 1 + kept.sum().item()
+        figures = {"codes": codes, "predicted": 1 + expected.sum().item(), "refused": 1 + len(kept) - codes}
+        drafts = torch.cat(self._drafts, 1)  # [2, n]
+        parts = drafts[:, drafts[1].argsort()].flip(0).chunk(4, 1)
+        lists = {"kept": rounded(kept), "expected": rounded(expected)}
+        return {**figures, **lists, "calibration": [rounded(part.mean(1)) for part in parts]}
+
+
+def rounded(values: Tensor) -> list[float]:
+    """To four digits."""
+    return [round(value, 4) for value in values.tolist()]
 
 
 @dataclass(frozen=True)
@@ -82,21 +133,26 @@ class DraftMeasure:
 
     def weights(
         self, drafter: QueryDrafter, levels: Tensor, batch: DraftBatch, generator: torch.Generator
-    ) -> Tensor:
-        """w_1 .. w_L of a draft behind each anchor, drawn with `generator`, [B, A, L].
+    ) -> tuple[Tensor, Tensor]:
+        """w_1 .. w_L of a draft behind each anchor, drawn with `generator`, and what the drafter predicted of them, [B, A, L].
 
         levels [B, A, L, D]: the drafter's features of all levels, not conditioned on a code yet.
         """
         slots, _ = batch.level_slots(levels.shape[2])
         place = slots + 1 - batch.prompts.shape[1]  # [B, A, L] of each guess, among the picture's codes
         codes, chance = self._draw(drafter, levels, place, generator)
+        before = self.target.embed(codes[:, :, :-1]).to(levels.dtype)
+        further = drafter.condition_on(levels[:, :, 1:], before)
+        assert drafter.confidence is not None
+        sure = drafter.confidence(torch.cat((levels[:, :, :1], further), 2))[..., 0]
         features = self._features(codes, batch)
         found = []
         for level in range(levels.shape[2]):
             p = self._probs(self.guidance.merge(self.target.head(features[:, :, level])), place[:, :, level])
             found.append(p.gather(-1, codes[:, :, level, None])[..., 0])
         ratio = torch.stack(found, -1) / chance
-        return chain_weights(ratio.flatten(0, 1))[:, 1:].view_as(ratio)
+        weights = chain_weights(ratio.flatten(0, 1))[:, 1:].view_as(ratio)
+        return weights, sure.to(weights.dtype).sigmoid().cumprod(-1)
 
     def _draw(
         self, drafter: QueryDrafter, levels: Tensor, place: Tensor, generator: torch.Generator

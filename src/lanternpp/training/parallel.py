@@ -18,7 +18,15 @@ from lanternpp.errors import InputError
 from lanternpp.targets.base import Target
 from lanternpp.training import hardware
 from lanternpp.training.data import BatchSampler, evenly_spaced
-from lanternpp.training.drafts import DraftBatch, DraftMeasure, estimated_weights, gather_slots
+from lanternpp.training.drafts import (
+    DraftBatch,
+    DraftFigures,
+    DraftMeasure,
+    confidence_loss,
+    gather_slots,
+    keep_chances,
+    rounded,
+)
 from lanternpp.training.features import CaptionPrompts, drafter_inputs
 from lanternpp.training.material.codes import Codes, VariantSampler
 from lanternpp.training.material.gather import gather
@@ -37,7 +45,7 @@ class ParallelSettings:
 
     The loss of a level is cross-entropy to the target's guided distribution (`guided`), -log of the acceptance
     (`lk`), or the sum of both (`both`); level l counts `fade` ** l. `block` is `guided` and, for the chain as a whole,
-    -log of the codes that block verification would decide of a draft (`blocks.estimated_weights`).
+    -log of the codes that block verification would decide of a draft (`drafts.keep_chances`).
     """
 
     loss: Literal["guided", "lk", "both", "block"] = "both"
@@ -92,7 +100,7 @@ class ParallelTask(Task):
         shape = target.decoder.config
         taps = spread_taps(settings.taps, shape.layers)
         self.config = ParallelConfig.like(
-            shape, layers, queries=settings.levels - 1, turn=settings.turn, taps=taps
+            shape, layers, queries=settings.levels - 1, turn=settings.turn, taps=taps, confidence=True
         )
         self.settings = {
             **self.config.flat(),
@@ -104,6 +112,8 @@ class ParallelTask(Task):
         nn.init.zeros_(self.model.hint.weight)
         nn.init.zeros_(self.model.up.weight)
         nn.init.zeros_(self.model.up.bias)
+        assert self.model.confidence is not None
+        nn.init.zeros_(self.model.confidence.weight)
         self.average = averaged(self.model)  # type: ignore[assignment]
         matrices = [p for name, p in self.model.named_parameters() if p.dim() == 2 and name != "queries"]
         others = [p for name, p in self.model.named_parameters() if p.dim() != 2 or name == "queries"]
@@ -155,34 +165,43 @@ class ParallelTask(Task):
             figures = self.loss(self.model, batch, noise)
         optimizer = self.optimizers["model"]
         optimizer.zero_grad()
-        figures["loss"].backward()
+        (figures["loss"] + figures["confidence"]).backward()
         team().average(self.model)
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        named = self.model.named_parameters()
+        nn.utils.clip_grad_norm_([p for name, p in named if not name.startswith("confidence")], 0.5)
         optimizer.step()
         return {name: value for name, value in figures.items() if value.dim() == 0}
 
     def loss(
         self, drafter: ParallelDrafter, batch: DraftBatch, noise: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """`loss`, which a step minimises; `accept`, the mean acceptance; `levels`, that of each level [levels]."""
+        """`loss` and `confidence`, whose sum a step minimises; `accept`, the mean acceptance; `levels`, that of each level [levels].
+
+        confidence: the loss of predicting what is kept, which moves the layer that predicts alone.
+        """
         level_slots, in_picture = batch.level_slots(self.hparams.levels)
         like = batch.next_inputs
         with torch.no_grad():
             true_features = gather_slots(batch.features[..., : like.shape[-1]], level_slots).flatten(1, 2)
             p = self.target.head(true_features.to(like.dtype)).float().softmax(-1)
-        logits = self.target.head(self.predict_features(drafter, batch, noise).flatten(1, 2))
+        features = self.predict_features(drafter, batch, noise)
+        logits = self.target.head(features.flatten(1, 2))
         log_q = logits.float().log_softmax(-1)
         cost, chance = (x.view_as(in_picture) * in_picture for x in self.cost(log_q, p))
         counted = in_picture.sum((0, 1)).clamp(min=1)
         fade = self.hparams.fade ** torch.arange(len(counted), device=counted.device)
         loss = (cost.sum((0, 1)) / counted * fade).sum() / fade.sum()
-        if self.hparams.loss == "block":
-            codes = batch.codes.gather(1, level_slots.flatten(1) + 1 - batch.prompts.shape[1])
-            chains = (x.unflatten(1, in_picture.shape[1:]) for x in (p, log_q, codes))
-            kept = estimated_weights(*chains) * in_picture
+        codes = batch.codes.gather(1, level_slots.flatten(1) + 1 - batch.prompts.shape[1])
+        chains = (x.unflatten(1, in_picture.shape[1:]) for x in (p, log_q, codes))
+        by_block = self.hparams.loss == "block"
+        with torch.set_grad_enabled(by_block and torch.is_grad_enabled()):
+            reach, keep = keep_chances(*chains)
+        if by_block:
+            kept = reach * keep * in_picture
             loss = loss - (1 + (kept.sum((0, 1)) / counted).sum()).log()
         levels = chance.sum((0, 1)) / counted
-        return {"loss": loss, "accept": levels.mean(), "levels": levels}
+        confidence = confidence_loss(drafter, features, reach * in_picture, keep)
+        return {"loss": loss, "confidence": confidence, "accept": levels.mean(), "levels": levels}
 
     def predict_features(
         self, drafter: ParallelDrafter, batch: DraftBatch, noise: Tensor | None = None
@@ -221,27 +240,20 @@ class ParallelTask(Task):
     def validate(self) -> dict[str, Any]:
         """What is kept of drafts that are drawn behind held-out codes.
 
-        codes: those that block verification decides per draft, 1 + sum E[w_i], measured on drafts from q; refused: the
-        guesses of a draft that it does not keep; chain: the codes that a walk from the root would decide if the
-        levels were independent; accept: the mean acceptance of each level behind recorded codes; kept: E[w_i].
+        Besides the figures of `DraftFigures`, chain: the codes that a walk from the root would decide if the levels were
+        independent; accept: the mean acceptance of each level behind recorded codes.
         """
-        found, weights, counted = [], [], []
+        found, drafts = [], DraftFigures()
         generator = torch.Generator().manual_seed(self.hparams.seed)
         for batch in self.validation_batches():
             with hardware.autocast(self.device):
                 found.append(self.loss(self.average, batch)["levels"])
                 in_picture = batch.level_slots(self.hparams.levels)[1]
                 features = self.level_features(self.average, batch)
-                measured = self.measure.weights(self.average, features, batch, generator)
-                weights.append((measured * in_picture).sum((0, 1)))
-                counted.append(in_picture.sum((0, 1)))
-        accept, kept = (
-            torch.stack(found).mean(0),
-            torch.stack(weights).sum(0) / torch.stack(counted).sum(0).clamp(min=1),
-        )
-        codes, chain = 1 + kept.sum().item(), 1 + accept.cumprod(0).sum().item()
-        figures = {"codes": codes, "refused": 1 + self.hparams.levels - codes, "chain": chain}
-        return figures | {"accept": rounded(accept), "kept": rounded(kept)}
+                drafts.add(*self.measure.weights(self.average, features, batch, generator), in_picture)
+        accept = torch.stack(found).mean(0)
+        chain = 1 + accept.cumprod(0).sum().item()
+        return {**drafts.result(), "chain": chain, "accept": rounded(accept)}
 
     @torch.no_grad()
     def sample(self, path: Path) -> None:
@@ -261,11 +273,6 @@ def spread_taps(count: int, layers: int) -> tuple[int, ...]:
     if count >= layers:
         raise InputError(f"--taps {count} is too many: the target has {layers - 1} layers below its last.")
     return tuple(layers * (i + 1) // (count + 1) - 1 for i in range(count))
-
-
-def rounded(levels: Tensor) -> list[float]:
-    """A figure of each level, to four digits."""
-    return [round(value, 4) for value in levels.tolist()]
 
 
 def train(

@@ -215,6 +215,7 @@ def grown(drafter: ParallelDrafter, layers: int, levels: int, taps: int, target:
         decoder=replace(shape, layers=max(layers, shape.layers)),
         queries=max(levels - 1, config.queries),
         taps=config.taps or spread_taps(taps, target.decoder.config.layers),
+        confidence=True,
     )
     made = ParallelDrafter(larger, target.decoder.rotary_table)
     for name, parameter in made.decoder.blocks[shape.layers :].named_parameters():

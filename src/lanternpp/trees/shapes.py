@@ -16,6 +16,11 @@ def chain(depth: int) -> Shape:
     return tuple((0,) * d for d in range(1, depth + 1))
 
 
+def is_chain(shape: Shape) -> bool:
+    """Whether no node of a shape has more than one child."""
+    return not any(map(any, shape))
+
+
 def by_levels(counts: Sequence[int], branch: int = 16) -> Shape:
     """`counts[d]` nodes at level d + 1, first children deepest.
 

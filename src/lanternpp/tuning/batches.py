@@ -79,7 +79,7 @@ class BatchChoice:
     def covers(self, settings: Settings) -> bool:
         """Whether settings are among those that were measured."""
         measured = self.settings
-        names = ("method", "proposer", "accept", "tree", "window", "compile", "verify")
+        names = ("method", "proposer", "accept", "tree", "window", "compile", "verify", "cut")
         alike = all(getattr(settings, name) == getattr(measured, name) for name in names)
         return alike and (settings.cfg == 1) == (measured.cfg == 1)
 

@@ -79,7 +79,7 @@ class Budget:
         tried: list[dict[str, Any]] = []
 
         def measure_cost(dials: dict[str, Any], found: Tuning | None = None) -> QualityCost:
-            cost = self.quality_cost(dials | ({"tree": self.tuner.tree(found)} if found else {}))
+            cost = self.quality_cost(dials | (self.tuner.tuned(found) if found else {}))
             row = {
                 "dials": dials,
                 "own_tree": found is not None,

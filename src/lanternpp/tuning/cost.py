@@ -1,4 +1,8 @@
-"""What a step takes on this machine, as a function of its tree: fitted to probes of several trees."""
+"""What a step takes on this machine, as a function of its tree: fitted to probes of several trees.
+
+Chains have costs of their own, as all levels of one may be drafted in one call and verified together, in other code than
+trees that branch.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from lanternpp.engine.verifiers import TOKEN
 from lanternpp.trees.search import expected, expected_tried, reaches
-from lanternpp.trees.shapes import Shape
+from lanternpp.trees.shapes import Shape, chain, is_chain
 from lanternpp.tuning.probe import Probe
 
 SECONDS = ("plain_begin", "plain_look", "plain_step", "begin", "draft", "look", "judge", "pixels")
@@ -49,14 +54,26 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class PartCosts:
+    """Drafting and verification, of chains or of trees that branch; the fields are keys of the tuning's report.
+
+    Drafting is linear in the levels, the inner nodes and the nodes. Token verification is linear in the children tried, the codes decided,
+    and the sum over the levels of the most children that a node has, which is what a device goes through that does not wait for
+    results. Block and traversal verification are linear in the inner nodes, the nodes, and that sum, whatever is kept: both compute
+    every node. No coefficient is negative.
+    """
+
+    verify: str
+    draft: tuple[float, ...]  # of 1, levels, inner nodes, nodes
+    judge: tuple[float, ...]  # of `verify_terms`
+
+
+@dataclass(frozen=True)
 class Costs:
     """A model of seconds, at the speed of the machine at which plain steps take their median time.
 
-    The target's pass is a curve over the number of nodes, the root included, that never falls. Drafting is linear in
-    the levels, the inner nodes and the nodes. Verification is linear in the children verified, and in the sum over the
-    levels of the most children that a node has, which is what a device goes through that does not wait for results, and
-    what traversal verification goes through anywhere.
-    No coefficient is negative. The fields are keys of the tuning's report.
+    The target's pass is a curve over the number of nodes, the root included, that never falls. The fields are keys of the
+    tuning's report.
     """
 
     length: int  # codes of a picture
@@ -65,15 +82,30 @@ class Costs:
     begin: float
     pixels: float
     look: Curve
-    draft: tuple[float, ...]  # of 1, levels, inner nodes, nodes
-    judge: tuple[float, ...]  # of 1, children judged, codes decided, widths
+    trees: PartCosts
+    chains: PartCosts
     noise: float  # median relative error of this model, over the probes
 
     def step_cost(self, shape: Shape, table: Tensor) -> StepCost:
         """A step of a tree, for acceptances of `table`."""
-        found = reaches(table, shape)
-        terms = linear_terms(shape, expected_tried(table, shape, found), sum(found.values()))
-        return StepCost(_dot(self.draft, terms[0]), self.look(len(shape) + 1), _dot(self.judge, terms[1]))
+        found, parts = reaches(table, shape), self.parts(shape)
+        terms = verify_terms(shape, parts.verify, expected_tried(table, shape, found), sum(found.values()))
+        return StepCost(
+            _dot(parts.draft, draft_terms(shape)), self.look(len(shape) + 1), _dot(parts.judge, terms)
+        )
+
+    def parts(self, shape: Shape) -> PartCosts:
+        """The costs of drafting and verification that are a shape's."""
+        return self.chains if is_chain(shape) else self.trees
+
+    def cut_step(self, depth: int, lengths: Sequence[float], codes: float) -> float:
+        """Seconds of a step whose chains of `depth` levels are cut, and have 1, 2 .. guesses with these shares; they decide `codes`."""
+        levels, parts, total = chain(depth), self.chains, 0.0
+        for length, share in enumerate(lengths, 1):
+            verify = verify_terms(chain(length), parts.verify, length, codes)
+            draft = draft_terms(levels, length)
+            total += share * (_dot(parts.draft, draft) + self.look(length + 1) + _dot(parts.judge, verify))
+        return total
 
     def rate(self, shape: Shape, table: Tensor) -> float:
         """Codes per second of a sample, once it runs."""
@@ -82,6 +114,10 @@ class Costs:
     def speedup(self, shape: Shape, table: Tensor) -> float:
         """Seconds of a picture by plain decoding over those by a tree: prefill and pixels in both."""
         step, codes = self.step_cost(shape, table).step, expected(table, shape)
+        return self.gain(step, codes)
+
+    def gain(self, step: float, codes: float) -> float:
+        """`speedup` of steps that take so many seconds and decide so many codes."""
         return self._picture(self.plain_begin, self.plain, 1) / self._picture(self.begin, step, codes)
 
     def per_pass(self, codes: float) -> float:
@@ -96,14 +132,26 @@ class Costs:
         return begin + self._passes(codes) * step + self.pixels
 
 
-def linear_terms(shape: Shape, judged: float, codes: float) -> tuple[list[float], list[float]]:
-    """The terms of the linear models of drafting and of verification."""
+def draft_terms(shape: Shape, drawn: float | None = None) -> list[float]:
+    """The terms of the linear model of drafting: 1, levels, inner nodes, nodes. drawn: the mean guesses of a chain that is cut."""
+    depth = max(map(len, shape), default=0)
+    if drawn is not None:
+        return [1.0, depth, drawn, drawn]
+    return [1.0, depth, len({path[:-1] for path in shape}), len(shape)]
+
+
+def verify_terms(shape: Shape, verify: str, judged: float, codes: float) -> list[float]:
+    """The terms of the linear model of verification: 1, what it computes, and the sum over the levels of the most children of a node.
+
+    In between, of token verification the children tried and the codes decided; of the others inner nodes and nodes.
+    """
     kids: dict[tuple[int, ...], int] = {}
     for path in shape:
         kids[path[:-1]] = kids.get(path[:-1], 0) + 1
     depth = max(map(len, shape), default=0)
-    widths = [max(n for above, n in kids.items() if len(above) == d) for d in range(depth)]
-    return [1.0, depth, len(kids), len(shape)], [1.0, judged, codes, sum(widths)]
+    widths = sum(max(n for above, n in kids.items() if len(above) == d) for d in range(depth))
+    work = [judged, codes] if verify == TOKEN else [len(kids), len(shape)]
+    return [1.0, *work, widths]
 
 
 def fit(probes: Sequence[Probe], length: int, rule_probes: Sequence[Probe] | None = None) -> Costs:
@@ -113,36 +161,52 @@ def fit(probes: Sequence[Probe], length: int, rule_probes: Sequence[Probe] | Non
     for a while does not bend the curve.
     """
     plain_seconds = median(one.plain_step for one in probes)
-    drawn, mine = _by_shape(probes, plain_seconds), _by_shape(rule_probes or probes, plain_seconds)
+    drawn, mine = _scaled(probes, plain_seconds), _scaled(rule_probes or probes, plain_seconds)
     sizes: dict[int, list[float]] = {1: [one.plain_look * plain_seconds / one.plain_step for one in probes]}
-    for shape, group in drawn.items():
-        sizes.setdefault(len(shape) + 1, []).extend(one.look for one in group)
+    for one in drawn:
+        if one.nodes is None:
+            sizes.setdefault(len(one.shape) + 1, []).append(one.look)
     at = tuple(sorted(sizes))
     curve = Curve(at, rising([median(sizes[n]) for n in at], [len(sizes[n]) for n in at]))
-    terms = {shape: _linear_terms(shape, group) for shape, group in {**drawn, **mine}.items()}
-    draft = nonnegative(
-        [terms[shape][0] for shape in drawn], [median(one.draft for one in group) for group in drawn.values()]
-    )
-    judge = nonnegative(
-        [terms[shape][1] for shape in mine], [median(one.judge for one in group) for group in mine.values()]
-    )
+    trees, chains = (_part_costs(drawn, mine, chained) for chained in (False, True))
     off = []
-    for shape, group in mine.items():
+    for group in _groups([one for one in mine if one.nodes is None]):
+        shape = group[0].paths
+        parts = chains if is_chain(shape) else trees
         took = median(one.draft + one.look + one.judge for one in group)
-        predicted = _dot(draft, terms[shape][0]) + curve(len(shape) + 1) + _dot(judge, terms[shape][1])
+        predicted = _dot(parts.draft, draft_terms(shape)) + curve(len(shape) + 1)
+        predicted += _dot(parts.judge, _verify_terms(group, parts.verify))
         off.append(abs(predicted - took) / took)
-    every = [one for group in drawn.values() for one in group]
     return Costs(
         length,
         plain_seconds,
-        median(one.plain_begin for one in every),
-        median(one.begin for one in every),
-        median(one.pixels for one in every),
+        median(one.plain_begin for one in drawn),
+        median(one.begin for one in drawn),
+        median(one.pixels for one in drawn),
         curve,
-        draft,
-        judge,
+        trees,
+        chains,
         median(off),
     )
+
+
+def _part_costs(drawn: Sequence[Probe], mine: Sequence[Probe], chained: bool) -> PartCosts:
+    """Drafting, fitted to `drawn`, and verification, to `mine`; of chains, or else of trees, or of all where there are none of a kind."""
+
+    def of_kind(probes: Sequence[Probe]) -> list[list[Probe]]:
+        return _groups([one for one in probes if is_chain(one.paths) == chained])
+
+    drafted, verified = of_kind(drawn) or _groups(drawn), of_kind(mine) or of_kind(drawn) or _groups(mine)
+    verify = verified[0][0].verify
+    draft = nonnegative(
+        [draft_terms(group[0].paths, _drawn(group)) for group in drafted],
+        [median(one.draft for one in group) for group in drafted],
+    )
+    judge = nonnegative(
+        [_verify_terms(group, verify) for group in verified],
+        [median(one.judge for one in group) for group in verified],
+    )
+    return PartCosts(verify, draft, judge)
 
 
 def rising(values: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
@@ -172,20 +236,36 @@ def nonnegative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> tup
     return tuple(best.tolist())
 
 
-def _by_shape(probes: Sequence[Probe], plain_seconds: float) -> dict[Shape, list[Probe]]:
-    """Probes of each shape, their seconds those of a machine whose plain step takes `usual`."""
-    found: dict[Shape, list[Probe]] = {}
+def _scaled(probes: Sequence[Probe], plain_seconds: float) -> list[Probe]:
+    """Probes whose seconds are those of a machine whose plain step takes so many."""
+    found = []
     for one in probes:
         pace = plain_seconds / one.plain_step
-        scaled = {name: getattr(one, name) * pace for name in SECONDS}
-        found.setdefault(tuple(map(tuple, one.shape)), []).append(replace(one, **scaled))
+        found.append(replace(one, **{name: getattr(one, name) * pace for name in SECONDS}))
     return found
 
 
-def _linear_terms(shape: Shape, group: Sequence[Probe]) -> tuple[list[float], list[float]]:
-    passes = max(sum(one.passes for one in group), 1)
+def _groups(probes: Sequence[Probe]) -> list[list[Probe]]:
+    """Probes of each shape, those with a cut apart."""
+    found: dict[tuple[Shape, float], list[Probe]] = {}
+    for one in probes:
+        found.setdefault((one.paths, one.cut if one.nodes is not None else 0), []).append(one)
+    return list(found.values())
+
+
+def _drawn(group: Sequence[Probe]) -> float | None:
+    """The mean guesses of chains that were cut; None where they were not."""
+    lengths = [one.nodes for one in group if one.nodes is not None]
+    return sum(lengths) / len(lengths) if lengths else None
+
+
+def _verify_terms(group: Sequence[Probe], verify: str) -> list[float]:
+    passes, length = max(sum(one.passes for one in group), 1), _drawn(group)
     tried = sum(one.judged * one.passes for one in group) / passes
-    return linear_terms(shape, tried, sum(one.codes for one in group) / passes)
+    terms = verify_terms(group[0].paths, verify, tried, sum(one.codes for one in group) / passes)
+    if length is not None:
+        terms[1:] = [length, length, length] if verify != TOKEN else [*terms[1:3], length]
+    return terms
 
 
 def _dot(weights: Sequence[float], values: Sequence[float]) -> float:

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.observers import AcceptanceByRank
+from lanternpp.engine.observers import AcceptanceByRank, Observer
 from lanternpp.evaluation.stopwatch import PHASES, TimedEngine, now
 from lanternpp.trees.shapes import Shape
+from lanternpp.tuning.acceptance import CutCounts
+from lanternpp.types import TargetOutput
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,15 @@ class Probe:
     judged: float  # children judged per pass
     tried: list[list[float]]  # [d, k], as `AcceptanceByRank` counts them
     kept: list[list[float]]
+    verify: str = "token"  # the verifier
+    cut: float = 0.0  # of a chain
+    nodes: float | None = None  # mean guesses of a chain that was cut; None: it always had all
+    cuts: dict[str, Any] | None = None  # what other cuts would have kept, as `CutCounts` gives it
+
+    @property
+    def paths(self) -> Shape:
+        """The shape."""
+        return tuple(map(tuple, self.shape))
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary."""
@@ -49,14 +60,19 @@ def probe(
     conditions: Sequence[str | None],
     seeds: Sequence[int],
     pixels: Callable[[torch.Tensor], object],
+    verify: str = "token",
+    cut: float = 0.0,
+    cuts: Sequence[float] = (),
 ) -> Probe:
     """Draw a batch, timing every step, beside an engine of plain decoding; both must be new.
 
-    shape: of the engine's static tree. One condition and seed for each sample of the batch.
+    shape: of the engine's static tree. One condition and seed for each sample of the batch. verify and cut: the engine's. cuts:
+    others that are counted, of chains so rarely cut that they have all guesses.
     """
     tree, plain_engine = TimedEngine(engine), TimedEngine(plain)
-    counts = AcceptanceByRank(engine.target.length)
-    engine.observers.append(counts)
+    counts, cut_counts = AcceptanceByRank(engine.target.length), CutCounts(cuts, engine.target.length)
+    lengths = ChainLengths()
+    engine.observers += [counts, *([cut_counts] if cuts else []), *([lengths] if cut and not cuts else [])]
     begin, plain_begin = tree.admit(conditions, seeds), plain_engine.admit(conditions, seeds)
     while len(engine.done()) < engine.batch:
         plain_engine.move_to(plain.count.maximum(engine.count.clamp(max=engine.target.length - 1)))
@@ -81,4 +97,20 @@ def probe(
         float(tried.sum()) / max(passes, 1),
         tried.tolist(),
         counts.kept.double().tolist(),
+        verify,
+        cut,
+        lengths.nodes / lengths.passes if lengths.passes else None,
+        cut_counts.to_json() if cuts else None,
     )
+
+
+class ChainLengths(Observer):
+    """The guesses of chains, as long as the longest of a pass."""
+
+    def __init__(self) -> None:
+        self.nodes = self.passes = 0
+
+    def verified(self, output: TargetOutput, count: torch.Tensor) -> None:
+        """Count the nodes of a pass."""
+        self.nodes += output.draft.codes.shape[1] - 1
+        self.passes += 1

@@ -7,12 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lanternpp.evaluation import plots
 from lanternpp.methods import BASELINE
 from lanternpp.pipeline import versions
 from lanternpp.settings import dials_read
 from lanternpp.trees.search import reaches
 from lanternpp.tuned import CHOSEN
+from lanternpp.tuning.acceptance import Counts
 from lanternpp.tuning.budget import BudgetChoice
 from lanternpp.tuning.run import Tuner, Tuning
 
@@ -36,9 +39,8 @@ def tuning_report(
         "plain": measured.get(BASELINE),
         "sizes": [size.row() for size in found.sizes],
         "acceptance": {
-            "table": found.table.tolist(),
-            "tried": found.counts.tried.tolist(),
-            "kept": found.counts.kept.tolist(),
+            **acceptance(found.tables.trees, found.counts),
+            "chains": acceptance(found.tables.chains, found.chains),
         },
         "costs": asdict(found.costs),
         "machine": tuner.machine(),
@@ -52,9 +54,14 @@ def tuning_report(
     return report
 
 
+def acceptance(table: Tensor, counts: Counts) -> dict[str, Any]:
+    """A table of acceptances, and what it was made from."""
+    return {"table": table.tolist(), "tried": counts.tried.tolist(), "kept": counts.kept.tolist()}
+
+
 def settings(tuner: Tuner, found: Tuning) -> dict[str, Any]:
     """What becomes the method's default: the tree, and the dials that were asked for or chosen."""
-    values = {**tuner.options.given, **found.dials, "tree": tuner.tree(found)}
+    values = {**tuner.options.given, **found.dials, **tuner.tuned(found)}
     read = dials_read(tuner.settings.proposer, tuner.settings.accept)
     return {name: values[name] for name in CHOSEN if name in read and values.get(name) is not None}
 
@@ -84,5 +91,5 @@ def plot(report: Mapping[str, Any], path: Path) -> Path:
 
 def kept_nodes(found: Tuning) -> dict[tuple[int, ...], float]:
     """The nodes of the tree found, the root first, with how often a pass keeps each."""
-    every = reaches(found.table, found.chosen.shape)
+    every = reaches(found.tables.of(found.chosen.shape), found.chosen.shape)
     return {path: every[path] for path in sorted(every)}

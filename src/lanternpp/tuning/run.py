@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lanternpp.dials import ENGINE, SAMPLING, names
+from lanternpp.engine.verifiers import BLOCK, TOKEN
 from lanternpp.errors import InputError
 from lanternpp.evaluation import report
 from lanternpp.evaluation.draw import evaluation_requests
@@ -22,16 +22,19 @@ from lanternpp.nn.checkpoints import digest
 from lanternpp.pipeline import Pipeline, versions
 from lanternpp.settings import Settings, dials_read
 from lanternpp.trees import build_tree, shape_name
-from lanternpp.trees.shapes import Shape
+from lanternpp.trees.shapes import Shape, is_chain
 from lanternpp.trees.static import StaticTree
-from lanternpp.tuning.acceptance import Counts
+from lanternpp.tuning.acceptance import Acceptances, Counts, CutChains
 from lanternpp.tuning.cost import Costs, fit
 from lanternpp.tuning.journal import RACE, Journal
 from lanternpp.tuning.probe import Probe, probe
 from lanternpp.tuning.search import (
+    CUT_GAIN,
+    CUTS,
     RANKS,
     PredictedTree,
     best_by_size,
+    best_cut,
     choose,
     hand_made_shapes,
     predict,
@@ -40,6 +43,8 @@ from lanternpp.tuning.search import (
 
 SHARED = names(ENGINE, SAMPLING)  # dials that every engine of a tuning shares, the plain one too
 HAND_MADE = ("deep-8", "eagle-25", "lantern-57")  # shapes made by hand; shown and raced beside the tree found
+NO_CUT = 1e-9  # of chains whose guesses are counted: it hardly ever ends one
+SOME_CUT = 0.3  # of a chain that is timed beside a whole one
 MAX_REPROBES = 3  # times that the tree found is probed and the search repeated
 DEEPEST = max(len(path) for name in HAND_MADE for path in hand_made_shapes(32, 512)[name])
 Progress = Callable[[int, int], None]
@@ -64,8 +69,9 @@ class Tuning:
     """What was found for one choice of dials."""
 
     dials: dict[str, Any]  # overrides beyond those of the options
-    counts: Counts
-    table: Tensor
+    counts: Counts  # of trees that branch, and of chains where both are verified alike
+    chains: Counts  # of chains, likewise
+    tables: Acceptances
     costs: Costs
     sizes: list[PredictedTree]
     chosen: PredictedTree
@@ -91,10 +97,16 @@ class Tuner:
         check(self.settings)
         for prompt in options.prompts:
             pipe.target.check(prompt)
-        pipe.new_engine(self.settings)  # so that a wrong part is found before anything is drawn
+        engine = pipe.new_engine(self.settings)  # so that a wrong part is found before anything is drawn
         if pipe.target.channels:
             raise InputError(f"{pipe.name} draws continuous latents, and tuning is for models of codes")
-        self.ranks = min(RANKS, pipe.target.vocab)
+        given = options.given.get("cut")
+        drafter = getattr(engine.proposer, "drafter", None)
+        self.cuts: tuple[float, ...] = (given,) if given else CUTS  # that are considered for chains
+        if given == 0 or self.settings.compile or getattr(drafter, "confidence", None) is None:
+            self.cuts = ()
+        only_chains = given or options.given.get("verify") == BLOCK  # of which there are no others
+        self.ranks = 1 if only_chains else min(RANKS, pipe.target.vocab)
         self.levels = max(options.depth, DEEPEST)
         self.journal = Journal(folder, self.describe(), restart)
         self.folder = folder
@@ -134,11 +146,12 @@ class Tuner:
         passes is known from probes without them.
         """
         chosen, options = dict(dials or {}), self.options
-        before = self._probes({}, probe_shapes(options.nodes, options.depth), "probe") if few else []
-        drawn = self._probes(chosen, probe_shapes(options.nodes, options.depth, few), "probe")
+        limits = options.nodes, options.depth
+        before = self._probes({}, probe_shapes(*limits, ranks=self.ranks), "probe") if few else []
+        drawn = self._probes(chosen, probe_shapes(*limits, few, self.ranks), "probe")
         found = self._search(chosen, before, drawn)
         for repeat in range(MAX_REPROBES):
-            if any(found.chosen.shape == tuple(map(tuple, one.shape)) for one in drawn):
+            if any(found.chosen.shape == one.paths for one in drawn):
                 break
             drawn += self._probes(chosen, [found.chosen.shape], f"again {repeat}")
             found = self._search(chosen, before, drawn)
@@ -146,35 +159,66 @@ class Tuner:
 
     def _search(self, dials: dict[str, Any], before: list[Probe], drawn: list[Probe]) -> Tuning:
         options = self.options
-        counts = Counts.of([(one.tried, one.kept) for one in drawn], self.levels, self.ranks)
-        table = counts.table()
+        limits = options.nodes, options.depth
+        counts, chains = self._counts(drawn)
+        tables = Acceptances(counts.table(), chains.table())
         costs = fit([*before, *drawn], self.pipe.target.length, drawn)
-        sizes = best_by_size(table, costs, options.nodes, options.depth)
-        return Tuning(
-            dials, counts, table, costs, sizes, choose(sizes, table, costs, options.nodes, options.depth)
+        sizes = best_by_size(tables, costs, *limits)
+        best = choose(sizes, tables, costs, *limits)
+        found = CutChains.of(self.cuts, [one.cuts for one in drawn if one.cuts])
+        cut = best_cut(found, costs, *limits) if found else None
+        if cut and (self.options.given.get("cut") or cut.rate > best.rate * CUT_GAIN):
+            best = cut
+        return Tuning(dials, counts, chains, tables, costs, sizes, best)
+
+    def _counts(self, drawn: Sequence[Probe]) -> tuple[Counts, Counts]:
+        """What trees kept and what chains kept; all together for both where both were verified from the root, or neither was."""
+        whole = [one for one in drawn if one.nodes is None]
+        parts = [[one for one in whole if is_chain(one.paths) == chained] for chained in (False, True)]
+        if len({one.verify == TOKEN for one in whole}) == 1 or not all(parts):
+            parts = [whole, whole]
+        trees, chains = (
+            Counts.of([(one.tried, one.kept) for one in part], self.levels, self.ranks) for part in parts
         )
+        return trees, chains
 
     def _probes(self, dials: dict[str, Any], shapes: Sequence[Shape], stage: str) -> list[Probe]:
         """Every shape in turn, as often as the options say; another one first each time."""
         made: list[Probe] = []
-        rounds, count = self.options.rounds, len(shapes)
+        longest = max((shape for shape in shapes if is_chain(shape)), key=len, default=())
+        field = [(shape, 0.0) for shape in shapes]
+        if self.cuts and stage == "probe" and len(longest) > 1:
+            field.append((longest, SOME_CUT))  # tells what a guess costs that is not drawn
+        rounds, count = self.options.rounds, len(field)
         for turn, i in product(range(rounds), range(count)):
             place = (turn + i) % count
+            shape, cut = field[place]
             prompt = self.options.prompts[(turn * count + place) % len(self.options.prompts)]
-            key = {"stage": stage, "dials": dials, "tree": shape_name(shapes[place]), "round": turn}
+            key = {"stage": stage, "dials": dials, "tree": shape_name(shape), "round": turn}
+            key |= {"cut": cut} if cut else {}
             self.progress(self._done, self._done + rounds * count - len(made))
-            draw = partial(self._probe, shapes[place], dials, prompt, turn)
+            draw = partial(self._probe, shape, cut, dials, prompt, turn)
             made.append(Probe(**self.journal.once(key, draw)))
             self._done += 1
         return made
 
-    def _probe(self, shape: Shape, dials: dict[str, Any], prompt: str, turn: int) -> dict[str, Any]:
-        """One batch by one tree, in an engine of its own."""
+    def _probe(
+        self, shape: Shape, cut: float, dials: dict[str, Any], prompt: str, turn: int
+    ) -> dict[str, Any]:
+        """One batch by one tree, in an engine of its own. cut: 0 counts what all cuts would keep, where they are considered."""
         given = {**self.shared, **self.options.given, **dials, "tree": shape_name(shape)}
-        engine = self.pipe.new_engine(self.pipe.settings(self.options.method, **given))
+        if given.get("cut"):
+            del given["cut"]
+        cuts = self.cuts if is_chain(shape) and not cut else ()
+        if cut or cuts:
+            given["cut"] = cut = cut or NO_CUT
+        settings = self.pipe.settings(self.options.method, **given)
+        engine = self.pipe.new_engine(settings)
         plain = self.pipe.new_engine(self.pipe.settings(BASELINE, **self.shared))
         seeds = [self.options.seed + turn * engine.batch + i for i in range(engine.batch)]
-        return probe(engine, plain, shape, [prompt] * engine.batch, seeds, self.pipe.images).to_json()
+        prompts, verify = [prompt] * engine.batch, settings.verify or TOKEN
+        drawn = probe(engine, plain, shape, prompts, seeds, self.pipe.images, verify, cut, cuts)
+        return drawn.to_json()
 
     def race(self, found: Tuning, measure: bool = False) -> list[dict[str, Any]]:
         """The tree found, plain decoding and the hand-made shapes, taking turns: a row of figures for each."""
@@ -185,22 +229,22 @@ class Tuner:
         )
         overrides = {name: value for name, value in self.options.given.items() if name not in SHARED}
         overrides |= found.dials
-        trees = {"tuned": self.tree(found), **{name: name for name in HAND_MADE}}
+        overrides.pop("cut", None)
+        trees: dict[str, dict[str, Any]] = {"tuned": self.tuned(found)}
+        if overrides.get("verify") != BLOCK:
+            trees |= {name: {"tree": name} for name in HAND_MADE}
         field = [Entry(BASELINE, BASELINE, {})]
-        field += [
-            Entry(label, self.options.method, {**overrides, "tree": tree}) for label, tree in trees.items()
-        ]
+        field += [Entry(label, self.options.method, {**overrides, **own}) for label, own in trees.items()]
         n = max(1, count // len(prompts)) * batch
         race = Race(self.pipe, field, prompts, n, self.options.seed + 1000, self.shared, measure)
-        name = self.slug(f"{trees['tuned']} {sorted(found.dials.items())} {n} {prompts}")
+        name = self.slug(f"{sorted(trees['tuned'].items())} {sorted(found.dials.items())} {n} {prompts}")
         return report.rows(
             race.run(self.folder / RACE / name, resume=True, progress=self.progress), race.describe(), {}
         )
 
-    @staticmethod
-    def tree(found: Tuning) -> str:
-        """The tree that was found, as `--tree` takes it."""
-        return shape_name(found.chosen.shape)
+    def tuned(self, found: Tuning) -> dict[str, Any]:
+        """The tree that was found, as `--tree` takes it, and where chains may be cut how they are."""
+        return {"tree": shape_name(found.chosen.shape)} | ({"cut": found.chosen.cut} if self.cuts else {})
 
     @staticmethod
     def slug(text: str) -> str:
@@ -210,7 +254,9 @@ class Tuner:
     def hand_made(self, found: Tuning) -> dict[str, PredictedTree]:
         """What is expected of the hand-made shapes, by the same table and costs."""
         shapes = hand_made_shapes(self.levels, self.ranks)
-        return {name: predict(shapes[name], found.table, found.costs) for name in HAND_MADE if name in shapes}
+        return {
+            name: predict(shapes[name], found.tables, found.costs) for name in HAND_MADE if name in shapes
+        }
 
 
 def check(settings: Settings) -> None:

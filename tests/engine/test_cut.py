@@ -1,0 +1,229 @@
+"""Chains that end where the drafter is unsure: every draft, every outcome and every code, in float64, and draws of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from laws import Stops, chain_law, chi_square, contexts, distance, sequences
+from relaxed import RULES, laws_of
+from torch import Tensor
+from toys import MarkovTarget, ToyTarget, counts, parallel
+
+from lanternpp.accept.base import Acceptance
+from lanternpp.accept.exact import Exact
+from lanternpp.engine.batching import generate
+from lanternpp.engine.block import stops, verify_block
+from lanternpp.engine.decode import Engine
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.observers import Observer
+from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verifiers import Verifier
+from lanternpp.engine.verify import verify
+from lanternpp.proposers.parallel import Parallel, _masked
+from lanternpp.trees.chain import chain_tree
+from lanternpp.trees.shapes import chain
+from lanternpp.trees.static import StaticTree
+from lanternpp.types import Draft, TargetOutput
+
+CASES = [(3, 1), (3, 2), (3, 3), (4, 2)]
+KINDS = ["random", "near", "with zeros", "a point", "forced", "all of them"]
+CPU = torch.device("cpu")
+Ends = list[Tensor]  # by guesses drafted, from 1 on: whether a chain ends behind these codes, [V ** guesses]
+
+
+def ends_of(vocab: int, depth: int, seed: int = 0, peek: int = 0) -> Ends:
+    """A rule at random that ends a chain by the codes drafted so far. peek: by so many more, which it must not."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(vocab ** (level + peek), generator=generator) < 0.4 for level in range(1, depth)]
+
+
+def lengths_of(codes: Tensor, vocab: int, ends: Ends, peek: int = 0) -> Tensor:
+    """How many guesses chains have, of codes [D, g + 1]."""
+    depth = codes.shape[1] - 1
+    lengths = torch.full((len(codes),), depth)
+    for level in range(depth - 1 - peek, 0, -1):
+        at = torch.zeros(len(codes), dtype=torch.int64)
+        for code in codes[:, 1 : 1 + level + peek].T:
+            at = at * vocab + code
+        lengths = lengths.where(~ends[level - 1][at], level)
+    return lengths
+
+
+def cut_draft(ps: Tensor, qs: Tensor, codes: Tensor, lengths: Tensor) -> Draft:
+    """Chains of a batch, each as the proposer masks it; what was drawn behind their ends is still there."""
+    depth = codes.shape[1] - 1
+    tree = _masked(chain_tree(len(codes), depth, CPU), lengths, torch.arange(depth + 1))
+    return Draft(tree, codes, qs + 0.5 * (qs.sum(-1, keepdim=True) == 0))
+
+
+@dataclass
+class Recorder:
+    """`stops`, which remembers what it returned."""
+
+    found: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def takes(self, p: Tensor) -> bool:
+        return True
+
+    def __call__(self, p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        self.found.append(stops(p, q, codes))
+        return self.found[-1]
+
+
+def by_block(ends: Ends, peek: int = 0, rule: Acceptance | None = None) -> Stops:
+    """Where `verify_block` ends chains that are cut, and the weights of the code drawn there."""
+
+    def found(ps: Tensor, qs: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        recorder, lengths = Recorder(), lengths_of(codes, ps.shape[-1], ends, peek)
+        noise = Noise(torch.arange(len(ps)), torch.ones(len(ps), dtype=torch.int64))
+        draft = cut_draft(ps, qs, codes, lengths)
+        verify_block(draft, ps.log().clamp(min=-700), Sampling(), rule or Exact(), noise, native=recorder)
+        return recorder.found[0]
+
+    return found
+
+
+class Spy(Sampling):
+    """Remembers what the code behind the path is drawn from."""
+
+    def draw(self, probs: Tensor, noise: Noise) -> Tensor:
+        self.__dict__["left"] = probs
+        return probs.argmax(-1)
+
+
+@dataclass
+class Given:
+    """Noise that is given, [B, g]."""
+
+    u: Tensor
+
+    def fine(self, purpose: int, *shape: int) -> Tensor:
+        return self.u.view(len(self.u), *shape)
+
+
+def by_walk(ends: Ends, measure: bool) -> Stops:
+    """The same of `verify`: every draft is walked with numbers that end it behind its first 0, 1 .. guesses."""
+
+    def found(ps: Tensor, qs: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        depth = codes.shape[1] - 1
+        draft = cut_draft(ps, qs, codes, lengths := lengths_of(codes, ps.shape[-1], ends))
+        here = codes[:, 1:, None]
+        ratio = (ps[:, :-1].gather(-1, here) / qs[:, :-1].gather(-1, here))[..., 0].clamp(max=1)
+        left = torch.zeros_like(ps)
+        for kept in range(depth + 1):
+            level = torch.arange(depth)
+            u = (ratio * (1 - 1e-9)).where(level != kept, ratio * (1 + 1e-9) + 1e-300)
+            spy = Spy()
+            verdict = verify(draft, ps.log().clamp(min=-700), spy, Exact(), Given(u), measure)  # type: ignore[arg-type]
+            there = (lengths >= kept) & (ratio[:, :kept] > 0).all(1)
+            refused = there & (lengths > kept)
+            if kept < depth:
+                refused &= ratio[:, kept] < 1
+            sure = refused | (there & (lengths == kept))
+            assert (verdict.kept[sure] == 1 + kept).all()
+            left[sure, kept] = spy.__dict__["left"][sure]
+        level = torch.arange(1, depth + 1)
+        chance = ratio.cumprod(1) * (level <= lengths[:, None])
+        return 1 - chance, left
+
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("vocab", "depth"), CASES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_chain_that_ends_by_what_was_drafted_keeps_the_targets_law(
+    vocab: int, depth: int, kind: str, seed: int
+) -> None:
+    (p, q), ends = contexts(vocab, depth, kind), ends_of(vocab, depth, seed)
+    whole = sequences(p)
+    assert distance(chain_law(by_block(ends), p, q)[0], whole) < 1e-12
+    for measure in (False, True):
+        assert distance(chain_law(by_walk(ends, measure), p, q)[0], whole) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["random", "with zeros"])
+def test_one_that_ends_by_the_guess_it_is_about_to_drop_would_not(kind: str) -> None:
+    """So the test above can fail: the guess that decides must be verified too."""
+    p, q = contexts(3, 3, kind)
+    law, _ = chain_law(by_block(ends_of(3, 3, peek=1), peek=1), p, q)
+    assert distance(law, sequences(p)) > 1e-3
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_under_a_relaxed_rule_the_law_is_the_rules_where_something_was_drafted(rule: str) -> None:
+    """And the target's behind the end: a chain that is cut relaxes less."""
+    (p, q), ends = contexts(3, 3, "random"), ends_of(3, 3)
+    made, every = RULES[rule](3), torch.cartesian_prod(*[torch.arange(3)] * 3)
+    lengths = lengths_of(torch.cat((torch.zeros_like(every[:, :1]), every), 1), 3, ends)
+    drafted = [table * (lengths > level).view(3**level, -1)[:, :1] for level, table in enumerate(q)]
+    law = laws_of(p, drafted, made)
+
+    def of_the_target(law: Tensor, qs: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        at, ps = torch.zeros(len(codes), dtype=torch.int64), [p[0].expand(len(codes), -1)]
+        for level in range(1, 4):
+            at = at * 3 + codes[:, level]
+            ps.append(p[level][at])
+        return by_block(ends, rule=made)(torch.stack(ps, 1), qs, codes)
+
+    assert distance(chain_law(of_the_target, law, q)[0], sequences(law)) < 1e-12
+
+
+# Through the proposer and the engine.
+
+TABLE = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]], dtype=torch.float64)
+
+
+class Lengths(Observer):
+    """How many guesses the chains of every pass had."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+        self.nodes: list[int] = []
+
+    def verified(self, output: TargetOutput, count: Tensor) -> None:
+        self.seen.append((output.draft.tree.children[..., 0] >= 0).sum(1))
+        self.nodes.append(output.draft.codes.shape[1])
+
+
+def engine(target: ToyTarget, batch: int, cut: float, verifier: Verifier, rule: Acceptance | None = None):
+    drafter = parallel(target)
+    assert drafter.confidence is not None
+    drafter.confidence.weight.mul_(3)
+    proposer = Parallel(drafter, StaticTree(chain(4)))
+    proposer.cut = cut
+    loop = Engine(target, proposer, rule or Exact(), Sampling(), Guidance(), batch, verifier=verifier)
+    loop.observers.append(lengths := Lengths())
+    return loop, lengths
+
+
+@pytest.mark.parametrize("verifier", [verify_block, verify])
+def test_an_engine_that_cuts_draws_the_targets_law(verifier: Verifier) -> None:
+    target = MarkovTarget(TABLE)
+    loop, lengths = engine(target, 10_000, 0.3, verifier)
+    found = counts(loop, 4, 50_000)
+    seen = torch.cat(lengths.seen).bincount(minlength=5)[1:]
+    assert (seen[:2] > 500).all() and seen[2:].sum() > 500, "chains of many lengths"
+    assert chi_square(found, target.law()) > 1e-3
+
+
+@pytest.mark.parametrize("verifier", [verify_block, verify])
+@torch.inference_mode()
+def test_a_picture_is_the_same_alone_where_its_passes_are_short_and_in_a_batch(verifier: Verifier) -> None:
+    target = ToyTarget()
+    together, lengths = engine(target, 3, 0.25, verifier)
+    pictures = generate(together, ["sea", "hill", "a"], [1, 2, 3])
+    short, alone = [], []
+    for condition, seed in (("sea", 1), ("hill", 2), ("a", 3)):
+        loop, own = engine(target, 1, 0.25, verifier)
+        alone += generate(loop, [condition], [seed])
+        assert own.nodes == [1 + int(length) for length in own.seen]
+        short += own.nodes
+    assert [one.codes.tolist() for one in pictures] == [one.codes.tolist() for one in alone]
+    assert [one.accepted for one in pictures] == [one.accepted for one in alone]
+    assert min(short) < 5 and len(set(short)) > 2 and max(lengths.nodes) == 5
+    uncut, _ = engine(target, 1, 0.0, verifier)
+    assert sum(short) < 3 * 5 * sum(len(one.accepted) for one in generate(uncut, ["sea"], [1]))
