@@ -76,6 +76,7 @@ class Settings:
     coupling: str | None = None
     fresh: str | None = None
     siblings: int | None = None
+    rows: int | None = None
     measure: bool = False  # tv_spent
     verify: str | None = None  # how a draft is verified, one of VERIFIERS
 
@@ -264,7 +265,8 @@ def _proposer(settings: Settings) -> type[Proposer]:
 def _parts(settings: Settings) -> Parts:
     """The arguments of `Proposer.build`, without the network."""
     tree = build_tree(settings.tree or TREE)
-    return Parts(tree, None, settings.window, settings.coupling, settings.fresh, settings.siblings)
+    jacobi = (settings.window, settings.coupling, settings.fresh, settings.siblings, settings.rows)
+    return Parts(tree, None, *jacobi)
 
 
 def build_verifier(settings: Settings, native: NativeStops | None = None) -> Verifier:

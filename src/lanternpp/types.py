@@ -38,12 +38,22 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
+class Front:
+    """Guesses that the target's pass computes behind a draft's nodes, without verifying them; nothing of them is committed."""
+
+    codes: Tensor  # [B, M] int64
+    depth: Tensor  # [B, M] int64, places behind the root
+    mask: Tensor  # [B, M, N + M] bool, True where a node of the draft, or of the front, is attended to
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """A tree of guessed codes, and what they were drawn from."""
 
     tree: Tree
     codes: Tensor  # [B, N] int64; codes[:, 0] is the root, already decided
     probs: Tensor | None  # [B, N, V] what a node's children were drawn from; None: point masses
+    front: Front | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,7 @@ class TargetOutput:
 
     draft: Draft
     features: Tensor  # [R, N, D] after the final norm; [R, N, (1 + taps) D] where the proposer has `taps`
-    logits: Tensor  # [B, N, V] guided and constrained, before temperature
+    logits: Tensor  # [B, N, V] guided and constrained, before temperature; [B, N + M, V] where the draft has a front
     verdict: Verdict
 
 

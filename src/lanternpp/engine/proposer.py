@@ -27,6 +27,7 @@ class Parts:
     coupling: str | None = None
     fresh: str | None = None
     siblings: int | None = None
+    rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Guesses:
 
 
 class Proposer(ABC):
-    """Offers drafts of `size` nodes, the root included, and `depth` levels below it."""
+    """Offers drafts of `size` nodes, the root and a front included, and `depth` levels below the root."""
 
     dials: ClassVar[frozenset[str] | None] = None  # the fields of a method that it reads; None: any
     needs: ClassVar[str | None] = None
