@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,11 +101,58 @@ def test_a_folder_of_something_else_is_left_alone(run, own):
     assert damaged.code == 2 and "line 1, is damaged" in damaged.err and "--restart" in damaged.err
 
 
+def test_a_window_is_measured_with_every_dial_and_the_fastest_becomes_the_default(run, own, monkeypatch):
+    """Passes are given their time here: a plain step and one millisecond for every guess, so that few guesses win."""
+    priced: list[float] = []
+
+    def cheap(engine, plain, shape, *rest):
+        found = probe(engine, plain, shape, *rest)
+        nodes = engine.proposer.size - 1
+        priced.append(1 + 0.001 * nodes)
+        return replace(found, plain_step=1.0, draft=0.001 * nodes, look=1.0, judge=0.0)
+
+    probe = tuning.probe
+    monkeypatch.setattr(tuning, "probe", cheap)
+    small = [*SMALL]
+    small[small.index("--nodes") + 1] = 9
+    requested = ("tune", "--model", own, *small, "--method", "jacobi-coupled", "--fresh", "last", "-o", "t")
+    outcome = run(*requested, "--json")
+    assert outcome.code == 0, outcome.err
+    reported = json.loads(outcome.out)
+    tried, chosen = reported["sizes"], reported["trees"][0]
+    assert {2, 4, 6, 8} <= {size["dials"]["window"] for size in tried}
+    assert {size["dials"]["fresh"] for size in tried} == {"last"} and {0, 1, 3} <= {
+        s["dials"]["siblings"] for s in tried
+    }
+    assert all(size["nodes"] <= 9 for size in tried) and {size["dials"]["rows"] for size in tried} == {1, 2}
+    assert chosen["codes_per_second"] == max(size["codes_per_second"] for size in tried)
+    assert chosen["measured"]["speedup"] > 0 and len(priced) == len(tried)
+    drawn = json.loads(
+        run(
+            "generate",
+            "a red tulip",
+            "--model",
+            own,
+            "--dtype",
+            "float32",
+            "--method",
+            "jacobi-coupled",
+            "--json",
+        ).out
+    )["settings"]
+    assert {name: drawn[name] for name in chosen["dials"]} == chosen["dials"] and drawn["tuned"]
+    other = json.loads(run(*requested, "--json", "--no-save").out)
+    assert other["sizes"] == tried and len(priced) == len(tried)  # nothing is measured twice
+    shown = run(*requested, "--no-save", "--no-race").out
+    assert "windows that were tried" in shown and "codes / s" in shown
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--method", "jacobi"), "'jacobi' has no draft tree"),
-        (("--method", "ar"), "'ar' has no draft tree"),
+        (("--method", "ar"), "'ar' has no draft to tune"),
+        (("--method", "lantern-jacobi", "--budget-tv", 5), "'lantern-jacobi' has a window"),
+        (("--method", "jacobi", "--window", 7), "--nodes 5 are fewer than those of window 7"),
         (("--method", "eagle2"), "dynamic tree 'eagle2'"),
         (("--tree", "chain-2"), "tune finds the tree"),
         (("--measure",), "--budget-tv does that"),

@@ -1,13 +1,14 @@
-"""A tuning: probe some trees, search for the fastest, probe that one too, and race it."""
+"""A tuning: probe some drafts, search for the fastest, and race it. Here for trees; `windows.py` has it for Jacobi methods."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,10 +40,12 @@ from lanternpp.tuning.search import (
 )
 
 SHARED = names(ENGINE, SAMPLING)  # dials that every engine of a tuning shares, the plain one too
+TUNED = "tuned"  # the label of what was found
 HAND_MADE = ("deep-8", "eagle-25", "lantern-57")  # shapes made by hand; shown and raced beside the tree found
 MAX_REPROBES = 3  # times that the tree found is probed and the search repeated
 DEEPEST = max(len(path) for name in HAND_MADE for path in hand_made_shapes(32, 512)[name])
 Progress = Callable[[int, int], None]
+T = TypeVar("T")  # what a tuner finds
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class TuningOptions:
     rounds: int = 3  # how often each tree is probed
     pictures: int = 8  # of each entrant of the race; 0: no race
     nodes: int = 64  # below the root, at most
-    depth: int = 16
+    depth: int = 16  # levels at most, or guesses of a window
     seed: int = 0
 
 
@@ -71,10 +74,10 @@ class Tuning:
     chosen: PredictedTree
 
 
-class Tuner:
+class Tuner(ABC, Generic[T]):
     """Tunes a method of a pipeline that was made with `tuned=False`, logging what it measures.
 
-    Raises InputError where the method does not draft on a static tree, or a number is out of range.
+    Raises InputError where the method has nothing to tune, or a number is out of range.
     """
 
     def __init__(
@@ -94,10 +97,9 @@ class Tuner:
         pipe.new_engine(self.settings)  # so that a wrong part is found before anything is drawn
         if pipe.target.channels:
             raise InputError(f"{pipe.name} draws continuous latents, and tuning is for models of codes")
-        self.ranks = min(RANKS, pipe.target.vocab)
-        self.levels = max(options.depth, DEEPEST)
         self.journal = Journal(folder, self.describe(), restart)
         self.folder = folder
+        self._given = {name: value for name, value in options.given.items() if name not in SHARED}
         self._done = 0
 
     def describe(self) -> dict[str, Any]:
@@ -127,6 +129,55 @@ class Tuner:
         }
         return facts | self.pipe.conditions(self.settings)
 
+    @abstractmethod
+    def chosen_dials(self, found: T) -> dict[str, Any]:
+        """What was found, as overrides."""
+
+    @abstractmethod
+    def entrants(self, found: T) -> dict[str, dict[str, Any]]:
+        """What is raced beside plain decoding, as overrides by label; what was found is called `TUNED`."""
+
+    @abstractmethod
+    def rows(self, found: T) -> dict[str, dict[str, Any]]:
+        """What is expected of the entrants, as far as it is, by label."""
+
+    @abstractmethod
+    def figures(self, found: T) -> dict[str, Any]:
+        """What the report says of the search."""
+
+    def race(self, found: T, measure: bool = False) -> list[dict[str, Any]]:
+        """The entrants and plain decoding, taking turns: a row of figures for each."""
+        batch = self.settings.batch_size
+        count = max(1, self.options.pictures // batch)  # batches
+        prompts = list(
+            dict.fromkeys(request.prompt for request in evaluation_requests(self.options.prompts, count, 0))
+        )
+        entrants = self.entrants(found)
+        field = [Entry(BASELINE, BASELINE, {})]
+        field += [Entry(label, self.options.method, self._given | own) for label, own in entrants.items()]
+        n = max(1, count // len(prompts)) * batch
+        race = Race(self.pipe, field, prompts, n, self.options.seed + 1000, self.shared, measure)
+        name = self.slug(f"{sorted(entrants[TUNED].items())} {n} {prompts}")
+        return report.rows(
+            race.run(self.folder / RACE / name, resume=True, progress=self.progress), race.describe(), {}
+        )
+
+    def probed(self, given: Mapping[str, Any], shape: Shape, prompt: str, turn: int) -> dict[str, Any]:
+        """One batch drawn with these overrides, in an engine of its own."""
+        engine = self.pipe.new_engine(self.pipe.settings(self.options.method, **self.shared, **given))
+        plain = self.pipe.new_engine(self.pipe.settings(BASELINE, **self.shared))
+        seeds = [self.options.seed + turn * engine.batch + i for i in range(engine.batch)]
+        return probe(engine, plain, shape, [prompt] * engine.batch, seeds, self.pipe.images).to_json()
+
+    @staticmethod
+    def slug(text: str) -> str:
+        """A short name for a folder or file."""
+        return digest([text])
+
+
+class TreeTuner(Tuner[Tuning]):
+    """Tunes the static tree of a method."""
+
     def tune(self, dials: dict[str, Any] | None = None, few: bool = False) -> Tuning:
         """Probe, search, and probe what was found until it is found again, at most `AGAIN` times.
 
@@ -146,7 +197,9 @@ class Tuner:
 
     def _search(self, dials: dict[str, Any], before: list[Probe], drawn: list[Probe]) -> Tuning:
         options = self.options
-        counts = Counts.of([(one.tried, one.kept) for one in drawn], self.levels, self.ranks)
+        ranks = min(RANKS, self.pipe.target.vocab)
+        levels = max(options.depth, DEEPEST)
+        counts = Counts.of([(one.tried, one.kept) for one in drawn], levels, ranks)
         table = counts.table()
         costs = fit([*before, *drawn], self.pipe.target.length, drawn)
         sizes = best_by_size(table, costs, options.nodes, options.depth)
@@ -169,61 +222,60 @@ class Tuner:
         return made
 
     def _probe(self, shape: Shape, dials: dict[str, Any], prompt: str, turn: int) -> dict[str, Any]:
-        """One batch by one tree, in an engine of its own."""
-        given = {**self.shared, **self.options.given, **dials, "tree": shape_name(shape)}
-        engine = self.pipe.new_engine(self.pipe.settings(self.options.method, **given))
-        plain = self.pipe.new_engine(self.pipe.settings(BASELINE, **self.shared))
-        seeds = [self.options.seed + turn * engine.batch + i for i in range(engine.batch)]
-        return probe(engine, plain, shape, [prompt] * engine.batch, seeds, self.pipe.images).to_json()
-
-    def race(self, found: Tuning, measure: bool = False) -> list[dict[str, Any]]:
-        """The tree found, plain decoding and the hand-made shapes, taking turns: a row of figures for each."""
-        batch = self.settings.batch_size
-        count = max(1, self.options.pictures // batch)  # batches
-        prompts = list(
-            dict.fromkeys(request.prompt for request in evaluation_requests(self.options.prompts, count, 0))
-        )
-        overrides = {name: value for name, value in self.options.given.items() if name not in SHARED}
-        overrides |= found.dials
-        trees = {"tuned": self.tree(found), **{name: name for name in HAND_MADE}}
-        field = [Entry(BASELINE, BASELINE, {})]
-        field += [
-            Entry(label, self.options.method, {**overrides, "tree": tree}) for label, tree in trees.items()
-        ]
-        n = max(1, count // len(prompts)) * batch
-        race = Race(self.pipe, field, prompts, n, self.options.seed + 1000, self.shared, measure)
-        name = self.slug(f"{trees['tuned']} {sorted(found.dials.items())} {n} {prompts}")
-        return report.rows(
-            race.run(self.folder / RACE / name, resume=True, progress=self.progress), race.describe(), {}
-        )
+        """One batch by one tree."""
+        given = {**self._given, **dials, "tree": shape_name(shape)}
+        return self.probed(given, shape, prompt, turn)
 
     @staticmethod
     def tree(found: Tuning) -> str:
         """The tree that was found, as `--tree` takes it."""
         return shape_name(found.chosen.shape)
 
-    @staticmethod
-    def slug(text: str) -> str:
-        """A short name for a folder or file."""
-        return digest([text])
+    def chosen_dials(self, found: Tuning) -> dict[str, Any]:
+        """The tree, and the dials that a budget chose."""
+        return {**found.dials, "tree": self.tree(found)}
 
-    def hand_made(self, found: Tuning) -> dict[str, PredictedTree]:
-        """What is expected of the hand-made shapes, by the same table and costs."""
-        shapes = hand_made_shapes(self.levels, self.ranks)
-        return {name: predict(shapes[name], found.table, found.costs) for name in HAND_MADE if name in shapes}
+    def entrants(self, found: Tuning) -> dict[str, dict[str, Any]]:
+        """The tree found, and the hand-made shapes with the same dials."""
+        dials = self.chosen_dials(found)
+        return {TUNED: dials, **{name: {**dials, "tree": name} for name in HAND_MADE}}
+
+    def rows(self, found: Tuning) -> dict[str, dict[str, Any]]:
+        """What is expected of all of them, by the same table and costs."""
+        shapes = hand_made_shapes(*found.table.shape)
+        made = {name: predict(shapes[name], found.table, found.costs) for name in HAND_MADE if name in shapes}
+        return {name: tree.row() for name, tree in {TUNED: found.chosen, **made}.items()}
+
+    def figures(self, found: Tuning) -> dict[str, Any]:
+        """The best tree of every size, the acceptances and the costs."""
+        acceptance = {"table": found.table, "tried": found.counts.tried, "kept": found.counts.kept}
+        return {
+            "sizes": [size.row() for size in found.sizes],
+            "acceptance": {name: table.tolist() for name, table in acceptance.items()},
+            "costs": asdict(found.costs),
+        }
 
 
 def check(settings: Settings) -> None:
-    """InputError unless a method drafts on a static tree."""
-    if "tree" not in dials_read(settings.proposer, settings.accept) or settings.tree is None:
+    """InputError unless a method drafts on a static tree or in a window."""
+    read = dials_read(settings.proposer, settings.accept)
+    if has_window(settings):
+        return
+    if "tree" not in read or settings.tree is None:
         raise InputError(
-            f"method {settings.method!r} has no draft tree to tune; use one that has, such as eagle or lantern++"
+            f"method {settings.method!r} has no draft to tune; use one with a tree or a window, such as eagle, lantern++ or "
+            "jacobi-coupled"
         )
     if not isinstance(build_tree(settings.tree), StaticTree):
         raise InputError(
             f"method {settings.method!r} drafts on the dynamic tree {settings.tree!r}, and tune finds static ones; "
             "use eagle, lantern-static, lantern++ or cool"
         )
+
+
+def has_window(settings: Settings) -> bool:
+    """Whether a method drafts in a window instead of a tree."""
+    return {"window", "tree"} & dials_read(settings.proposer, settings.accept) == {"window"}
 
 
 def processor() -> str:
