@@ -48,6 +48,18 @@ class Stacks:
 
 
 Pixels = Annotated[int, Between(1, 1 << 12)]
+STAGES = {  # pixels of an image's side per code: channels, and blocks of the encoder and of the decoder
+    4: ((32, 128), (1, 2), (2, 3)),
+    8: ((32, 128, 256), (1, 1, 2), (1, 2, 3)),
+    16: ((32, 128, 256, 256), (1, 1, 1, 2), (1, 1, 2, 3)),
+}
+
+
+def stages(down: int) -> dict[str, tuple[int, ...]]:
+    """The stacks of a tokenizer with so many pixels of an image's side per code, as fields of `Stacks`. InputError."""
+    if down not in STAGES:
+        raise InputError(f"{down} pixels a code: a tokenizer has {', '.join(map(str, STAGES))}.")
+    return dict(zip(("channels", "encoder_blocks", "decoder_blocks"), STAGES[down], strict=True))
 
 
 @dataclass(frozen=True)
