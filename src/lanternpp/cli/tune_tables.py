@@ -129,7 +129,7 @@ def show_race(result: Mapping[str, Any]) -> None:
         )
         rows.append([tree["name"], nodes, depth, codes, codes_seen, f"{tree['speedup']:.2f}x", speed_seen])
     show_table(
-        ("tree", "nodes", "depth", "codes / pass", "measured", "speed-up", "measured"),
+        ("draft", "nodes", "depth", "codes / pass", "measured", "speed-up", "measured"),
         rows,
         "predicted and measured",
         bold=[place for place, tree in enumerate(result["trees"]) if tree["name"] == "tuned"],

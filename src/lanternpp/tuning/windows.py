@@ -176,10 +176,9 @@ class WindowTuner(Tuner[WindowTuning]):
             steps.setdefault(self._nodes(dials) + 1, []).extend(took)
         at = tuple(sorted(steps))
         curve = Curve(at, rising([median(steps[n]) for n in at], [len(steps[n]) for n in at]))
-        others = [[one.plain_begin, one.begin, one.pixels] for one in every]
-        costs = WindowCosts(
-            self.pipe.target.length, plain, *(median(column) for column in zip(*others, strict=True)), curve
-        )
+        begin, plain_begin = median(one.begin for one in every), median(one.plain_begin for one in every)
+        pixels = median(one.pixels for one in every)
+        costs = WindowCosts(self.pipe.target.length, plain, plain_begin, begin, pixels, curve)
         groups: dict[str, list[tuple[Dials, list[Probe]]]] = {}  # by all dials but the window
         for dials, probes in sorted(drawn, key=lambda entry: entry[0]["window"]):
             groups.setdefault(str({**dials, "window": 0}), []).append((dials, probes))
