@@ -101,50 +101,36 @@ def test_a_folder_of_something_else_is_left_alone(run, own):
     assert damaged.code == 2 and "line 1, is damaged" in damaged.err and "--restart" in damaged.err
 
 
-def test_a_window_is_measured_with_every_dial_and_the_fastest_becomes_the_default(run, own, monkeypatch):
-    """Passes are given their time here: a plain step and one millisecond for every guess, so that few guesses win."""
-    priced: list[float] = []
+@pytest.mark.parametrize("price", [1.0, 0.0])
+def test_a_windows_dials_are_chosen_by_codes_and_by_what_passes_take(run, own, monkeypatch, price):
+    """Every guess takes as long as a plain step here, or no time at all."""
+    probe, drawn = tuning.probe, []
 
-    def cheap(engine, plain, shape, *rest):
-        found = probe(engine, plain, shape, *rest)
-        nodes = engine.proposer.size - 1
-        priced.append(1 + 0.001 * nodes)
-        return replace(found, plain_step=1.0, draft=0.001 * nodes, look=1.0, judge=0.0)
+    def priced(engine, plain, shape, *rest):
+        drawn.append(shape)
+        cost = price * (engine.proposer.size - 1)
+        return replace(probe(engine, plain, shape, *rest), plain_step=1.0, draft=cost, look=1.0, judge=0.0)
 
-    probe = tuning.probe
-    monkeypatch.setattr(tuning, "probe", cheap)
+    monkeypatch.setattr(tuning, "probe", priced)
     small = [*SMALL]
-    small[small.index("--nodes") + 1] = 9
+    small[small.index("--nodes") + 1], small[small.index("--depth") + 1] = 20, 8
     requested = ("tune", "--model", own, *small, "--method", "jacobi-coupled", "--fresh", "last", "-o", "t")
     outcome = run(*requested, "--json")
     assert outcome.code == 0, outcome.err
     reported = json.loads(outcome.out)
-    tried, chosen = reported["sizes"], reported["trees"][0]
-    assert {2, 4, 6, 8} <= {size["dials"]["window"] for size in tried}
-    assert {size["dials"]["fresh"] for size in tried} == {"last"} and {0, 1, 3} <= {
-        s["dials"]["siblings"] for s in tried
-    }
-    assert all(size["nodes"] <= 9 for size in tried) and {size["dials"]["rows"] for size in tried} == {1, 2}
-    assert chosen["codes_per_second"] == max(size["codes_per_second"] for size in tried)
-    assert chosen["measured"]["speedup"] > 0 and len(priced) == len(tried)
-    drawn = json.loads(
-        run(
-            "generate",
-            "a red tulip",
-            "--model",
-            own,
-            "--dtype",
-            "float32",
-            "--method",
-            "jacobi-coupled",
-            "--json",
-        ).out
-    )["settings"]
-    assert {name: drawn[name] for name in chosen["dials"]} == chosen["dials"] and drawn["tuned"]
-    other = json.loads(run(*requested, "--json", "--no-save").out)
-    assert other["sizes"] == tried and len(priced) == len(tried)  # nothing is measured twice
-    shown = run(*requested, "--no-save", "--no-race").out
-    assert "windows that were tried" in shown and "codes / s" in shown
+    tried, chosen = [size["dials"] for size in reported["sizes"]], reported["trees"][0]
+    values = {name: {dials[name] for dials in tried} for name in chosen["dials"]}
+    every = {"window": {2, 4, 6, 8}, "siblings": {0, 1, 3, 6}, "fresh": {"last"}, "rows": {1, 2}}
+    assert values == every and all(size["nodes"] <= 20 for size in reported["sizes"])
+    most = max(size["codes_per_draft"] for size in reported["sizes"])
+    assert chosen["nodes"] <= 4 if price else chosen["codes_per_draft"] == most > 2
+    assert chosen["measured"]["speedup"] > 0 and len(drawn) == len(tried)
+    requested_picture = ("generate", "a red tulip", "--model", own, "--dtype", "float32", "--json")
+    settings = json.loads(run(*requested_picture, "--method", "jacobi-coupled").out)["settings"]
+    assert {name: settings[name] for name in chosen["dials"]} == chosen["dials"] and settings["tuned"]
+    again = run(*requested, "--no-save", "--no-race")
+    assert len(drawn) == len(tried)  # nothing is measured twice
+    assert "windows that were tried" in again.out and "codes / s" in again.out
 
 
 @pytest.mark.parametrize(
