@@ -52,13 +52,14 @@ PROPOSERS = {
     "jacobi gumbel above": lambda target: Jacobi(5, "gumbel", "above"),
     "jacobi maximal mixed": lambda target: Jacobi(5, "maximal", "mixed"),
     "jacobi siblings": lambda target: Jacobi(4, "maximal", "mixed", 2),
+    "jacobi rows": lambda target: Jacobi(3, "maximal", "mixed", 1, 2),
 }
 BUSHY = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
 OTHERWISE = {  # the same drafts, not verified by a walk: name and verifier, parted by a comma
     f"{name}, {verify}": PROPOSERS[name]
     for verify, names in {
         "block": ("oracle chain", "parallel chain", "parallel taps chain", "jacobi", "jacobi maximal mixed"),
-        "traversal": ("oracle tree", "parallel tree", "independent tree", "jacobi siblings"),
+        "traversal": ("oracle tree", "parallel tree", "independent tree", "jacobi siblings", "jacobi rows"),
     }.items()
     for name in names
 }

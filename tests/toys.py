@@ -178,8 +178,9 @@ def admit_all(engine: Engine, seeds: Tensor) -> None:
         proposer.next_embeds[:, 0], proposer.features[:, 0] = target.embed(root), 0
         proposer.waiting.fill_(1)
     if isinstance(proposer, Jacobi):
-        proposer.seen.zero_()
-        proposer.held.zero_()
+        proposer.seen.fill_(-1)
+        proposer.held.fill_(-1)
+        proposer.end.zero_()
         proposer.p.fill_(1 / target.vocab)
 
 

@@ -100,6 +100,8 @@ _ROWS = (
          choices=("uniform", "last", "above", "mixed"), label="Fresh guesses", folded=True),
     Dial("siblings", int, DRAFT, "Jacobi: other guesses at the first place of the window.", metavar="N", low=0, high=16,
          label="Siblings", slider=(0, 16, 1), folded=True),
+    Dial("rows", int, DRAFT, "Jacobi: rows of the picture with a window each; beyond the first they wait for their turn.",
+         metavar="N", low=1, high=16, label="Rows", slider=(1, 16, 1), folded=True),
     Dial("verify", str, DRAFT, "How a draft is verified.",
          "token: a walk that ends at the first refusal; block: a whole chain at once; traversal: a whole tree at once. "
          "Default: the best that the draft allows.", metavar="NAME", choices=("token", "block", "traversal"),

@@ -35,6 +35,7 @@ class MethodDials(TypedDict, total=False):
     coupling: str | None
     fresh: str | None
     siblings: int | None
+    rows: int | None
     verify: str | None
     cut: float | None
 

@@ -38,7 +38,7 @@ from lanternpp.settings import (
     resolve,
     suits_latents,
 )
-from lanternpp.tuned import CONDITIONS, Tuned, fingerprint
+from lanternpp.tuned import CONDITIONS, DRAFTED, Tuned, fingerprint
 from lanternpp.vq.neighbours import cache_folder, neighbours
 
 TABLES = [
@@ -138,8 +138,8 @@ class LoadedModel:
         settings = resolve(method, defaults, overrides, auto)
         found: dict[str, Any] = {}
         if self.tuned and self.tuned.entries:
-            # an override of the tree leaves the other dials that were tuned
-            usual = resolve(method, defaults, {k: v for k, v in overrides.items() if k != "tree"}, auto)
+            # an override of the tree, or of a window's dial, leaves the other dials that were tuned
+            usual = resolve(method, defaults, {k: v for k, v in overrides.items() if k not in DRAFTED}, auto)
             found = self.tuned.settings(method, self.conditions(usual))
         if found:
             rows = defaults.get("methods", {})
@@ -236,7 +236,7 @@ class LoadedModel:
         where: dict[str, Any] = {"device": str(self.device), "dtype": self.dtype}
         if self.effect:
             where["int8"] = asdict(self.effect)
-        where["tuned"] = self.tuned is not None and self.tuned.knows(settings.method, settings.tree)
+        where["tuned"] = self.tuned is not None and self.tuned.knows(asdict(settings))
         return asdict(settings) | where
 
 

@@ -24,6 +24,7 @@ class Method:
     coupling: str | None = None
     fresh: str | None = None
     siblings: int | None = None
+    rows: int | None = None
     verify: str | None = None
     cut: float | None = None
     about: str = ""

@@ -77,6 +77,7 @@ class Settings:
     coupling: str | None = None
     fresh: str | None = None
     siblings: int | None = None
+    rows: int | None = None
     measure: bool = False  # tv_spent
     verify: str | None = None  # how a draft is verified, one of VERIFIERS
     cut: float | None = None  # chains end before guesses that are kept with less than this probability
@@ -272,9 +273,8 @@ def _proposer(settings: Settings) -> type[Proposer]:
 def _parts(settings: Settings) -> Parts:
     """The arguments of `Proposer.build`, without the network."""
     tree = build_tree(settings.tree or TREE)
-    return Parts(
-        tree, None, settings.window, settings.coupling, settings.fresh, settings.siblings, settings.cut
-    )
+    jacobi = (settings.window, settings.coupling, settings.fresh, settings.siblings, settings.rows)
+    return Parts(tree, None, *jacobi, settings.cut)
 
 
 def build_verifier(settings: Settings, native: NativeStops | None = None) -> Verifier:

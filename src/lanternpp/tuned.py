@@ -18,7 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from lanternpp.dials import RULE, names
+from lanternpp.dials import DRAFT, RULE, names
 from lanternpp.errors import InputError
 from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import write_text
@@ -30,7 +30,8 @@ from lanternpp.vq.neighbours import cache_folder
 FILE = "tuned.json"
 CONDITIONS = ("device", "dtype", "batch_size", "compile", "proposer", "accept", "verify")
 UNSAID = {"verify": "token"}  # conditions that older versions did not record, and their value then
-CHOSEN = ("tree", "cut", *names(RULE))  # what an entry may set
+DRAFTED = tuple(name for name in names(DRAFT) if name != "verify")
+CHOSEN = (*DRAFTED, *names(RULE))  # what an entry may set
 MADE = {"judge", "codes", "rollouts"}  # folders of files that are not used for drawing
 ENDS = 1 << 16  # bytes of a file's beginning and end that are hashed
 
@@ -85,9 +86,13 @@ class Tuned:
         mine = [entry["method"] for entry in self.entries if entry["weights"] == self.weights]
         return mine[-1] if mine else None
 
-    def knows(self, method: str, tree: str | None) -> bool:
-        """Whether a tree is one that was found for a method."""
-        return any((entry["method"], entry["settings"]["tree"]) == (method, tree) for entry in self.entries)
+    def knows(self, settings: Mapping[str, Any]) -> bool:
+        """Whether the tree or the window of settings is one that was found for their method."""
+        return any(
+            entry["method"] == settings["method"]
+            and all(settings[name] == value for name, value in entry["settings"].items() if name in DRAFTED)
+            for entry in self.entries
+        )
 
     def check(self) -> None:
         """InputError where the file could not be written."""
@@ -175,9 +180,10 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The part of an entry's settings that is checked here; `resolve` checks the rest."""
+    """The part of an entry's settings that is checked here, one of which it has; `resolve` checks the rest."""
 
-    tree: str
+    tree: str | None = None
+    window: int | None = None
 
 
 def _entries(path: Path) -> tuple[dict[str, Any], ...]:
@@ -190,7 +196,11 @@ def _entries(path: Path) -> tuple[dict[str, Any], ...]:
             extra = found.settings.keys() - set(CHOSEN)
             if extra:
                 raise InputError(f"it sets {min(extra)}")
-            build_tree(made(_Chosen, found.settings).tree)
+            chosen = made(_Chosen, {k: v for k, v in found.settings.items() if k in ("tree", "window")})
+            if chosen.tree is None and chosen.window is None:
+                raise InputError("it sets neither a tree nor a window")
+            if chosen.tree is not None:
+                build_tree(chosen.tree)
     except InputError as error:
         raise InputError(f"{path} is damaged ({error}); {remedy}") from None
     return entries

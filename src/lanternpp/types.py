@@ -38,6 +38,15 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
+class Front:
+    """Guesses that the target's pass computes behind a draft's nodes, without verifying them; nothing of them is committed."""
+
+    codes: Tensor  # [B, M] int64
+    depth: Tensor  # [B, M] int64, places behind the root
+    mask: Tensor  # [B, M, N + M] bool, True where a node of the draft, or of the front, is attended to
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """A tree of guessed codes, and what they were drawn from."""
 
@@ -47,6 +56,7 @@ class Draft:
     survival: Tensor | None = None
     """[B, levels] of a chain: the predicted probability that a guess and all before it are kept, 0 where no more guesses were
     drawn; None where that is not predicted."""
+    front: Front | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +88,7 @@ class TargetOutput:
 
     draft: Draft
     features: Tensor  # [R, N, D] after the final norm; [R, N, (1 + taps) D] where the proposer has `taps`
-    logits: Tensor  # [B, N, V] guided and constrained, before temperature
+    logits: Tensor  # [B, N, V] guided and constrained, before temperature; [B, N + M, V] where the draft has a front
     verdict: Verdict
 
 

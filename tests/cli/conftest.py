@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from models import SMALLER, write_model, write_smaller
+from PIL import Image
 
 from lanternpp.cli import main
 from lanternpp.targets.words import WordsConfig
@@ -77,3 +80,18 @@ def smaller(tmp_path: Path) -> Callable[..., Path]:
 def broken(tmp_path: Path) -> Path:
     """A copy of the tiny model, for breaking."""
     return write_model(tmp_path / "broken")
+
+
+@pytest.fixture
+def photos(elsewhere: Path) -> Path:
+    """Four photos to train on and two to validate."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", 4), ("val", 2)):
+        (elsewhere / "photos" / split).mkdir(parents=True)
+        rows = []
+        for i in range(count):
+            pixels = random.integers(0, 255, (34, 34, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(elsewhere / "photos" / split / f"{i}.png")
+            rows.append(json.dumps({"file_name": f"{i}.png", "text": "a photo of a red tulip"}))
+        (elsewhere / "photos" / split / "metadata.jsonl").write_text("\n".join(rows))
+    return elsewhere / "photos"

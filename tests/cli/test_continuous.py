@@ -3,26 +3,7 @@
 import json
 from pathlib import Path
 
-import numpy as np
-import pytest
-from PIL import Image
-
 SMALL = ("--steps", 2, "--checks", 1, "--batch-size", 4, "--limit", 4)
-
-
-@pytest.fixture
-def photos(elsewhere: Path) -> Path:
-    """Four photos to train on and two to validate."""
-    random = np.random.default_rng(0)
-    for split, count in (("train", 4), ("val", 2)):
-        (elsewhere / "photos" / split).mkdir(parents=True)
-        rows = []
-        for i in range(count):
-            pixels = random.integers(0, 255, (34, 34, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(elsewhere / "photos" / split / f"{i}.png")
-            rows.append(json.dumps({"file_name": f"{i}.png", "text": "a photo of a red tulip"}))
-        (elsewhere / "photos" / split / "metadata.jsonl").write_text("\n".join(rows))
-    return elsewhere / "photos"
 
 
 def test_a_model_of_latents_from_photos_to_a_comparison(run, photos: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,11 +104,44 @@ def test_a_folder_of_something_else_is_left_alone(run, own):
     assert damaged.code == 2 and "line 1, is damaged" in damaged.err and "--restart" in damaged.err
 
 
+@pytest.mark.parametrize("price", [1.0, 0.0])
+def test_a_windows_dials_are_chosen_by_codes_and_by_what_passes_take(run, own, monkeypatch, price):
+    """Guesses take plain steps, as many as the square of their number, or no time at all; this model keeps most of them."""
+    probe, drawn = tuning.probe, []
+
+    def priced(engine, plain, shape, *rest):
+        drawn.append(shape)
+        cost = price * (engine.proposer.size - 1) ** 2
+        return replace(probe(engine, plain, shape, *rest), plain_step=1.0, draft=cost, look=1.0, judge=0.0)
+
+    monkeypatch.setattr(tuning, "probe", priced)
+    small = [*SMALL]
+    small[small.index("--nodes") + 1], small[small.index("--depth") + 1] = 20, 8
+    requested = ("tune", "--model", own, *small, "--method", "jacobi-coupled", "--fresh", "last", "-o", "t")
+    outcome = run(*requested, "--json")
+    assert outcome.code == 0, outcome.err
+    reported = json.loads(outcome.out)
+    tried, chosen = [size["dials"] for size in reported["sizes"]], reported["trees"][0]
+    values = {name: {dials[name] for dials in tried} for name in chosen["dials"]}
+    every = {"window": {2, 4, 6, 8}, "siblings": {0, 1, 3, 6}, "fresh": {"last"}, "rows": {1, 2}}
+    assert values == every and all(size["nodes"] <= 20 for size in reported["sizes"])
+    most = max(size["codes_per_draft"] for size in reported["sizes"])
+    assert chosen["nodes"] == 2 if price else chosen["codes_per_draft"] == most > 2
+    assert chosen["measured"]["speedup"] > 0 and len(drawn) == len(tried)
+    requested_picture = ("generate", "a red tulip", "--model", own, "--dtype", "float32", "--json")
+    settings = json.loads(run(*requested_picture, "--method", "jacobi-coupled").out)["settings"]
+    assert {name: settings[name] for name in chosen["dials"]} == chosen["dials"] and settings["tuned"]
+    again = run(*requested, "--no-save", "--no-race")
+    assert len(drawn) == len(tried)  # nothing is measured twice
+    assert "windows that were tried" in again.out and "codes / s" in again.out
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--method", "jacobi"), "'jacobi' has no draft tree"),
-        (("--method", "ar"), "'ar' has no draft tree"),
+        (("--method", "ar"), "'ar' has no draft to tune"),
+        (("--method", "lantern-jacobi", "--budget-tv", 5), "'lantern-jacobi' has a window"),
+        (("--method", "jacobi", "--window", 7), "--nodes 5 are fewer than those of window 7"),
         (("--method", "eagle2"), "dynamic tree 'eagle2'"),
         (("--tree", "chain-2"), "tune finds the tree"),
         (("--measure",), "--budget-tv does that"),

@@ -71,6 +71,7 @@ PROPOSERS = {
         for fresh in FRESH
     },
     "jacobi siblings": lambda drafter, other: Jacobi(3, "maximal", "mixed", 2),
+    "jacobi rows": lambda drafter, other: Jacobi(3, "maximal", "mixed", 2, 2),
 }
 RULES = {
     "exact": lambda table: Exact(),

@@ -30,8 +30,8 @@ ALL = [(coupling, fresh) for coupling in COUPLINGS for fresh in FRESH]
 every_way = pytest.mark.parametrize(("coupling", "fresh"), ALL)
 
 
-def engine_of(table, window, coupling, fresh, sampling, batch=50_000, siblings=0, verify="token"):
-    proposer, verifier = Jacobi(window, coupling, fresh, siblings), VERIFIERS[verify]
+def engine_of(table, window, coupling, fresh, sampling, batch=50_000, siblings=0, verify="token", rows=1):
+    proposer, verifier = Jacobi(window, coupling, fresh, siblings, rows), VERIFIERS[verify]
     return Engine(MarkovTarget(table), proposer, Exact(), sampling, Guidance(), batch, verifier=verifier)
 
 
@@ -50,6 +50,44 @@ def test_with_siblings_too(coupling, verify):
     assert chi_square(counts(engine, 4, 400_000), engine.target.law()) > 1e-3
 
 
+def forked(target, condition, batch):
+    """An engine whose samples all have the same prompt, as after an admission of each."""
+    proposer = Jacobi(2, "maximal", "mixed", 1, rows=2)
+    verifier = VERIFIERS["traversal"]
+    engine = Engine(target, proposer, Exact(), Sampling(), Guidance(), batch, verifier=verifier)
+    engine.admit(0, condition, 0)
+    for tensor in (engine.cache.kv.transpose(0, 2), engine.cache.start, engine.cache.used):
+        tensor[1:] = tensor[:1].clone()
+    return engine
+
+
+def test_windows_at_the_next_rows_see_what_is_before_them_and_change_no_law():
+    """A target that looks at all codes and at their places: every image of 3 x 3 codes of 2 kinds, by its own probabilities."""
+    target, images = ToyTarget(2, 3), 20_000
+    every = torch.cartesian_prod(*[torch.arange(2)] * 9)
+    embeds = target.prompt([None], 1).embeds.expand(512, -1, -1)
+    logits = target.head(target.forward_sequence(embeds, every))
+    law = logits.log_softmax(-1).gather(-1, every[..., None]).sum((1, 2)).exp()
+    engine = forked(target, None, 5000)
+    seen = torch.zeros(512)
+    root = logits[0, 0].softmax(-1)
+    for first in range(0, images, engine.batch):
+        seeds = torch.arange(first, first + engine.batch)
+        engine.noise.seed.copy_(seeds)
+        engine._next_noise.clear()
+        code = (Noise(seeds, torch.zeros_like(seeds)).fine(Noise.BONUS, 1)[:, 0] > root[0]).long()
+        engine.codes[:, 0] = engine.proposer.root[:] = code
+        for tensor in (engine.count, engine.passes, engine.proposer.count):
+            tensor.fill_(1)
+        engine.cache.used.fill_(target.slots)
+        engine.proposer.seen.fill_(-1), engine.proposer.held.fill_(-1)
+        engine.proposer.end.zero_(), engine.proposer.p[:, 0].fill_(0.5)
+        while engine.done() != list(range(engine.batch)):
+            engine.step()
+        seen += (engine.codes[:, :9] * 2 ** torch.arange(9).flip(0)).sum(1).bincount(minlength=512)
+    assert chi_square(seen, law) > 1e-3
+
+
 @pytest.mark.parametrize("codebook", [True, False])
 def test_behind_refused_guesses_the_next_follows_what_is_behind_codes_that_look_alike(codebook, monkeypatch):
     """Of two siblings one has the latents of the code that was drawn, the other ones as far away as can be."""
@@ -57,7 +95,7 @@ def test_behind_refused_guesses_the_next_follows_what_is_behind_codes_that_look_
     target = MarkovTarget(CHAIN)
     proposer = Jacobi(1, "maximal", "last", 1)
     proposer.open(target, Sampling(), Guidance(), 3)
-    draft = Draft(proposer._tree, torch.tensor([[0, 0, 1]] * 3), proposer.q)
+    draft = Draft(proposer._tree, torch.tensor([[0, 0, 1]] * 3), proposer._probs)
     logits = CHAIN.double().log()[draft.codes]
     root = torch.zeros(3, 2, dtype=torch.int64)
     path = torch.tensor(
@@ -66,8 +104,10 @@ def test_behind_refused_guesses_the_next_follows_what_is_behind_codes_that_look_
     kept, bonus = torch.tensor([1, 2, 2]), torch.tensor([2, 2, 2])
     proposer.observe(TargetOutput(draft, logits, logits, Verdict(path, kept, root, bonus)))
     ours = CHAIN.double()[0] if codebook else CHAIN.double()[:2].mean(0)
-    torch.testing.assert_close(proposer.p[0, 0], ours)
-    assert proposer.seen.tolist() == [1, 0, 0]
+    place = torch.tensor([[2]] * 3)  # behind the code drawn
+    torch.testing.assert_close(proposer._at(proposer.p, place)[0, 0], ours)
+    assert proposer.count.tolist() == [2, 3, 3]
+    assert proposer._is_at(proposer.seen, proposer.count[:, None])[:, 0].tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize("coupling", ["maximal", "gumbel"])
@@ -99,6 +139,42 @@ def test_greedy_is_plain_ar_and_a_batch_is_its_samples(coupling, fresh, cfg, win
         assert four == codes(Jacobi(window, coupling, fresh), sampling, 1)
         assert sampling.temperature or [c for c, _ in four] == plain
     assert any(kept > 1 for _, accepted in four for kept in accepted)
+
+
+@pytest.mark.parametrize(("window", "rows"), [(3, 2), (5, 3), (9, 2)])
+def test_windows_at_the_next_rows_leave_greedy_decoding_as_it_is(window, rows):
+    target = ToyTarget(grid=4)
+    plain = [h.codes.tolist() for h in drawn(target, NoDraft(), Sampling(0), 3.0, 1)]
+    for batch in (1, 4):
+        proposer = Jacobi(window, "maximal", "mixed", 1, rows)
+        assert [h.codes.tolist() for h in drawn(target, proposer, Sampling(0), 3.0, batch)] == plain
+
+
+def test_a_guess_of_the_next_row_is_redrawn_from_what_the_target_says_there():
+    """In a grid 6 wide, with windows of 2: the second row's first guesses, whose p the pass gives as plain decoding would."""
+    target = ToyTarget(grid=6)
+    proposer = Jacobi(2, "maximal", "above", 0, 2)
+    engine = Engine(target, proposer, Exact(), Sampling(), Guidance(), 1)
+    engine.admit(0, "hill", 5)
+    assert proposer._guessed().tolist() == [[1, 2, 6, 7]]
+    outputs, observe = [], proposer.observe
+    proposer.observe = lambda output: outputs.append(output) or observe(output)
+    engine.step()
+    draft = outputs[0].draft
+    assert draft.codes.shape == (1, 3) and draft.front.depth.tolist() == [[6, 7]]
+    # the same, with what is not in the pass left out of the attention of a whole sequence
+    prompt = target.prompt(["hill"], 1)
+    start, slots = int(prompt.start[0]), target.slots
+    codes = torch.cat((draft.codes, draft.front.codes), 1)
+    x = torch.cat((prompt.embeds, target.embed(codes)), 1)
+    position = torch.cat((torch.arange(slots), slots + torch.tensor([0, 1, 2, 6, 7])))[None]
+    mask = torch.ones(slots + 5, slots + 5, dtype=torch.bool).tril()
+    mask[:, :start] = False
+    mask.fill_diagonal_(True)
+    features = target.decoder.forward_sequence(x, position, mask[None, None])
+    torch.testing.assert_close(outputs[0].logits, target.head(features[:, slots:]))
+    now = proposer._at(proposer.p, torch.tensor([[7]]))[0, 0]
+    torch.testing.assert_close(now, outputs[0].logits[0, 3].softmax(-1))
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
@@ -133,10 +209,9 @@ def test_a_guess_follows_the_newest_law_of_its_place(coupling):
     proposer.open(target, Sampling(), Guidance(), batch)
     seed = torch.arange(batch)
     old, new = CHAIN[0].double(), CHAIN[2].double()
-    proposer.seen.fill_(1)
+    proposer.seen[:, 1] = 1
     proposer.p[:] = old
     before = proposer.propose(Noise(seed, torch.ones_like(seed))).codes[:, 1]
-    proposer.held.fill_(1)
     proposer.p[:] = new
     draft = proposer.propose(Noise(seed, torch.full_like(seed, 2)))
     after = draft.codes[:, 1]
@@ -162,12 +237,12 @@ def test_a_fresh_guess_is_drawn_from_what_was_asked_for():
         seen = {}
         for _ in range(6):
             count = int(engine.count[0])
-            expected = proposer.p.where(
-                (proposer._offsets < proposer.seen[:, None])[..., None], proposer._fresh()
-            )[0]
+            places = proposer._guessed()
+            known = proposer._is_at(proposer.seen, places)[..., None]
+            expected = proposer._at(proposer.p, places).where(known, proposer._fresh(places))[0]
             for i in range(5):
                 place = count + i
-                if place in seen and i < int(proposer.seen[0]):
+                if place in seen and known[0, i]:
                     assert torch.equal(expected[i], seen[place])
                 elif not seen or fresh == "uniform":
                     assert torch.equal(expected[i], torch.full((12,), 1 / 12, dtype=torch.float64))
@@ -187,12 +262,15 @@ def test_options_are_checked_and_default_to_sjd():
     parts = Parts(StaticTree(chain(1)))
     made = Jacobi.build(parts)
     assert (made.window, made.coupling, made.fresh, made.size, made.depth) == (16, "none", "uniform", 17, 16)
-    assert made.siblings == 0
-    made = Jacobi.build(replace(parts, window=3, coupling="gumbel", fresh="above", siblings=2))
+    assert (made.siblings, made.rows) == (0, 1)
+    made = Jacobi.build(replace(parts, window=3, coupling="gumbel", fresh="above", siblings=2, rows=4))
     assert (made.window, made.coupling, made.fresh, made.siblings) == (3, "gumbel", "above", 2)
-    assert (made.size, made.depth) == (6, 3)
-    for wrong in ((0,), (257,), (4, "minimal"), (4, "none", "old"), (4, "none", "last", -1)):
+    assert (made.size, made.depth) == (15, 3)
+    wrongs = ((0,), (257,), (4, "minimal"), (4, "none", "old"), (4, "none", "last", -1))
+    for wrong in (*wrongs, (4, "none", "last", 0, 0), (4, "none", "last", 0, 17)):
         with pytest.raises(InputError):
             Jacobi(*wrong)
     with pytest.raises(InputError, match="the model has 3 codes; use fewer siblings"):
         engine_of(CHAIN, 2, "none", "last", Sampling(), 1, 3)
+    with pytest.raises(InputError, match="pictures have 2 rows"):
+        engine_of(CHAIN, 2, "none", "last", Sampling(), 1, rows=3)

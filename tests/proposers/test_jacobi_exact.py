@@ -22,7 +22,7 @@ from lanternpp.proposers.jacobi import Jacobi
 
 CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]], dtype=torch.float64)
 HOLES = torch.tensor([[0.0, 0.4, 0.6], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0]], dtype=torch.float64)
-ENGINE, PROPOSER = ("codes", "count"), ("root", "count", "codes", "q", "p", "seen", "held", "above")  # state
+ENGINE, PROPOSER = ("codes", "count"), ("root", "count", "codes", "q", "p", "seen", "held", "end")  # state
 ROWS = 60_000  # samples in an engine
 
 
@@ -76,17 +76,20 @@ class Enumerated(Sampling):
         return torch.stack(found, 1).flatten()
 
 
-def choices(window: int, siblings: int, verify: str, vocab: int) -> int:
+def choices(proposer: Jacobi, verify: str, vocab: int) -> int:
     """Outcomes of a pass at most."""
+    window, siblings = proposer.window, proposer.siblings
     tests = 2 ** (window + siblings) if verify == "token" else window + siblings + 1
-    return prod((vocab ** (window + siblings), tests, vocab))
+    return prod((vocab ** (window * proposer.rows + siblings), tests, vocab))
 
 
-def law_of(monkeypatch, table, proposer, verify, codes, rule: Acceptance | None = None) -> Tensor:
+def law_of(
+    monkeypatch, table, proposer, verify, codes, rule: Acceptance | None = None, grid: int = 2
+) -> Tensor:
     """The law of the first `codes` codes of an image, [V ** codes]."""
-    target, sampling = MarkovTarget(table), Enumerated()
+    target, sampling = MarkovTarget(table, grid), Enumerated()
     vocab, rule = target.vocab, rule or Exact()
-    each = choices(proposer.window, proposer.siblings, verify, vocab)
+    each = choices(proposer, verify, vocab)
     found = torch.zeros(vocab**codes, dtype=torch.float64)
     most = max(1, ROWS // each)
     # Images whose first code is decided, as an admission leaves them.
@@ -125,7 +128,20 @@ def law_of(monkeypatch, table, proposer, verify, codes, rule: Acceptance | None 
 
 
 def snapshot(engine: Engine) -> list[Tensor]:
-    """The tensors of an engine's state, by sample."""
+    """The tensors of an engine's state, by sample, with what is never read again emptied."""
+    jacobi, count = engine.proposer, engine.count[:, None]
+    assert isinstance(jacobi, Jacobi)
+    past = jacobi.held < count
+    above = jacobi.width if jacobi.fresh in ("above", "mixed") else 0
+    last = torch.arange(jacobi.slots) == jacobi.end[:, None] % jacobi.slots
+    old = (jacobi.seen < count - above) & ~last
+    for owner, gone, rings in (
+        (jacobi.held, past, (jacobi.codes, jacobi.q)),
+        (jacobi.seen, old, (jacobi.p,)),
+    ):
+        owner.masked_fill_(gone, -1)
+        for ring in rings:
+            ring[gone] = 0
     return [getattr(engine, name) for name in ENGINE] + [getattr(engine.proposer, n) for n in PROPOSER]
 
 
@@ -153,6 +169,19 @@ CASES = [  # window, coupling, fresh, siblings, verifier, codes
     (1, "maximal", "last", 1, "traversal", 3),
     (2, "maximal", "above", 1, "traversal", 4),
 ]
+
+
+ROWS_OF_WINDOWS = [  # coupling, fresh, siblings, rows, verifier, codes; windows of 1 in images 3 codes wide
+    ("maximal", "last", 0, 2, "block", 5),
+    ("maximal", "above", 1, 2, "traversal", 5),
+    ("none", "mixed", 0, 3, "token", 4),
+]
+
+
+@pytest.mark.parametrize(("coupling", "fresh", "siblings", "rows", "verify", "codes"), ROWS_OF_WINDOWS)
+def test_guesses_that_wait_in_the_next_rows(monkeypatch, coupling, fresh, siblings, rows, verify, codes):
+    law = law_of(monkeypatch, CHAIN, Jacobi(1, coupling, fresh, siblings, rows), verify, codes, grid=3)
+    assert (law - MarkovTarget(CHAIN, 3).law(codes)).abs().sum() < 1e-12
 
 
 @pytest.mark.parametrize("table", [CHAIN, HOLES], ids=["chain", "holes"])
@@ -185,3 +214,17 @@ def test_what_is_nearly_right_is_found_out(monkeypatch, wrong, siblings, verify)
     wrong(monkeypatch)
     law = law_of(monkeypatch, CHAIN, Jacobi(2, "maximal", "last", siblings), verify, 3)
     assert (law - MarkovTarget(CHAIN).law(3)).abs().sum() > 1e-4
+
+
+def test_a_waiting_guess_with_another_q_than_its_own_is_found_out(monkeypatch):
+    put = Jacobi._put
+
+    def wrong(self, ring, place, value):
+        if ring is self.q and place.shape[1] > self.window:
+            other = value[:, self.window :] * torch.arange(1, 4)
+            value = torch.cat((value[:, : self.window], other / other.sum(-1, keepdim=True)), 1)
+        put(self, ring, place, value)
+
+    monkeypatch.setattr(Jacobi, "_put", wrong)
+    law = law_of(monkeypatch, CHAIN, Jacobi(1, "maximal", "above", 0, 2), "block", 5, grid=3)
+    assert (law - MarkovTarget(CHAIN, 3).law(5)).abs().sum() > 1e-4

@@ -82,6 +82,9 @@ def tokenizer(
         ),
     ] = "vq",
     size: Annotated[int | None, typer.Option(help="Pixels of an image's side. [default: 128]")] = None,
+    down: Annotated[
+        int | None, typer.Option(help="Pixels of a side per code or latent: 4, 8 or 16. [default: 8]")
+    ] = None,
     codes: Annotated[int | None, typer.Option(help="vq: entries of the codebook. [default: 4096]")] = None,
     channels: Annotated[int | None, typer.Option(help="kl: numbers of a latent. [default: 16]")] = None,
     codes_of: Annotated[
@@ -109,20 +112,21 @@ def tokenizer(
     from lanternpp.training.kl import KLTask
     from lanternpp.training.tokenizer import TokenizerSettings, TokenizerTask, train
     from lanternpp.vq.kl import KLConfig
-    from lanternpp.vq.model import Stacks, VQConfig
+    from lanternpp.vq.model import Stacks, VQConfig, stages
 
-    if codes_of is not None and (size is not None or codes is not None):
-        raise InputError("--size and --codes are those of --codes-of's model; leave them out.")
+    if codes_of is not None and not (size is down is codes is None):
+        raise InputError("--size, --down and --codes are those of --codes-of's model; leave them out.")
+    shape = stages(8 if down is None else down)
     config: Stacks
     task: type[TokenizerTask] | None = None
     if kind == "kl":
         if codes is not None or codes_of is not None:
             raise InputError("--codes and --codes-of are of tokenizers of --kind vq: leave them out.")
-        config, task = KLConfig(size or 128, 16 if channels is None else channels), KLTask
+        config, task = KLConfig(size or 128, 16 if channels is None else channels, **shape), KLTask
     elif channels is not None:
         raise InputError(f"--channels {channels} is of tokenizers of --kind kl: leave it out.")
     else:
-        config = VQConfig(size or 128, codes or 4096)
+        config = VQConfig(size or 128, codes or 4096, **shape)
     settings = TokenizerSettings(
         batch_size, lr, seed, adversarial, adversarial_start, adversarial_weight, perceptual=perceptual
     )

@@ -1,4 +1,4 @@
-"""`lanternpp tune`: the static tree that draws fastest with a method, on this machine."""
+"""`lanternpp tune`: the static tree, or the window, that draws fastest with a method, on this machine."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ from lanternpp.errors import InputError
 
 if TYPE_CHECKING:
     from lanternpp.tuning.budget import Budget, BudgetChoice
-    from lanternpp.tuning.run import Tuner, Tuning
+    from lanternpp.tuning.run import TreeTuner, Tuning
+    from lanternpp.tuning.windows import WindowTuner, WindowTuning
 
 VARIATION, FRECHET = 8, 100  # pictures that a budget is measured on
 
 Pictures = Annotated[
     int,
     typer.Option(
-        "-n", "--n", help="Pictures for each tree in the race at the end.", callback=opt.within(1, 10_000)
+        "-n", "--n", help="Pictures for each entrant of the race at the end.", callback=opt.within(1, 10_000)
     ),
 ]
 Rounds = Annotated[
-    int, typer.Option(help="How often each probing tree is drawn.", callback=opt.within(1, 1000))
+    int, typer.Option(help="How often each draft is drawn that is tried.", callback=opt.within(1, 1000))
 ]
 Nodes = Annotated[
-    int, typer.Option(help="The most nodes of a tree, the root apart.", callback=opt.within(1, 512))
+    int, typer.Option(help="The most nodes of a draft, the root apart.", callback=opt.within(1, 512))
 ]
-Depth = Annotated[int, typer.Option(help="The most levels of a tree.", callback=opt.within(1, 32))]
+Depth = Annotated[
+    int, typer.Option(help="The most levels of a tree, or guesses of a window.", callback=opt.within(1, 32))
+]
 Variation = Annotated[
     float | None,
     typer.Option(
@@ -93,9 +96,9 @@ def tune(
     options: DrawOptions,
     seed: opt.Seed = 0,
 ) -> None:
-    """Find the draft tree that draws fastest with a method on this machine, and make it the default.
+    """Find the draft tree, or Jacobi window, that draws fastest with a method on this machine, and make it the default.
 
-    Draws pictures with several trees, learns from them how often children are kept and what a step takes, and
+    Draws pictures with several drafts, learns from them how much is kept and what a step takes, and
     searches. Interrupt it when you like: the same command goes on. One picture at a time unless --batch-size
     says otherwise; what is found serves that many at a time, this kind of device and this dtype.
     """
@@ -117,11 +120,16 @@ def tune(
     from lanternpp.results import drawn_with
     from lanternpp.settings import resolve
     from lanternpp.tuned import Tuned
-    from lanternpp.tuning import run
+    from lanternpp.tuning import run, windows
 
     folder, drafter = model_folder(options.model), options.drafter
     chosen, defaults = method_for(options.model, drafter, options.method, options.device)
-    run.check(resolve(chosen.method, chosen.defaults(defaults), options.overrides))
+    settings = resolve(chosen.method, chosen.defaults(defaults), options.overrides)
+    run.check(settings)
+    if run.has_window(settings) and not (budget_tv is None is budget_frechet):
+        raise InputError(
+            f"a budget picks k and lambda for a tree, and method {chosen.method!r} has a window; give --lambda instead"
+        )
     method = chosen.method
     tuned = Tuned.read(folder, model_folder(drafter) if drafter else None)
     if save:
@@ -130,14 +138,15 @@ def tune(
     pipe = Pipeline.from_pretrained(**options.pretrained, tuned=False)
     plan = run.TuningOptions(method, dict(options.overrides), prompt_list, rounds, n, nodes, depth, seed)
     output = output or Path("out/tune") / f"{pipe.name}-{method}"
-    tuner = run.Tuner(pipe, plan, output, restart)
-    budget = budget_of(tuner, budget_tv, budget_frechet, budget_pictures)
+    tuner = windows.tuner_for(pipe, plan, output, restart)
+    budget = None
+    if isinstance(tuner, run.TreeTuner):
+        budget = budget_of(tuner, budget_tv, budget_frechet, budget_pictures)
     result, found = work(tuner, budget, race, budget_tv is not None)
     result |= {"folder": str(output), "auto": chosen.why}
     if save:
-        more = {
-            name: result[name] for name in ("machine", "sampling", "acceptance", "costs", "trees", "versions")
-        }
+        kept = ("machine", "sampling", "acceptance", "costs", "trees", "versions")
+        more = {name: result[name] for name in kept if name in result}
         more |= {"predicted": result["predicted"], "measured": result["measured"]}
         tuned.add(method, pipe.conditions(tuner.settings), result["settings"], **more)
         result["file"] = str(tuned.path)
@@ -151,7 +160,7 @@ def tune(
 
 
 def budget_of(
-    tuner: Tuner, variation: float | None, percent: float | None, pictures: int | None
+    tuner: TreeTuner, variation: float | None, percent: float | None, pictures: int | None
 ) -> Budget | None:
     """The budget of the options, or None; the classifier of a Fréchet budget is read."""
     from lanternpp.evaluation.quality import LEAST, Quality
@@ -169,11 +178,14 @@ def budget_of(
     )
 
 
-def work(tuner: Tuner, budget: Budget | None, race: bool, measure: bool) -> tuple[dict[str, Any], Tuning]:
+def work(
+    tuner: TreeTuner | WindowTuner, budget: Budget | None, race: bool, measure: bool
+) -> tuple[dict[str, Any], Tuning | WindowTuning]:
     """Tune and race; the result as a JSON object, and the tuning."""
     from lanternpp.tuning import report
 
     choice: BudgetChoice | None = None
+    found: Any
     with telling(tuner, "probing"):
         if budget:
             choice = budget.choose()
@@ -188,7 +200,7 @@ def work(tuner: Tuner, budget: Budget | None, race: bool, measure: bool) -> tupl
 
 
 @contextmanager
-def telling(tuner: Tuner, label: str) -> Iterator[None]:
+def telling(tuner: TreeTuner | WindowTuner, label: str) -> Iterator[None]:
     """Show a progress bar for the tuner while the block runs."""
     with progress_bar(label) as progress:
         tuner.progress = progress or (lambda done, total: None)
@@ -206,12 +218,12 @@ def write(result: dict[str, Any], folder: Path, plots: bool) -> None:
 
 
 def slower(result: Mapping[str, Any]) -> None:
-    """Warn where a hand-made tree won the race."""
+    """Warn where another entrant won the race."""
     raced = {tree["name"]: tree["measured"]["speedup"] for tree in result["trees"] if tree["measured"]}
     if raced and max(raced, key=raced.__getitem__) != "tuned":
         name = max(raced, key=raced.__getitem__)
         say(
             "warning",
-            f"{name} measured {raced[name]:.2f}x and the tree found {raced['tuned']:.2f}x; run again on an idle machine, "
+            f"{name} measured {raced[name]:.2f}x and what was found {raced['tuned']:.2f}x; run again on an idle machine, "
             "with more --rounds and a larger -n, to see which is faster",
         )

@@ -11,14 +11,54 @@ from lanternpp.cli.tables import show_table
 
 if TYPE_CHECKING:
     from lanternpp.tuning.run import Tuning
+    from lanternpp.tuning.windows import WindowTuning
 
 SHOWN = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 RANKS = 8  # columns of the table of acceptances
 SURE = 20  # children judged, below which an acceptance is mostly a guess
 
 
-def show(result: Mapping[str, Any], found: Tuning) -> None:
+def show(result: Mapping[str, Any], found: Tuning | WindowTuning) -> None:
     """The figures as tables on stdout."""
+    from lanternpp.tuning.run import Tuning
+
+    if isinstance(found, Tuning):
+        show_search(result, found)
+    else:
+        show_windows(result)
+    show_race(result)
+    show_budget(result)
+    typer.echo(
+        f"{result['folder']}/tune.json" + (f"; now the default: {result['file']}" if "file" in result else "")
+    )
+
+
+def show_windows(result: Mapping[str, Any]) -> None:
+    """Every window that was tried."""
+    names = list(result["sizes"][0]["dials"])
+    rows = [
+        [
+            *(str(size["dials"][name]) for name in names),
+            str(size["nodes"]),
+            f"{1000 * size['codes_per_draft'] / size['codes_per_second']:.3g}",
+            f"{size['codes_per_pass']:.2f}",
+            f"{size['codes_per_second']:.1f}",
+            f"{size['speedup']:.2f}x",
+        ]
+        for size in result["sizes"]
+    ]
+    best = result["trees"][0]["dials"]
+    show_table(
+        (*names, "nodes", "ms", "codes / pass", "codes / s", "speed-up"),
+        rows,
+        "windows that were tried",
+        left=(),
+        bold=[place for place, size in enumerate(result["sizes"]) if size["dials"] == best],
+    )
+
+
+def show_search(result: Mapping[str, Any], found: Tuning) -> None:
+    """What a search for a tree rests on, and the tree."""
     acceptance = result["acceptance"]
     chains = acceptance["chains"]
     apart = chains["tried"] != acceptance["tried"]  # they are verified in another way
@@ -42,11 +82,6 @@ def show(result: Mapping[str, Any], found: Tuning) -> None:
         left=(),
     )
     show_tree(found)
-    show_race(result)
-    show_budget(result)
-    typer.echo(
-        f"{result['folder']}/tune.json" + (f"; now the default: {result['file']}" if "file" in result else "")
-    )
 
 
 def show_acceptance(found: Mapping[str, Any], title: str, most: int = RANKS) -> None:
@@ -105,7 +140,7 @@ def show_race(result: Mapping[str, Any]) -> None:
         )
         rows.append([tree["name"], nodes, depth, codes, codes_seen, f"{tree['speedup']:.2f}x", speed_seen])
     show_table(
-        ("tree", "nodes", "depth", "codes / pass", "measured", "speed-up", "measured"),
+        ("draft", "nodes", "depth", "codes / pass", "measured", "speed-up", "measured"),
         rows,
         "predicted and measured",
         bold=[place for place, tree in enumerate(result["trees"]) if tree["name"] == "tuned"],

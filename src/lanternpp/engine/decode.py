@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
@@ -20,7 +21,7 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import Verifier
 from lanternpp.engine.verify import padded, verify
 from lanternpp.targets.base import Target
-from lanternpp.types import Admission, Draft, Prompt, TargetOutput, Tree, Verdict
+from lanternpp.types import Admission, Draft, Prompt, TargetOutput, Verdict
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Engine:
         self._enter("pass")
         features, logits = self._target_forward(draft)
         self._enter("verify")
-        verdict = self._verify(draft, logits, noise)
+        verdict = self._verify(draft, logits[:, : draft.codes.shape[1]], noise)
         output = TargetOutput(draft, features, logits, verdict)
         self._enter("observe")
         for observer in self.observers:
@@ -127,11 +128,16 @@ class Engine:
         self._enter("rest")
 
     def _target_forward(self, draft: Draft) -> tuple[Tensor, Tensor]:
-        """One pass of the target over a draft: features as of `TargetOutput`, guided and constrained logits [B, N, V]."""
+        """One pass of the target over a draft and its front: features and logits as of `TargetOutput`."""
         rows, target = self.guidance.rows, self.target
-        nodes = self.cache.nodes(rows(draft.tree.depth), rows(draft.tree.mask))
-        features = target(rows(target.embed(draft.codes)), nodes, self.cache, **self._taps)
-        return features, target.constrain(self._guided_logits(features), self._index(draft.tree))
+        codes, depth, mask = draft.codes, draft.tree.depth, draft.tree.mask
+        if draft.front is not None:
+            front = draft.front
+            codes, depth = torch.cat((codes, front.codes), 1), torch.cat((depth, front.depth), 1)
+            mask = torch.cat((F.pad(mask, (0, front.mask.shape[1])), front.mask), 1)
+        nodes = self.cache.nodes(rows(depth), rows(mask))
+        features = target(rows(target.embed(codes)), nodes, self.cache, **self._taps)
+        return features, target.constrain(self._guided_logits(features), self._index(depth))
 
     def _guided_logits(self, features: Tensor) -> Tensor:
         """Features [R, N, (1 + taps) D], of which the head reads the first part -> [B, N, V]."""
@@ -170,9 +176,9 @@ class Engine:
         cost = 0.0 if self.rule.lossless else float(self.tv_cost[slot]) if self.measure else None
         return FinishedSample(slot, self.codes[slot, : self.target.length].clone(), accepted, cost)
 
-    def _index(self, tree: Tree) -> Tensor:
-        """Which code of the image the logits at each node decide, [B, N]."""
-        return (self.count[:, None] + tree.depth).clamp(max=self.target.length - 1)
+    def _index(self, depth: Tensor) -> Tensor:
+        """Which code of the image the logits at nodes of depth [B, N] decide."""
+        return (self.count[:, None] + depth).clamp(max=self.target.length - 1)
 
     def _append(self, verdict: Verdict) -> None:
         """Append the decided codes; what a finished sample would write falls into the margin of `codes`."""

@@ -27,6 +27,7 @@ class Parts:
     coupling: str | None = None
     fresh: str | None = None
     siblings: int | None = None
+    rows: int | None = None
     cut: float | None = None
 
 
@@ -43,7 +44,7 @@ class Guesses:
 
 
 class Proposer(ABC):
-    """Offers drafts of `size` nodes, the root included, and `depth` levels below it; a chain may be shorter."""
+    """Offers drafts of `size` nodes, the root and a front included, and `depth` levels below the root; a chain may be shorter."""
 
     dials: ClassVar[frozenset[str] | None] = None  # the fields of a method that it reads; None: any
     needs: ClassVar[str | None] = None

@@ -14,6 +14,9 @@ before it, in all passes, a guess x follows the q that it is offered with:
   decided in that pass, so no guess behind depends on them but through the places before it.
 * Where all guesses at the first place were refused and y was drawn, no node has p(. | y). The next guess is drawn from a mean of
   the p behind the refused codes, in which codes that look like y weigh most. It depends on the places before it alone.
+* The windows of further rows (`rows`) stand behind the first one and are no part of what is verified: no decision looks at
+  their guesses. Each guess has a place in the picture, and what is drawn for it depends on codes at the places before it alone. It
+  waits with its q until the first window comes to it.
 
 So the draft is one of independent guesses as far as a verifier can tell, and with an exact rule the output follows the
 target's distribution.
@@ -35,15 +38,16 @@ from lanternpp.engine.verify import without
 from lanternpp.errors import InputError
 from lanternpp.targets.base import Target
 from lanternpp.trees.chain import chain_tree
-from lanternpp.types import Admission, Draft, TargetOutput
+from lanternpp.types import Admission, Draft, Front, TargetOutput
 
 GUESS, PLACE = 8, 10  # purposes of noise: a guess, a guess of a place
-MOST, MOST_SIBLINGS = 256, 16
+MOST, MOST_SIBLINGS, MOST_ROWS = 256, 16, 16
 SHARPNESS = (
     20.0  # of the weights of codes that look like another, over the distance of two codes drawn at random
 )
 COUPLINGS = ("none", "maximal", "gumbel")
 FRESH = ("uniform", "last", "above", "mixed")
+NOWHERE = -1  # the place of nothing
 
 
 class Jacobi(Proposer):
@@ -57,11 +61,24 @@ class Jacobi(Proposer):
     even places and last at odd ones. Before the first pass all of them are uniform.
     siblings: how many other guesses there are at the first place of the window. Nothing is drafted behind them, but their p
     tell what follows codes like them.
+    rows: how many rows of the image have a window. The windows of the rows below the present one begin with the row, or behind
+    the window before them; every pass redraws their guesses, given all guesses before them, and none is verified before the first
+    window has come to it.
+
+    The state is kept by place of the image, in rings of `slots` places: what stands at a slot is of the place that `seen` names,
+    for a p, or `held`, for a guess and its q.
     """
 
-    dials = frozenset({"window", "coupling", "fresh", "siblings", "verify"})
+    dials = frozenset({"window", "coupling", "fresh", "siblings", "rows", "verify"})
 
-    def __init__(self, window: int = 16, coupling: str = "none", fresh: str = "uniform", siblings: int = 0):
+    def __init__(
+        self,
+        window: int = 16,
+        coupling: str = "none",
+        fresh: str = "uniform",
+        siblings: int = 0,
+        rows: int = 1,
+    ):
         if not 1 <= window <= MOST:
             raise InputError(f"window {window} is outside 1 to {MOST}")
         if coupling not in COUPLINGS:
@@ -70,14 +87,23 @@ class Jacobi(Proposer):
             raise InputError(f"fresh {fresh!r} is unknown; known: {', '.join(FRESH)}")
         if not 0 <= siblings <= MOST_SIBLINGS:
             raise InputError(f"siblings {siblings} is outside 0 to {MOST_SIBLINGS}")
-        self.window, self.coupling, self.fresh, self.siblings = window, coupling, fresh, siblings
-        self.size, self.depth = window + 1 + siblings, window
+        if not 1 <= rows <= MOST_ROWS:
+            raise InputError(f"rows {rows} is outside 1 to {MOST_ROWS}")
+        self.window, self.coupling, self.fresh, self.siblings, self.rows = (
+            window,
+            coupling,
+            fresh,
+            siblings,
+            rows,
+        )
+        self.size, self.depth = rows * window + 1 + siblings, window
 
     @classmethod
     def build(cls, parts: Parts) -> Self:
-        """From window, coupling, fresh and siblings; the defaults are those of SJD."""
+        """From window, coupling, fresh, siblings and rows; the defaults are those of SJD."""
         window = 16 if parts.window is None else parts.window
-        return cls(window, parts.coupling or "none", parts.fresh or "uniform", parts.siblings or 0)
+        rows = 1 if parts.rows is None else parts.rows
+        return cls(window, parts.coupling or "none", parts.fresh or "uniform", parts.siblings or 0, rows)
 
     @classmethod
     def guesses(cls, parts: Parts) -> Guesses:
@@ -94,65 +120,103 @@ class Jacobi(Proposer):
             raise InputError(
                 f"siblings {self.siblings}: the model has {vocab} codes; use fewer siblings than codes"
             )
-        dtype = like.dtype if like.element_size() == 8 else torch.float32
         self.width = target.width
+        image_rows = -(-target.length // self.width)
+        if self.rows > image_rows:
+            raise InputError(f"rows {self.rows}: the model's pictures have {image_rows} rows of codes")
+        dtype = like.dtype if like.element_size() == 8 else torch.float32
         self._tree = chain_tree(batch, window, like.device, self.siblings)
         self._offsets = torch.arange(window, device=like.device)
         self._places = torch.arange(window + 1, device=like.device)
-        self.codes = torch.zeros(batch, window, dtype=torch.int64, device=like.device)
-        self.q = torch.zeros(batch, self.size, vocab, dtype=dtype, device=like.device)  # of a node's child
-        self.p = torch.full_like(
-            self.q[:, :window], 1 / vocab
-        )  # the latest p by place, the last one repeated
-        self.seen = torch.zeros_like(self.root)  # guesses whose place has a p
-        self.held = torch.zeros_like(self.root)  # guesses that were in the last draft
-        self.rows = self.width + window + 1 if self.fresh in ("above", "mixed") else 0
-        self.above = torch.zeros(
-            batch, self.rows, vocab, dtype=dtype, device=like.device
-        )  # p by place, a ring
+        nodes, front = window + 1 + self.siblings, (self.rows - 1) * window
+        mask = torch.ones(front, nodes + front, dtype=torch.bool, device=like.device).tril(nodes)
+        mask[:, window + 1 : nodes] = False
+        self._front_mask = mask.expand(batch, -1, -1)
+        behind = self.width if self.fresh in ("above", "mixed") else 1
+        self.slots = behind + (self.rows - 1) * max(self.width, window) + window + 1
+        self.seen = torch.full((batch, self.slots), NOWHERE, device=like.device)
+        self.held = self.seen.clone()
+        self.codes = torch.zeros_like(self.seen)
+        self.p = torch.full((batch, self.slots, vocab), 1 / vocab, dtype=dtype, device=like.device)
+        self.q = torch.zeros_like(self.p)
+        self.end = torch.zeros_like(self.root)  # the last place with a p in the first window
+        self._probs = self.p.new_zeros(batch, nodes, vocab)  # of a node's child
         self._looks = None if target.codebook is None else _scaled(target.codebook.to(like.device, dtype))
 
     def begin(self, new: Admission) -> None:
-        """A sample is admitted: no place has a p yet."""
+        """A sample is admitted: no place has a p yet, and what stands for the last one is uniform."""
         super().begin(new)
-        self.seen[new.slot] = self.held[new.slot] = 0
-        self.p[new.slot] = 1 / self.p.shape[-1]
+        self.seen[new.slot] = self.held[new.slot] = NOWHERE
+        self.end[new.slot] = 0
+        self.p[new.slot, 0] = 1 / self.p.shape[-1]
 
     def propose(self, noise: Noise) -> Draft:
         """Redraw every guess from the latest p of its place, and the siblings."""
-        seen = (self._offsets < self.seen[:, None])[..., None]  # [B, W, 1]
-        new_q = self.p.where(seen, self._fresh())
-        self.codes.copy_(self._guess(new_q, noise))
-        self.q[:, : self.window] = new_q
-        codes = [self.root[:, None], self.codes]
+        place, window = self._guessed(), self.window
+        known = self._is_at(self.seen, place)
+        new_q = self._at(self.p, place).where(known[..., None], self._fresh(place))
+        codes = self._guess(new_q, place, noise)
+        self._put(self.codes, place, codes)
+        self._put(self.q, place, new_q)
+        self._put(self.held, place, place)
+        if (
+            self.rows > 1
+        ):  # a row's first guess has no code before it in the pass: what it was drawn from stays
+            self._put(self.p, place, new_q)
+            self._put(self.seen, place, place)
+        self._probs[:, :window] = new_q[:, :window]
+        parts = [self.root[:, None], codes[:, :window]]
         if self.siblings:
-            rest = without(new_q[:, 0], self.codes[:, 0])
-            codes.append(self.sampling.children(rest[:, None], self.siblings, noise, noise.DRAFT)[:, 0])
-        return Draft(self._tree, torch.cat(codes, 1), self.q)
+            rest = without(new_q[:, 0], codes[:, 0])
+            parts.append(self.sampling.children(rest[:, None], self.siblings, noise, noise.DRAFT)[:, 0])
+        front = None
+        if self.rows > 1:
+            depth = place[:, window:] - self.count[:, None] + 1
+            front = Front(codes[:, window:], depth, self._front_mask)
+        return Draft(self._tree, torch.cat(parts, 1), self._probs, front=front)
 
     def observe(self, output: TargetOutput) -> None:
-        """Move the window behind the decided codes."""
+        """Keep the new p by their places; the window moves behind the decided codes."""
         verdict, window = output.verdict, self.window
-        kept, chain = verdict.kept, slice(window + 1)
+        place, chain = self._guessed(), slice(window + 1)
         if verdict.law is not None and self.coupling == "maximal":
             codes = output.draft.codes[:, chain]
-            self.q[:, :window] = refused_law(verdict.law[:, chain], self.q[:, chain], codes)
+            law = refused_law(verdict.law[:, chain], self._probs[:, chain], codes)
+            self._put(self.q, place[:, :window], law)
         probs = self.sampling.probs(output.logits)
         behind = self._behind(output, probs) if self.siblings else None
-        probs = probs[:, chain]
+        after = self.count[:, None] + self._places
+        if self.rows > 1:
+            after = torch.cat((after, place[:, window:] + 1), 1)
+        probs = torch.cat((probs[:, chain], probs[:, len(self._tree.parent[0]) :]), 1)
         if behind is not None:
             probs[:, 1] = behind
-        if self.rows:
-            place = (self.count[:, None] + self._places) % self.rows
-            self.above.scatter_(1, place[..., None].expand_as(probs), probs)
-        source = kept[:, None] + self._offsets  # [B, W] node whose p a guess follows; guess + 1 is its node
-        old = source.clamp(max=window - 1)
-        self.codes.copy_(self.codes.gather(1, old))
-        self.q[:, :window] = self.q.gather(1, _each(old, self.q))
-        self.p.copy_(probs.gather(1, _each(source.clamp(max=window), probs)))
-        self.seen.copy_(window + 1 - kept)
-        self.held.copy_(window - kept)
+        self._put(self.p, after, probs)
+        self._put(self.seen, after, after)
+        self.end.copy_(self.count + window)
         super().observe(output)
+
+    def _guessed(self) -> Tensor:
+        """The places of all guesses, window by window, [B, rows W]."""
+        first = [self.count]
+        for row in range(1, self.rows):
+            head = (self.count // self.width + row) * self.width
+            first.append(torch.maximum(head, first[-1] + self.window))
+        return (torch.stack(first, 1)[..., None] + self._offsets).flatten(1)
+
+    def _at(self, ring: Tensor, place: Tensor) -> Tensor:
+        """What a ring [B, slots, ...] has for places [B, M], [B, M, ...]."""
+        slot = place % self.slots
+        return ring.gather(1, _each(slot, ring) if ring.ndim > 2 else slot)
+
+    def _put(self, ring: Tensor, place: Tensor, value: Tensor) -> None:
+        """Write values [B, M, ...] of places [B, M] to a ring."""
+        slot = place % self.slots
+        ring.scatter_(1, _each(slot, ring) if ring.ndim > 2 else slot, value)
+
+    def _is_at(self, owners: Tensor, place: Tensor) -> Tensor:
+        """Whether the slots of places [B, M] are theirs at present, by `seen` or `held`."""
+        return (self._at(owners, place) == place) & (place > 0)
 
     def _behind(self, output: TargetOutput, probs: Tensor) -> Tensor:
         """The p behind the first place, [B, V]: of the code that was kept there, or a mean, if all guesses were refused.
@@ -170,35 +234,32 @@ class Jacobi(Proposer):
             :, 0
         ]
 
-    def _fresh(self) -> Tensor:
-        """The distributions of guesses at places without a p, [B, W, V]."""
+    def _fresh(self, place: Tensor) -> Tensor:
+        """The distributions of guesses at places [B, M] without a p, [B, M, V] or [B, 1, V]."""
         if self.fresh == "uniform":
-            return torch.full_like(self.p, 1 / self.p.shape[-1])
+            return torch.full_like(self.p[:, :1], 1 / self.p.shape[-1])
+        last = self._at(self.p, self.end[:, None])
         if self.fresh == "last":
-            return self.p
-        place = self.count[:, None] + self._offsets
+            return last
         above = place - self.width
-        known = (above >= 1) & (above < (self.count + self.seen)[:, None]) & (self.seen > 0)[:, None]
+        known = self._is_at(self.seen, above)
         if self.fresh == "mixed":
             known = known & (place % 2 == 0)
-        return self.above.gather(1, _each(above.clamp(min=0) % self.rows, self.p)).where(
-            known[..., None], self.p
-        )
+        return self._at(self.p, above).where(known[..., None], last)
 
-    def _guess(self, new_q: Tensor, noise: Noise) -> Tensor:
-        """Codes [B, W] that follow `new_q` [B, W, V], drawn as `coupling` says."""
+    def _guess(self, new_q: Tensor, place: Tensor, noise: Noise) -> Tensor:
+        """Codes [B, M] of places [B, M] that follow `new_q` [B, M, V], drawn as `coupling` says."""
         if self.sampling.greedy:
             return new_q.argmax(-1)
         if self.coupling == "gumbel":
-            place = self.count[:, None] + self._offsets
             seed = noise.seed[:, None].expand_as(place)
             race = Noise(seed.flatten(), place.flatten()).exponential(PLACE, new_q.shape[-1])
             return (new_q / race.view(new_q.shape)).argmax(-1)
-        anew = noise.fine(GUESS, self.window, 1)
+        anew = noise.fine(GUESS, place.shape[1], 1)
         if self.coupling == "none":
             return draw(new_q, anew)[..., 0]
-        q, codes = self.q[:, : self.window], self.codes[..., None]
-        held = (self._offsets < self.held[:, None])[..., None]
+        q, codes = self._at(self.q, place), self._at(self.codes, place)[..., None]
+        held = self._is_at(self.held, place)[..., None]
         stays = (new_q.gather(-1, codes) / q.gather(-1, codes)).nan_to_num(0).clamp(max=1).where(held, 0)
         rest = (new_q - q).clamp_(min=0)
         mass = rest.sum(-1, keepdim=True)

@@ -16,7 +16,7 @@ from lanternpp.methods import BASELINE
 from lanternpp.picture import save_png
 from lanternpp.settings import dials_read
 from lanternpp.tuning.journal import PICTURES
-from lanternpp.tuning.run import Tuner, Tuning
+from lanternpp.tuning.run import TreeTuner, Tuning
 
 if TYPE_CHECKING:
     from lanternpp.evaluation.quality import Quality
@@ -47,7 +47,7 @@ class BudgetChoice:
 class Budget:
     """A limit on what pictures may cost, measured on `pictures` of them. Cost must not fall as lambda grows."""
 
-    def __init__(self, tuner: Tuner, pictures: int):
+    def __init__(self, tuner: TreeTuner, pictures: int):
         self.tuner, self.pictures = tuner, pictures
         self.plain: QualityCost | None = None
         settings = tuner.settings
@@ -79,7 +79,7 @@ class Budget:
         tried: list[dict[str, Any]] = []
 
         def measure_cost(dials: dict[str, Any], found: Tuning | None = None) -> QualityCost:
-            cost = self.quality_cost(dials | (self.tuner.tuned(found) if found else {}))
+            cost = self.quality_cost(dials | (self.tuner.chosen_dials(found) if found else {}))
             row = {
                 "dials": dials,
                 "own_tree": found is not None,
@@ -120,7 +120,7 @@ class Budget:
 class VariationBudget(Budget):
     """Mean total variation per picture, as `--measure` reports it."""
 
-    def __init__(self, tuner: Tuner, pictures: int, max_variation: float):
+    def __init__(self, tuner: TreeTuner, pictures: int, max_variation: float):
         super().__init__(tuner, pictures)
         self.max_variation = max_variation
 
@@ -143,7 +143,7 @@ class VariationBudget(Budget):
 class FrechetBudget(Budget):
     """Fréchet distance at most so many percent above that of plain decoding, of as many pictures of the same prompts."""
 
-    def __init__(self, tuner: Tuner, pictures: int, percent: float, quality: Quality):
+    def __init__(self, tuner: TreeTuner, pictures: int, percent: float, quality: Quality):
         super().__init__(tuner, pictures)
         self.percent, self.quality = percent, quality
 
@@ -169,7 +169,7 @@ class FrechetBudget(Budget):
 
 
 def _draw(
-    tuner: Tuner,
+    tuner: TreeTuner,
     method: str,
     dials: Mapping[str, Any],
     pictures: int,

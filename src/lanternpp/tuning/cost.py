@@ -69,18 +69,36 @@ class PartCosts:
 
 
 @dataclass(frozen=True)
-class Costs:
-    """A model of seconds, at the speed of the machine at which plain steps take their median time.
-
-    The target's pass is a curve over the number of nodes, the root included, that never falls. The fields are keys of the
-    tuning's report.
-    """
+class PictureCosts:
+    """Seconds of what a picture takes besides its drafted steps, at the speed of the machine at which plain steps take their
+    median time. The fields are keys of the tuning's report."""
 
     length: int  # codes of a picture
     plain: float  # step
     plain_begin: float
     begin: float
     pixels: float
+
+    def gain(self, step: float, codes: float) -> float:
+        """Seconds of a picture by plain decoding over those by steps that decide `codes` each: prefill and pixels in both."""
+        return self._picture(self.plain_begin, self.plain, 1) / self._picture(self.begin, step, codes)
+
+    def per_pass(self, codes: float) -> float:
+        """Codes per pass of whole pictures, the prefill among the passes, where a draft decides `codes`."""
+        return self.length / (1 + self._passes(codes))
+
+    def _passes(self, codes: float) -> float:
+        """Of the last draft of a picture, half of what it decides beyond a code is cut off, on average."""
+        return (self.length - 1 + (codes - 1) / 2) / codes
+
+    def _picture(self, begin: float, step: float, codes: float) -> float:
+        return begin + self._passes(codes) * step + self.pixels
+
+
+@dataclass(frozen=True)
+class Costs(PictureCosts):
+    """What the steps of a method with a tree take. The target's pass is a curve over the number of nodes, the root included, that never falls."""
+
     look: Curve
     trees: PartCosts
     chains: PartCosts
@@ -112,24 +130,8 @@ class Costs:
         return expected(table, shape) / self.step_cost(shape, table).step
 
     def speedup(self, shape: Shape, table: Tensor) -> float:
-        """Seconds of a picture by plain decoding over those by a tree: prefill and pixels in both."""
-        step, codes = self.step_cost(shape, table).step, expected(table, shape)
-        return self.gain(step, codes)
-
-    def gain(self, step: float, codes: float) -> float:
-        """`speedup` of steps that take so many seconds and decide so many codes."""
-        return self._picture(self.plain_begin, self.plain, 1) / self._picture(self.begin, step, codes)
-
-    def per_pass(self, codes: float) -> float:
-        """Codes per pass of whole pictures, the prefill among the passes, where a draft decides `codes`."""
-        return self.length / (1 + self._passes(codes))
-
-    def _passes(self, codes: float) -> float:
-        """Of the last draft of a picture, half of what it decides beyond a code is cut off, on average."""
-        return (self.length - 1 + (codes - 1) / 2) / codes
-
-    def _picture(self, begin: float, step: float, codes: float) -> float:
-        return begin + self._passes(codes) * step + self.pixels
+        """`gain` of a tree."""
+        return self.gain(self.step_cost(shape, table).step, expected(table, shape))
 
 
 def draft_terms(shape: Shape, drawn: float | None = None) -> list[float]:

@@ -7,42 +7,33 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from lanternpp.evaluation import plots
 from lanternpp.methods import BASELINE
 from lanternpp.pipeline import versions
 from lanternpp.settings import dials_read
 from lanternpp.trees.search import reaches
 from lanternpp.tuned import CHOSEN
-from lanternpp.tuning.acceptance import Counts
 from lanternpp.tuning.budget import BudgetChoice
-from lanternpp.tuning.run import Tuner, Tuning
+from lanternpp.tuning.run import TUNED, T, Tuner, Tuning
 
 MEASURED = ("speedup", "codes_per_pass", "seconds_per_image", "efficiency", "tv_spent", "images")
 
 
 def tuning_report(
-    tuner: Tuner, found: Tuning, race: Sequence[Mapping[str, Any]], choice: BudgetChoice | None
+    tuner: Tuner[T], found: T, race: Sequence[Mapping[str, Any]], choice: BudgetChoice | None
 ) -> dict[str, Any]:
     """Everything that a tuning found. race: rows of figures, or none."""
     measured = {row["method"]: {name: row.get(name) for name in MEASURED} for row in race}
-    trees = {"tuned": found.chosen, **tuner.hand_made(found)}
-    rows = [{"name": name, **tree.row(), "measured": measured.get(name)} for name, tree in trees.items()]
+    rows = tuner.rows(found)
     report: dict[str, Any] = {
         "method": tuner.options.method,
         "model": tuner.pipe.name,
         "settings": settings(tuner, found),
-        "predicted": found.chosen.speedup,
-        "measured": measured.get("tuned", {}).get("speedup"),
-        "trees": rows,
+        "predicted": rows[TUNED]["speedup"],
+        "measured": measured.get(TUNED, {}).get("speedup"),
+        "trees": [{"name": name, **row, "measured": measured.get(name)} for name, row in rows.items()],
         "plain": measured.get(BASELINE),
-        "sizes": [size.row() for size in found.sizes],
-        "acceptance": {
-            **acceptance(found.tables.trees, found.counts),
-            "chains": acceptance(found.tables.chains, found.chains),
-        },
-        "costs": asdict(found.costs),
+        **tuner.figures(found),
         "machine": tuner.machine(),
         "sampling": asdict(tuner.settings),
         "versions": versions(),
@@ -54,14 +45,9 @@ def tuning_report(
     return report
 
 
-def acceptance(table: Tensor, counts: Counts) -> dict[str, Any]:
-    """A table of acceptances, and what it was made from."""
-    return {"table": table.tolist(), "tried": counts.tried.tolist(), "kept": counts.kept.tolist()}
-
-
-def settings(tuner: Tuner, found: Tuning) -> dict[str, Any]:
-    """What becomes the method's default: the tree, and the dials that were asked for or chosen."""
-    values = {**tuner.options.given, **found.dials, **tuner.tuned(found)}
+def settings(tuner: Tuner[T], found: T) -> dict[str, Any]:
+    """What becomes the method's default: the tree or the window, and the dials that were asked for or chosen."""
+    values = {**tuner.options.given, **tuner.chosen_dials(found)}
     read = dials_read(tuner.settings.proposer, tuner.settings.accept)
     return {name: values[name] for name in CHOSEN if name in read and values.get(name) is not None}
 

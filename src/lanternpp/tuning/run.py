@@ -1,17 +1,20 @@
-"""A tuning: probe some trees, search for the fastest, probe that one too, and race it."""
+"""A tuning: probe some drafts, search for the fastest, and race it. Here for trees; `windows.py` has it for Jacobi methods."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from lanternpp.dials import ENGINE, SAMPLING, names
+from lanternpp.engine.decode import Engine
 from lanternpp.engine.verifiers import BLOCK, TOKEN
 from lanternpp.errors import InputError
 from lanternpp.evaluation import report
@@ -42,12 +45,14 @@ from lanternpp.tuning.search import (
 )
 
 SHARED = names(ENGINE, SAMPLING)  # dials that every engine of a tuning shares, the plain one too
+TUNED = "tuned"  # the label of what was found
 HAND_MADE = ("deep-8", "eagle-25", "lantern-57")  # shapes made by hand; shown and raced beside the tree found
 NO_CUT = 1e-9  # of chains whose guesses are counted: it hardly ever ends one
 SOME_CUT = 0.3  # of a chain that is timed beside a whole one
 MAX_REPROBES = 3  # times that the tree found is probed and the search repeated
 DEEPEST = max(len(path) for name in HAND_MADE for path in hand_made_shapes(32, 512)[name])
 Progress = Callable[[int, int], None]
+T = TypeVar("T")  # what a tuner finds
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class TuningOptions:
     rounds: int = 3  # how often each tree is probed
     pictures: int = 8  # of each entrant of the race; 0: no race
     nodes: int = 64  # below the root, at most
-    depth: int = 16
+    depth: int = 16  # levels at most, or guesses of a window
     seed: int = 0
 
 
@@ -77,10 +82,10 @@ class Tuning:
     chosen: PredictedTree
 
 
-class Tuner:
+class Tuner(ABC, Generic[T]):
     """Tunes a method of a pipeline that was made with `tuned=False`, logging what it measures.
 
-    Raises InputError where the method does not draft on a static tree, or a number is out of range.
+    Raises InputError where the method has nothing to tune, or a number is out of range.
     """
 
     def __init__(
@@ -100,16 +105,10 @@ class Tuner:
         engine = pipe.new_engine(self.settings)  # so that a wrong part is found before anything is drawn
         if pipe.target.channels:
             raise InputError(f"{pipe.name} draws continuous latents, and tuning is for models of codes")
-        given = options.given.get("cut")
-        drafter = getattr(engine.proposer, "drafter", None)
-        self.cuts: tuple[float, ...] = (given,) if given else CUTS  # that are considered for chains
-        if given == 0 or self.settings.compile or getattr(drafter, "confidence", None) is None:
-            self.cuts = ()
-        only_chains = given or options.given.get("verify") == BLOCK  # of which there are no others
-        self.ranks = 1 if only_chains else min(RANKS, pipe.target.vocab)
-        self.levels = max(options.depth, DEEPEST)
+        self.adapt(engine)
         self.journal = Journal(folder, self.describe(), restart)
         self.folder = folder
+        self._given = {name: value for name, value in options.given.items() if name not in SHARED}
         self._done = 0
 
     def describe(self) -> dict[str, Any]:
@@ -138,6 +137,79 @@ class Tuner:
             "threads": torch.get_num_threads(),
         }
         return facts | self.pipe.conditions(self.settings)
+
+    def adapt(self, engine: Engine) -> None:
+        """Keep what depends on the parts of the method's engine."""
+
+    @abstractmethod
+    def chosen_dials(self, found: T) -> dict[str, Any]:
+        """What was found, as overrides."""
+
+    @abstractmethod
+    def entrants(self, found: T) -> dict[str, dict[str, Any]]:
+        """What is raced beside plain decoding, as overrides by label; what was found is called `TUNED`."""
+
+    @abstractmethod
+    def rows(self, found: T) -> dict[str, dict[str, Any]]:
+        """What is expected of the entrants, as far as it is, by label."""
+
+    @abstractmethod
+    def figures(self, found: T) -> dict[str, Any]:
+        """What the report says of the search."""
+
+    def race(self, found: T, measure: bool = False) -> list[dict[str, Any]]:
+        """The entrants and plain decoding, taking turns: a row of figures for each."""
+        batch = self.settings.batch_size
+        count = max(1, self.options.pictures // batch)  # batches
+        prompts = list(
+            dict.fromkeys(request.prompt for request in evaluation_requests(self.options.prompts, count, 0))
+        )
+        entrants = self.entrants(found)
+        field = [Entry(BASELINE, BASELINE, {})]
+        field += [Entry(label, self.options.method, self._given | own) for label, own in entrants.items()]
+        n = max(1, count // len(prompts)) * batch
+        race = Race(self.pipe, field, prompts, n, self.options.seed + 1000, self.shared, measure)
+        name = self.slug(f"{sorted(entrants[TUNED].items())} {n} {prompts}")
+        return report.rows(
+            race.run(self.folder / RACE / name, resume=True, progress=self.progress), race.describe(), {}
+        )
+
+    def probed(
+        self,
+        given: Mapping[str, Any],
+        shape: Shape,
+        prompt: str,
+        turn: int,
+        cut: float = 0.0,
+        cuts: tuple[float, ...] = (),
+    ) -> dict[str, Any]:
+        """One batch drawn with these overrides, in an engine of its own; cut and cuts as in `probe`."""
+        settings = self.pipe.settings(self.options.method, **self.shared, **given)
+        engine, verify = self.pipe.new_engine(settings), settings.verify or TOKEN
+        plain = self.pipe.new_engine(self.pipe.settings(BASELINE, **self.shared))
+        seeds = [self.options.seed + turn * engine.batch + i for i in range(engine.batch)]
+        prompts = [prompt] * engine.batch
+        return probe(engine, plain, shape, prompts, seeds, self.pipe.images, verify, cut, cuts).to_json()
+
+    @staticmethod
+    def slug(text: str) -> str:
+        """A short name for a folder or file."""
+        return digest([text])
+
+
+class TreeTuner(Tuner[Tuning]):
+    """Tunes the static tree of a method."""
+
+    def adapt(self, engine: Engine) -> None:
+        """The cuts that are considered, and the limits of the table of acceptances."""
+        given = self.options.given.get("cut")
+        drafter = getattr(engine.proposer, "drafter", None)
+        self.cuts: tuple[float, ...] = (given,) if given else CUTS  # that are considered for chains
+        if given == 0 or self.settings.compile or getattr(drafter, "confidence", None) is None:
+            self.cuts = ()
+        only_chains = given or self.options.given.get("verify") == BLOCK  # of which there are no others
+        self.ranks = 1 if only_chains else min(RANKS, self.pipe.target.vocab)
+        self.levels = max(self.options.depth, DEEPEST)
 
     def tune(self, dials: dict[str, Any] | None = None, few: bool = False) -> Tuning:
         """Probe, search, and probe what was found until it is found again, at most `AGAIN` times.
@@ -205,71 +277,72 @@ class Tuner:
     def _probe(
         self, shape: Shape, cut: float, dials: dict[str, Any], prompt: str, turn: int
     ) -> dict[str, Any]:
-        """One batch by one tree, in an engine of its own. cut: 0 counts what all cuts would keep, where they are considered."""
-        given = {**self.shared, **self.options.given, **dials, "tree": shape_name(shape)}
+        """One batch by one tree. cut: 0 counts what all cuts would keep, where they are considered."""
+        given = {**self._given, **dials, "tree": shape_name(shape)}
         if given.get("cut"):
             del given["cut"]
         cuts = self.cuts if is_chain(shape) and not cut else ()
         if cut or cuts:
             given["cut"] = cut = cut or NO_CUT
-        settings = self.pipe.settings(self.options.method, **given)
-        engine = self.pipe.new_engine(settings)
-        plain = self.pipe.new_engine(self.pipe.settings(BASELINE, **self.shared))
-        seeds = [self.options.seed + turn * engine.batch + i for i in range(engine.batch)]
-        prompts, verify = [prompt] * engine.batch, settings.verify or TOKEN
-        drawn = probe(engine, plain, shape, prompts, seeds, self.pipe.images, verify, cut, cuts)
-        return drawn.to_json()
+        return self.probed(given, shape, prompt, turn, cut, cuts)
 
-    def race(self, found: Tuning, measure: bool = False) -> list[dict[str, Any]]:
-        """The tree found, plain decoding and the hand-made shapes, taking turns: a row of figures for each."""
-        batch = self.settings.batch_size
-        count = max(1, self.options.pictures // batch)  # batches
-        prompts = list(
-            dict.fromkeys(request.prompt for request in evaluation_requests(self.options.prompts, count, 0))
-        )
-        overrides = {name: value for name, value in self.options.given.items() if name not in SHARED}
-        overrides |= found.dials
-        overrides.pop("cut", None)
-        trees: dict[str, dict[str, Any]] = {"tuned": self.tuned(found)}
-        if overrides.get("verify") != BLOCK:
-            trees |= {name: {"tree": name} for name in HAND_MADE}
-        field = [Entry(BASELINE, BASELINE, {})]
-        field += [Entry(label, self.options.method, {**overrides, **own}) for label, own in trees.items()]
-        n = max(1, count // len(prompts)) * batch
-        race = Race(self.pipe, field, prompts, n, self.options.seed + 1000, self.shared, measure)
-        name = self.slug(f"{sorted(trees['tuned'].items())} {sorted(found.dials.items())} {n} {prompts}")
-        return report.rows(
-            race.run(self.folder / RACE / name, resume=True, progress=self.progress), race.describe(), {}
-        )
+    def chosen_dials(self, found: Tuning) -> dict[str, Any]:
+        """The tree as `--tree` takes it, where chains may be cut how they are, and the dials that a budget chose."""
+        cut = {"cut": found.chosen.cut} if self.cuts else {}
+        return {**found.dials, "tree": shape_name(found.chosen.shape), **cut}
 
-    def tuned(self, found: Tuning) -> dict[str, Any]:
-        """The tree that was found, as `--tree` takes it, and where chains may be cut how they are."""
-        return {"tree": shape_name(found.chosen.shape)} | ({"cut": found.chosen.cut} if self.cuts else {})
+    def entrants(self, found: Tuning) -> dict[str, dict[str, Any]]:
+        """The tree found, and the hand-made shapes with the same dials, but for chains alone where only those are searched."""
+        dials = self.chosen_dials(found)
+        others = () if self.options.given.get("verify") == BLOCK else HAND_MADE
+        whole = {"cut": 0.0} if "cut" in self._given | dials else {}
+        return {TUNED: dials, **{name: {**dials, "tree": name, **whole} for name in others}}
 
-    @staticmethod
-    def slug(text: str) -> str:
-        """A short name for a folder or file."""
-        return digest([text])
-
-    def hand_made(self, found: Tuning) -> dict[str, PredictedTree]:
-        """What is expected of the hand-made shapes, by the same table and costs."""
+    def rows(self, found: Tuning) -> dict[str, dict[str, Any]]:
+        """What is expected of all of them, by the same tables and costs."""
         shapes = hand_made_shapes(self.levels, self.ranks)
-        return {
+        made = {
             name: predict(shapes[name], found.tables, found.costs) for name in HAND_MADE if name in shapes
+        }
+        return {name: tree.row() for name, tree in {TUNED: found.chosen, **made}.items()}
+
+    def figures(self, found: Tuning) -> dict[str, Any]:
+        """The best tree of every size, the acceptances and the costs."""
+        return {
+            "sizes": [size.row() for size in found.sizes],
+            "acceptance": {
+                **acceptance(found.tables.trees, found.counts),
+                "chains": acceptance(found.tables.chains, found.chains),
+            },
+            "costs": asdict(found.costs),
         }
 
 
+def acceptance(table: Tensor, counts: Counts) -> dict[str, Any]:
+    """A table of acceptances, and what it was made from."""
+    return {"table": table.tolist(), "tried": counts.tried.tolist(), "kept": counts.kept.tolist()}
+
+
 def check(settings: Settings) -> None:
-    """InputError unless a method drafts on a static tree."""
-    if "tree" not in dials_read(settings.proposer, settings.accept) or settings.tree is None:
+    """InputError unless a method drafts on a static tree or in a window."""
+    read = dials_read(settings.proposer, settings.accept)
+    if has_window(settings):
+        return
+    if "tree" not in read or settings.tree is None:
         raise InputError(
-            f"method {settings.method!r} has no draft tree to tune; use one that has, such as eagle or lantern++"
+            f"method {settings.method!r} has no draft to tune; use one with a tree or a window, such as eagle, lantern++ or "
+            "jacobi-coupled"
         )
     if not isinstance(build_tree(settings.tree), StaticTree):
         raise InputError(
             f"method {settings.method!r} drafts on the dynamic tree {settings.tree!r}, and tune finds static ones; "
             "use eagle, lantern-static, lantern++ or cool"
         )
+
+
+def has_window(settings: Settings) -> bool:
+    """Whether a method drafts in a window instead of a tree."""
+    return {"window", "tree"} & dials_read(settings.proposer, settings.accept) == {"window"}
 
 
 def processor() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, TypedDict, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +48,28 @@ class Stacks:
 
 
 Pixels = Annotated[int, Between(1, 1 << 12)]
+
+
+class StageFields(TypedDict):
+    """Fields of `Stacks`."""
+
+    channels: tuple[int, ...]
+    encoder_blocks: tuple[int, ...]
+    decoder_blocks: tuple[int, ...]
+
+
+STAGES: dict[int, StageFields] = {  # by the pixels of an image's side per code
+    4: {"channels": (32, 128), "encoder_blocks": (1, 2), "decoder_blocks": (2, 3)},
+    8: {"channels": (32, 128, 256), "encoder_blocks": (1, 1, 2), "decoder_blocks": (1, 2, 3)},
+    16: {"channels": (32, 128, 256, 256), "encoder_blocks": (1, 1, 1, 2), "decoder_blocks": (1, 1, 2, 3)},
+}
+
+
+def stages(down: int) -> StageFields:
+    """The stacks of a tokenizer with so many pixels of an image's side per code. InputError."""
+    if down not in STAGES:
+        raise InputError(f"{down} pixels a code: a tokenizer has {', '.join(map(str, STAGES))}.")
+    return STAGES[down]
 
 
 @dataclass(frozen=True)
