@@ -32,7 +32,7 @@
 
 typedef uint16_t half; /* a bfloat16: the upper half of a float */
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef float eight __attribute__((vector_size(32)));
+typedef float eight __attribute__((vector_size(32), aligned(4)));
 typedef float four __attribute__((vector_size(16)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -495,9 +495,9 @@ static void attend_in_tiles(const float *query, int64_t step, int64_t count, con
     memset(packed, 0, 32 * d);
     for (int64_t q = 0; q < count; q++)
         for (int64_t i = 0; i < d; i += LANES) { /* [d / 2, 16, 2] */
-            int32_t two[LANES / 2];
-            *(halves *)two = narrow_all(*(const floats *)(query + q * step + i));
-            for (int64_t j = 0; j < LANES / 2; j++) memcpy(packed + (i / 2 + j) * 32 + 2 * q, two + j, 4);
+            half some[LANES];
+            *(halves *)some = narrow_all(*(const floats *)(query + q * step + i));
+            for (int64_t j = 0; j < LANES; j += 2) memcpy(packed + (i + j) * 16 + 2 * q, some + j, 4);
         }
     for (int64_t j = 0; j < size; j += 16) {
         const half *some = keys + j * d;

@@ -76,8 +76,9 @@ class NativeChain:
     active: ClassVar[bool] = True  # False while what PyTorch would compute is recorded
 
     def __init__(self, up: Weights, head: Weights, library: ctypes.CDLL):
-        self.library, self._kept = library, list[Tensor]()
-        self.heads = Heads(self._dense(*up), self._dense(*head))
+        (first, kept), (second, more) = packed_dense(*up), packed_dense(*head)
+        self.library, self._kept = library, kept + more
+        self.heads = Heads(first, second)
 
     def takes(self, features: Tensor) -> bool:
         """Whether it draws guesses from features [B, levels, D]."""
@@ -110,16 +111,6 @@ class NativeChain:
             *(x.data_ptr() for x in (u, draft.probs, draft.codes, scratch)),
         )
         self.library.draw_chain(byref(self.heads), byref(chain), threads)
-
-    def _dense(self, weight: Tensor, bias: Tensor | None) -> Dense:
-        outputs, inputs = weight.shape
-        blocks = pad(weight.detach(), GROUP * COLUMNS).view(-1, COLUMNS, inputs // 2, 2).transpose(1, 2)
-        row = None if bias is None else self._keep(pad(bias.detach().float()[:, None], GROUP * COLUMNS))
-        return Dense(self._keep(blocks), row, inputs, outputs)
-
-    def _keep(self, tensor: Tensor) -> int:
-        self._kept.append(tensor.contiguous())
-        return self._kept[-1].data_ptr()
 
 
 class NativeLaws:
@@ -167,6 +158,17 @@ class NativeStops:
 def fits(p: Tensor) -> bool:
     """Whether these probabilities are of the dtype and on the device that the kernels know."""
     return p.dtype == torch.float32 and p.device.type == "cpu"
+
+
+def packed_dense(weight: Tensor, bias: Tensor | None) -> tuple[Dense, list[Tensor]]:
+    """A linear layer as C reads it, and the tensors that hold it."""
+    outputs, inputs = weight.shape
+    blocks = pad(weight.detach(), GROUP * COLUMNS).view(-1, COLUMNS, inputs // 2, 2).transpose(1, 2)
+    kept = [blocks.contiguous()]
+    if bias is not None:
+        kept.append(pad(bias.detach().float()[:, None], GROUP * COLUMNS))
+    row = None if bias is None else kept[1].data_ptr()
+    return Dense(kept[0].data_ptr(), row, inputs, outputs), kept
 
 
 def native_chain(up: Weights, head: Weights | None) -> NativeChain | None:
