@@ -47,7 +47,7 @@ def noise(batch: int) -> Noise:
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0])
-@pytest.mark.parametrize("nodes", [1, 7, 20, 37])
+@pytest.mark.parametrize("nodes", [1, 7, 20, 31])
 @pytest.mark.parametrize("vocab", [40, 300])
 def test_a_head_gives_the_logits_of_guided_features(vocab: int, nodes: int, scale: float) -> None:
     torch.manual_seed(nodes)
@@ -226,7 +226,8 @@ def test_where_the_traversal_of_a_tree_ends(shape: str, vocab: int, batch: int) 
     exact = stops(p.double(), draft.probs.double(), draft.codes, draft.tree)
     behind, left = made(p, draft.probs, draft.codes, draft.tree)
     assert torch.allclose(behind, exact[0], atol=1e-4)
-    shares = [x.double() / x.sum(-1, keepdim=True).clamp(min=1e-30) for x in (left, exact[1])]
+    mass = exact[1].sum(-1, keepdim=True)  # 0: nobody comes to the node, or the law is taken in place of the weights
+    shares = [(x.double() / x.sum(-1, keepdim=True)).where(mass > 0, 0) for x in (left, exact[1])]
     assert torch.allclose(*shares, atol=1e-4)
     usual, found = (
         verify_traversal(draft, logits, Sampling(), Exact(), noise(batch), native_tree=n)
