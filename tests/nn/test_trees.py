@@ -226,7 +226,9 @@ def test_where_the_traversal_of_a_tree_ends(shape: str, vocab: int, batch: int) 
     exact = stops(p.double(), draft.probs.double(), draft.codes, draft.tree)
     behind, left = made(p, draft.probs, draft.codes, draft.tree)
     assert torch.allclose(behind, exact[0], atol=1e-4)
-    mass = exact[1].sum(-1, keepdim=True)  # 0: nobody comes to the node, or the law is taken in place of the weights
+    mass = exact[1].sum(
+        -1, keepdim=True
+    )  # 0: nobody comes to the node, or the law is taken in place of the weights
     shares = [(x.double() / x.sum(-1, keepdim=True)).where(mass > 0, 0) for x in (left, exact[1])]
     assert torch.allclose(*shares, atol=1e-4)
     usual, found = (
