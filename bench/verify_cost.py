@@ -27,6 +27,7 @@ from lanternpp.engine.verify import verify
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.packed import pack
 from lanternpp.nn.rope import grid_table
+from lanternpp.nn.trees import native_sampling, native_walk
 from lanternpp.trees.shapes import SHAPES
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft, Frontier
@@ -48,7 +49,7 @@ def main() -> None:
     head = nn.Sequential(nn.Linear(DIM, VOCAB, bias=False)).to(device, dtype)
     pack(decoder.requires_grad_(False))
     pack(head.requires_grad_(False))
-    guidance, sampling = Guidance(options.cfg), Sampling(top_k=1000)
+    guidance, sampling = Guidance(options.cfg), Sampling(top_k=1000, native=native_sampling())
     tree = StaticTree(SHAPES["lantern-57"])
     cache = Cache(
         shape, guidance.branches, PREFIX + GRID * GRID + tree.size, torch.empty(0, device=device, dtype=dtype)
@@ -71,7 +72,7 @@ def main() -> None:
             took = {"pass": now() - began}
             for name, rule in rules.items():
                 began = now()
-                verdict = verify(draft, logits, sampling, rule, noise)
+                verdict = verify(draft, logits, sampling, rule, noise, native=native_walk())
                 took[name] = now() - began
                 if run >= 5:
                     kept[name].append(int(verdict.kept))

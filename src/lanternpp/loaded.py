@@ -20,6 +20,7 @@ from lanternpp.devices import INT8, pick_device, pick_dtype
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verifiers import Kernels
 from lanternpp.engines import BYTES, EngineCache
 from lanternpp.errors import InputError
 from lanternpp.keywords import PictureDials, listing
@@ -27,6 +28,7 @@ from lanternpp.methods import AUTO
 from lanternpp.models import MODELS, Model, model_folder, read_defaults
 from lanternpp.nn.draws import native_laws, native_stops
 from lanternpp.nn.int8 import Effect
+from lanternpp.nn.trees import native_sampling, native_tree_stops, native_walk
 from lanternpp.settings import (
     Settings,
     build_proposer,
@@ -208,9 +210,11 @@ class LoadedModel:
         if type(rule) not in RULES.values():
             like = next(model.target.parameters())
             check_relax(rule, str(settings.accept), model.target.vocab, proposer.depth, like)
-        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
+        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, native=native_sampling())
         parts = (model.target, proposer, rule, sampling, Guidance(settings.cfg))
-        verifier = build_verifier(settings, native_stops())
+        codes = not model.target.channels
+        kernels = Kernels(native_walk(), native_stops(), native_tree_stops()) if codes else None
+        verifier = build_verifier(settings, kernels)
         return engine_for(*parts, settings.batch_size, settings.measure, verifier)
 
     def _model(self, compiled: bool) -> Model:

@@ -21,6 +21,7 @@ from lanternpp.nn.checkpoints import CONFIG, load_config
 from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
 from lanternpp.nn.shards import INDEX, PICKLED, SAFE
 from lanternpp.nn.sources import Source
+from lanternpp.nn.trees import native_head
 from lanternpp.registry import find, unknown
 from lanternpp.schema import made
 from lanternpp.targets import FAMILIES
@@ -219,6 +220,7 @@ class Model:
         if self.compiled:
             target.compile(dynamic=False)
         else:
+            target.native_head = native_head(target.head_weights)
             target.pack()
         return target
 

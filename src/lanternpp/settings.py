@@ -16,12 +16,12 @@ from lanternpp.continuous.mixture import MixtureSampling
 from lanternpp.dials import DIALS as TABLE
 from lanternpp.dials import DRAFT, EVERY, RULE, dials, names, spoken
 from lanternpp.drafters.base import Drafter
-from lanternpp.engine.block import NativeStops
 from lanternpp.engine.proposer import Parts, Proposer
 from lanternpp.engine.verifiers import (
     TOKEN,
     VERIFIERS,
     DraftTraits,
+    Kernels,
     Verifier,
     best_for,
     why_unsupported,
@@ -277,9 +277,9 @@ def _parts(settings: Settings) -> Parts:
     return Parts(tree, None, *jacobi, settings.cut)
 
 
-def build_verifier(settings: Settings, native: NativeStops | None = None) -> Verifier:
-    """The function that verifies drafts; native: what computes a part of it outside of PyTorch."""
-    return with_kernels(find("verifier", settings.verify or TOKEN, VERIFIERS), native)
+def build_verifier(settings: Settings, kernels: Kernels | None = None) -> Verifier:
+    """The function that verifies drafts; kernels: what computes parts of it outside of PyTorch."""
+    return with_kernels(find("verifier", settings.verify or TOKEN, VERIFIERS), kernels or Kernels())
 
 
 def _unread(

@@ -52,6 +52,10 @@ def markov_tables(count: int, vocab: int, zeros: float = 0.0) -> torch.Tensor:
     return table / table.sum(-1, keepdim=True)
 
 
+def likeliest(q, count, level):
+    return q.topk(count).indices
+
+
 def grow(builder, tables):
     """A draft for every row of tables [B, depth, V, V] from root 0."""
     batch = torch.arange(len(tables))[:, None]
@@ -59,7 +63,7 @@ def grow(builder, tables):
         torch.zeros(len(tables), dtype=torch.int64),
         tables[:, 0, 0],
         lambda at: tables[batch, at.depth, at.codes],
-        None,
+        likeliest,
     )
 
 
@@ -156,10 +160,10 @@ def test_the_levels_no_one_wants_are_not_computed():
         return torch.full((2, 3, 8), 1 / 8)
 
     root, q = torch.zeros(2, dtype=torch.int64), torch.full((2, 8), 1 / 8)
-    DepthTree(3, 6, 20, 2, math.log(0.5)).grow(root, q, extend, None)
+    DepthTree(3, 6, 20, 2, math.log(0.5)).grow(root, q, extend, likeliest)
     assert calls == [1]
     calls.clear()
-    DepthTree(3, 6, 20, 2, -100.0).grow(root, q, extend, None)
+    DepthTree(3, 6, 20, 2, -100.0).grow(root, q, extend, likeliest)
     assert calls == [1, 2, 3, 4, 5]
 
 

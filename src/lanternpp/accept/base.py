@@ -34,6 +34,17 @@ class Dials:
     residual: str | None = None  # one of RESIDUALS; None: the rule's own
 
 
+@dataclass(frozen=True, slots=True)
+class Lending:
+    """A rule whose candidate gets the probability of its nearest codes, as numbers, for a walk outside of PyTorch."""
+
+    table: Tensor | None  # [V, k] int32 the nearest codes of every code, nearest first; None: nothing is lent
+    limits: tuple[
+        tuple[float, float], ...
+    ]  # (a, b) of every level: at most a + b p is lent to a code of probability p
+    optimal: bool  # whether the residual is the optimal one
+
+
 class Acceptance(ABC):
     """A rule over distributions of V codes. `exact` leaves p as it is; a relaxed rule adds probability to the candidate."""
 
@@ -57,6 +68,11 @@ class Acceptance(ABC):
     def at(self, level: int) -> Acceptance:
         """The rule for the children of nodes at `level` of a draft, the root's being 0."""
         return self
+
+    def lending(self, levels: int) -> Lending | None:
+        """The rule as numbers, for a draft of so many levels; None where it is another function."""
+        plain = self.lossless and type(self).residual is Acceptance.residual
+        return Lending(None, ((0.0, 0.0),) * levels, False) if plain else None
 
     def relax_with_draft(self, p: Tensor, q: Tensor, code: Tensor) -> Tensor:
         """The relaxed distribution for a candidate drawn from q: `relax`, unless a rule needs q; p, q [..., V]."""

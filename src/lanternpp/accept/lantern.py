@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from lanternpp.accept.base import Dials, check_nu
@@ -30,6 +29,6 @@ class Lantern(NeighbourAcceptance):
             raise InputError("this rule needs neighbours and delta; give both")
         return cls(dials.table(dials.neighbours), dials.delta, dials.residual, check_nu(dials.nu))
 
-    def budget(self, p: Tensor) -> Tensor:
+    def linear_budget(self, p: Tensor) -> tuple[Tensor | float, Tensor | float]:
         """delta, whatever the code."""
-        return torch.zeros_like(p) + self.delta * self.decay_factor(p)
+        return self.delta * self.decay_factor(p), 0.0

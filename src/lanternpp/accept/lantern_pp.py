@@ -29,6 +29,6 @@ class LanternPlusPlus(NeighbourAcceptance):
             raise InputError("this rule needs neighbours and lambda; give both")
         return cls(dials.table(dials.neighbours), dials.lam, dials.residual, check_nu(dials.nu))
 
-    def budget(self, p: Tensor) -> Tensor:
+    def linear_budget(self, p: Tensor) -> tuple[Tensor | float, Tensor | float]:
         """(lambda - 1) p(x)."""
-        return (self.lam - 1) * self.decay_factor(p) * p
+        return 0.0, (self.lam - 1) * self.decay_factor(p)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lanternpp.accept.base import DecayingAcceptance, check_nu, wants_optimal
+from lanternpp.accept.base import DecayingAcceptance, Lending, check_nu, wants_optimal
 
 FIRST = 16  # nearest neighbours that are summed for all codes together
 MORE = 64  # neighbours per chunk after that, for the codes whose budget is not used up
@@ -46,8 +46,24 @@ class NeighbourAcceptance(DecayingAcceptance):
         self.optimal_residual = wants_optimal(residual, "paper")
 
     @abstractmethod
+    def linear_budget(self, p: Tensor) -> tuple[Tensor | float, Tensor | float]:
+        """(a, b) of a budget a + b p, for p [..., 1 or V]; tensors [..., 1] where levels differ."""
+
     def budget(self, p: Tensor) -> Tensor:
         """The most mass that neighbours may lend to candidates of probability p [..., 1 or V], the same shape."""
+        a, b = self.linear_budget(p)
+        return a + b * p
+
+    def lending(self, levels: int) -> Lending | None:
+        """As `Acceptance.lending`; None for a rule that relaxes in a way of its own."""
+        kind, base = type(self), NeighbourAcceptance
+        own = (kind.relax, kind.budget, kind.residual) != (base.relax, base.budget, base.residual)
+        table = self.table
+        if own or kind.relax_with_draft is not base.relax_with_draft or table.dtype != torch.int32:
+            return None
+        none = table.new_empty(0)
+        pairs = (self.at(level).linear_budget(none) for level in range(levels))
+        return Lending(table, tuple((float(a), float(b)) for a, b in pairs), self.optimal_residual)
 
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
         """The longest prefix A of the neighbours with p(A) <= budget lends all its mass to the code.

@@ -108,7 +108,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Propose a draft, run the target over all its nodes in one pass, verify it, commit the accepted path."""
-        self._next_noise = self._next_noise or self.noise.precomputed(self.proposer.depth)[::-1]
+        self._next_noise = self._next_noise or self.noise.precomputed(*self.proposer.numbers)[::-1]
         rows, noise = self.guidance.rows, self._next_noise.pop()
         self._enter("draft")
         draft = self.proposer.propose(noise)
@@ -143,7 +143,7 @@ class Engine:
         """Features [R, N, (1 + taps) D], of which the head reads the first part -> [B, N, V]."""
         if self._taps:
             features = features[..., : self.target.decoder.config.dim]
-        return self.guidance.merge(self.target.head(features))
+        return self.guidance.logits(self.target, features)
 
     def _verify(self, draft: Draft, logits: Tensor, noise: Noise) -> Verdict:
         """The verdict on a draft, cut where the image ends; a finished sample keeps nothing."""

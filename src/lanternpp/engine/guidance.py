@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lanternpp.errors import InputError
+from lanternpp.targets.base import Target
 
 MOST = 1e6  # above it guided logits may overflow float32
 
@@ -29,6 +30,13 @@ class Guidance:
     def rows(self, x: Tensor) -> Tensor:
         """[B, ...] -> [R, ...]; conditional rows first."""
         return x if self.branches == 1 else x.repeat(2, *[1] * (x.dim() - 1))
+
+    def logits(self, model: Target, features: Tensor) -> Tensor:
+        """Features [R, N, D] -> the guided logits of a model's head, [B, N, V]."""
+        native = model.native_head
+        if native is not None and native.takes(features):
+            return native(features, self.scale, self.branches)
+        return self.merge(model.head(features))
 
     def merge(self, logits: Tensor) -> Tensor:
         """[R, ..., V] -> [B, ..., V] in float32 (float64 stays), before temperature."""

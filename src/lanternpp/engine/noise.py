@@ -58,16 +58,16 @@ class Noise:
         """The first number of `fine` of every level of a draft, [B, levels]."""
         return torch.cat([self.fine(self.DRAFT + level, 1) for level in range(levels)], 1)
 
-    def precomputed(self, levels: int) -> list[Noise]:
+    def precomputed(self, levels: int, most: int = 64) -> list[Noise]:
         """This noise at its present step and at some later ones, in order, every number computed in one operation.
 
-        They hold some numbers of every purpose up to a draft's last level. For a small batch that takes as long as one
+        They hold up to `most` numbers of every purpose up to a draft's last level. For a small batch that takes as long as one
         number, as launching an operation costs more than computing it. For a larger batch fewer steps are computed, and
         for a large one none: the noise is returned as it is.
         """
         level = torch.arange(levels, device=self.seed.device) + self.DRAFT
         purpose = torch.cat((torch.tensor([self.ACCEPT, self.BONUS], device=level.device), level))
-        count = min(64, PRECOMPUTED // (len(self.seed) * len(purpose)))
+        count = min(most, PRECOMPUTED // (len(self.seed) * len(purpose)))
         if not count:
             return [self]
         steps = min(STEPS, PRECOMPUTED // (len(self.seed) * len(purpose) * count))

@@ -67,6 +67,11 @@ class Proposer(ABC):
         """How a proposer built from these parts draws its guesses; `parts.network` is None here."""
         return Guesses()
 
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """The levels of a draft, and how many random numbers of one to compute in advance."""
+        return self.depth, 64
+
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Allocate the state of a batch; called once, before any other method."""
         self.target, self.sampling, self.guidance = target, sampling, guidance

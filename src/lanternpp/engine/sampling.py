@@ -5,7 +5,8 @@ The difference between stochastic and greedy decoding is in this file alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,22 @@ from lanternpp.errors import InputError
 LEAST, MOST = 1e-6, 1e6  # temperatures; outside this range logits may overflow float32
 
 
+class NativeSampling(Protocol):
+    """The interface of probabilities and draws that are computed outside of PyTorch."""
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether it computes those of logits or probabilities x [..., V]."""
+        ...
+
+    def probs(self, logits: Tensor, warp: tuple[float, int, float]) -> Tensor:
+        """As `Sampling.probs`; warp: temperature, top-k and top-p."""
+        ...
+
+    def children(self, q: Tensor, u: Tensor | None, count: int) -> Tensor:
+        """q [..., V] -> the first `count` different codes drawn at u [..., M] uniform; without u the likeliest, [..., count]."""
+        ...
+
+
 @dataclass(frozen=True)
 class Sampling:
     """temperature 0 is greedy; top_k 0 and top_p 1 keep every code. Raises InputError out of range."""
@@ -24,6 +41,7 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    native: NativeSampling | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.temperature and not LEAST <= self.temperature <= MOST:
@@ -40,8 +58,15 @@ class Sampling:
         """Whether the most probable code is always taken."""
         return self.temperature == 0
 
+    @property
+    def warp(self) -> tuple[float, int, float]:
+        """Temperature, top-k and top-p."""
+        return self.temperature, self.top_k, self.top_p
+
     def probs(self, logits: Tensor) -> Tensor:
         """logits [..., V] -> the distribution that codes are drawn from, [..., V]. Greedy: the softmax without temperature."""
+        if self.native is not None and self.native.takes(logits):
+            return self.native.probs(logits, self.warp)
         if self.greedy:
             return logits.softmax(-1)
         if self.temperature != 1:
@@ -63,12 +88,21 @@ class Sampling:
         order. A row with too few distinct codes ends in repetitions, which verification skips. Greedy: the top-k.
         """
         if self.greedy:
-            return q.topk(count, -1).indices
+            return self.likeliest(q, count)
+        u = noise.fine(purpose, q.shape[1], draws_of(count))
+        if self.native is not None and self.native.takes(q):
+            return self.native.children(q, u, count)
+        codes = draw(q, u)
         if count == 1:
-            return draw(q, noise.fine(purpose, q.shape[1], 1))
-        codes = draw(q, noise.fine(purpose, q.shape[1], max(4 * count, 16)))
+            return codes
         same = (codes[..., :, None] == codes[..., None, :]).tril(-1).any(-1)
         return codes.gather(-1, same.byte().argsort(dim=-1, stable=True)[..., :count])
+
+    def likeliest(self, q: Tensor, count: int) -> Tensor:
+        """q [..., V] -> the `count` most probable codes, [..., count]."""
+        if self.native is not None and self.native.takes(q):
+            return self.native.children(q, None, count)
+        return q.topk(count, -1).indices
 
     def accepts(self, relaxed: Tensor, chance: Tensor, code: Tensor, u: Tensor) -> Tensor:
         """Whether a child is kept, [B]: u q(x) < relaxed(x), or the relaxed argmax is x when greedy.
@@ -88,6 +122,11 @@ class Sampling:
         if self.greedy:
             return probs.argmax(-1)
         return draw(probs, noise.fine(Noise.BONUS, 1))[:, 0]
+
+
+def draws_of(count: int) -> int:
+    """Independent draws among which `count` different codes are looked for."""
+    return 1 if count == 1 else max(4 * count, 16)
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ A relaxed rule replaces p at every node with children by the law that it has for
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,18 @@ from lanternpp.engine.verify import verdict_of
 from lanternpp.types import Draft, Tree, Verdict
 
 
+class NativeTreeStops(Protocol):
+    """The interface of `stops` computed outside of PyTorch."""
+
+    def takes(self, p: Tensor) -> bool:
+        """Whether it computes those of p [B, N, V]."""
+        ...
+
+    def __call__(self, p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+        """As `stops`."""
+        ...
+
+
 def verify_traversal(
     draft: Draft,
     logits: Tensor,
@@ -38,6 +52,7 @@ def verify_traversal(
     noise: Noise,
     measure: bool = False,
     native: NativeStops | None = None,
+    native_tree: NativeTreeStops | None = None,
 ) -> Verdict:
     """A tree of N nodes, children drawn from `draft.probs`, and the target's logits [B, N, V] -> the verdict.
 
@@ -50,7 +65,8 @@ def verify_traversal(
     assert tree.layout is not None and draft.probs is not None
     p = sampling.probs(logits)
     law = p if rule.lossless else _laws(draft, p, logits, rule)
-    behind, left = stops(law, draft.probs, draft.codes, tree)
+    find = native_tree if native_tree is not None and native_tree.takes(law) else stops
+    behind, left = find(law, draft.probs, draft.codes, tree)
     node = tree.layout.order[(noise.fine(Noise.ACCEPT, 1) >= behind).sum(1)]
     batch = torch.arange(len(node), device=node.device)
     weights = left[batch, node]

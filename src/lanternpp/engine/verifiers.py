@@ -13,8 +13,8 @@ from lanternpp.engine.block import NativeStops, verify_block
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Guesses
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.traversal import verify_traversal
-from lanternpp.engine.verify import verify
+from lanternpp.engine.traversal import NativeTreeStops, verify_traversal
+from lanternpp.engine.verify import NativeWalk, verify
 from lanternpp.types import Draft, Verdict
 
 Verifier = Callable[[Draft, Tensor, Sampling, Acceptance, Noise, bool], Verdict]
@@ -22,11 +22,24 @@ TOKEN, BLOCK, TRAVERSAL = "token", "block", "traversal"
 VERIFIERS: dict[str, Verifier] = {TOKEN: verify, BLOCK: verify_block, TRAVERSAL: verify_traversal}
 
 
-def with_kernels(verifier: Verifier, native: NativeStops | None) -> Verifier:
-    """A verifier that computes `stops` of chains outside of PyTorch, if it has use for them."""
+@dataclass(frozen=True)
+class Kernels:
+    """What computes parts of verification outside of PyTorch; None: PyTorch does."""
+
+    walk: NativeWalk | None = None
+    chain: NativeStops | None = None
+    tree: NativeTreeStops | None = None
+
+
+def with_kernels(verifier: Verifier, kernels: Kernels) -> Verifier:
+    """A verifier that uses those of these that it has use for."""
+    if verifier is verify:
+        return partial(verify, native=kernels.walk) if kernels.walk is not None else verify
     if verifier is verify_block:
-        return partial(verify_block, native=native)
-    return partial(verify_traversal, native=native) if verifier is verify_traversal else verifier
+        return partial(verify_block, native=kernels.chain)
+    if verifier is verify_traversal:
+        return partial(verify_traversal, native=kernels.chain, native_tree=kernels.tree)
+    return verifier
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from lanternpp.evaluation.stopwatch import elapsed
 from lanternpp.nn.draws import NativeChain
 from lanternpp.nn.int8 import stored
 from lanternpp.nn.native import MOST_ROWS, NativeDecoder
+from lanternpp.nn.trees import NativeHead
 
 LINEARS, ATTENTION, OTHERS = "linears", "attention", "others"
 FUSED = "scaled_dot_product_attention"
@@ -49,11 +50,11 @@ class RecordedStep(TorchFunctionMode):
         decoder = engine.target.decoder
         hooks = (decoder.register_forward_pre_hook(self._enter), decoder.register_forward_hook(self._leave))
         try:
-            NativeDecoder.active = NativeChain.active = False
+            NativeDecoder.active = NativeChain.active = NativeHead.active = False
             with self:
                 engine.step()
         finally:
-            NativeDecoder.active = NativeChain.active = True
+            NativeDecoder.active = NativeChain.active = NativeHead.active = True
             for hook in hooks:
                 hook.remove()
         if decoder.native is not None and self.rows <= MOST_ROWS:

@@ -22,6 +22,7 @@
 
 #define COLUMNS 32 /* of a block of weights: twice LANES */
 #define ROWS 16    /* of a tile of inputs */
+#define MOST_ROWS 32 /* of inputs that are multiplied at once: two tiles */
 #define LANES 16   /* channels of a head that are handled at once */
 #define MOST_LANES 16 /* of such vectors in a head */
 #define CHANNELS 4 /* of such vectors that attention sums at once */
@@ -31,7 +32,7 @@
 
 typedef uint16_t half; /* a bfloat16: the upper half of a float */
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef float eight __attribute__((vector_size(32)));
+typedef float eight __attribute__((vector_size(32), aligned(4)));
 typedef float four __attribute__((vector_size(16)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -89,6 +90,13 @@ static inline half narrow(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
     return x == x ? (half)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : 0x7fc0;
+}
+
+/* `narrow` of all lanes. */
+static inline halves narrow_all(floats x) {
+    words bits = (words)x, known = (words)(x == x);
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return __builtin_convertvector((bits & known) | (0x7fc0 & ~known), halves);
 }
 
 /* exp(x) for x <= 88, to some 2 units in the last place; 0 below -87. */
@@ -176,7 +184,8 @@ static inline void prefetch(const void *weight) {
     for (int i = 0; i < 2048; i += 64) _mm_prefetch((const char *)weight + AHEAD + i, _MM_HINT_T0);
 }
 
-/* Tiles for the calling thread: of products of up to `rows` rows 0 and 1 sums, 2 inputs, 3 and 4 weights; 5 to 7 of attention. */
+/* Tiles for the calling thread: of products of up to `rows` rows 0 and 1 sums, 2 inputs, 3 and 4 weights; 5 to 7 of attention,
+   and of products of more rows 5 and 7 sums, 6 inputs. */
 static void configure(int rows) {
     struct {
         uint8_t palette, start, unused[14];
@@ -187,6 +196,7 @@ static void configure(int rows) {
         config.bytes[i] = 64;
         config.rows[i] = i < 3 ? rows : 16;
     }
+    __asm__ volatile("" : : "r"(&config) : "memory"); /* GCC 12 takes only its first 8 bytes for read */
     _tile_loadconfig(&config);
 }
 #endif
@@ -319,19 +329,48 @@ static void whole_product(const Linear *layer, int64_t block, const Whole *x, in
     }
 }
 
-/* out [ROWS, COLUMNS] = rows `first` and following of x times one block of weights, rows <= ROWS; `whole` is x by `quantise`.
+#ifdef __AMX_BF16__
+/* `product` of more than ROWS rows: every tile is multiplied with two others. The block behind this one is fetched meanwhile,
+   an equal share of it in every call; `all` rows are multiplied with the block. */
+static void two_tiles(const half *x, int64_t inputs, const half *weight, int64_t first, int64_t all, float (*out)[COLUMNS]) {
+    const int64_t calls = (all + ROWS - 1) / MOST_ROWS, share = up_to(64, 64 * COLUMNS / calls);
+    const char *next = (const char *)(weight + inputs * COLUMNS) + first / MOST_ROWS * (inputs / 32) * share;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(5);
+    _tile_zero(7);
+    for (int64_t i = 0; i < inputs; i += 32, next += share) {
+        for (int64_t j = 0; j < share; j += 64) _mm_prefetch(next + j, _MM_HINT_T1);
+        _tile_loadd(2, x + i, 2 * inputs);
+        _tile_loadd(3, weight + i * COLUMNS, 4 * COLUMNS);
+        _tile_loadd(4, weight + i * COLUMNS + COLUMNS, 4 * COLUMNS);
+        _tile_loadd(6, x + ROWS * inputs + i, 2 * inputs);
+        _tile_dpbf16ps(0, 2, 3);
+        _tile_dpbf16ps(1, 2, 4);
+        _tile_dpbf16ps(5, 6, 3);
+        _tile_dpbf16ps(7, 6, 4);
+    }
+    _tile_stored(0, out[0], 4 * COLUMNS);
+    _tile_stored(1, out[0] + COLUMNS / 2, 4 * COLUMNS);
+    _tile_stored(5, out[ROWS], 4 * COLUMNS);
+    _tile_stored(7, out[ROWS] + COLUMNS / 2, 4 * COLUMNS);
+}
+#endif
 
-   x has ROWS readable rows from there. */
-static void product(const Linear *layer, int64_t block, const half *x, const Whole *whole, int64_t first, int rows,
+/* out [MOST_ROWS, COLUMNS] = rows `first` and following of x times one block of weights, rows <= MOST_ROWS.
+
+   `whole` is x by `quantise`. x has `all` rows, and is readable up to a multiple of ROWS. */
+static void product(const Linear *layer, int64_t block, const half *x, const Whole *whole, int64_t first, int rows, int64_t all,
                     float (*out)[COLUMNS]) {
     const int64_t inputs = layer->inputs;
     const half *weight = (const half *)layer->weight + block * inputs * COLUMNS;
     x += first * inputs;
     if (layer->scale)
-        whole_product(layer, block, whole, first, rows, out);
+        for (int r = 0; r < rows; r += ROWS) whole_product(layer, block, whole, first + r, rows - r < ROWS ? rows - r : ROWS, out + r);
     else
 #ifdef __AMX_BF16__
-    if (tiles) {
+    if (tiles && rows > ROWS) two_tiles(x, inputs, weight, first, all, out);
+    else if (tiles) {
         _tile_zero(0);
         _tile_zero(1);
         for (int64_t i = 0; i < inputs; i += 32) {
@@ -355,11 +394,11 @@ static void product(const Linear *layer, int64_t block, const half *x, const Who
 /* Add out [rows, COLUMNS] to columns `block` * COLUMNS and following of y [rows, width]. */
 static void add_block(float (*out)[COLUMNS], int64_t rows, int64_t block, int64_t width, float *y) {
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < COLUMNS && block * COLUMNS + c < width; c++) y[r * width + block * COLUMNS + c] += out[r][c];
+        for (int64_t c = 0; c < COLUMNS; c += LANES) *(floats *)(y + r * width + block * COLUMNS + c) += *(floats *)(out[r] + c);
 }
 
 /* y [head_dim] = x rotated by a row of the rotary table [2, head_dim]. */
-static void rotate(const float *x, const float *rotation, int64_t size, float *y) {
+static void rotate(const float *restrict x, const float *restrict rotation, int64_t size, float *restrict y) {
     int64_t half_size = size / 2;
     for (int64_t i = 0; i < half_size; i++) {
         y[i] = x[i] * rotation[i] + x[i + half_size] * rotation[size + i];
@@ -451,11 +490,15 @@ static void attend_in_tiles(const float *query, int64_t step, int64_t count, con
                             const float *bias, int64_t apart, int64_t size, int64_t d, char *scratch, half **out) {
     const int64_t stride = up_to(32, size);
     half *packed = (half *)scratch, *tail = packed + 16 * d, *weights;
-    float *scores = (float *)(tail + 16 * d), totals[16];
+    float *scores = (float *)(tail + 16 * d), totals[16]; /* of these 1 over the sum */
     weights = (half *)(scores + 16 * stride);
     memset(packed, 0, 32 * d);
     for (int64_t q = 0; q < count; q++)
-        for (int64_t i = 0; i < d; i++) packed[i / 2 * 32 + 2 * q + i % 2] = narrow(query[q * step + i]);
+        for (int64_t i = 0; i < d; i += LANES) { /* [d / 2, 16, 2] */
+            half some[LANES];
+            *(halves *)some = narrow_all(*(const floats *)(query + q * step + i));
+            for (int64_t j = 0; j < LANES; j += 2) memcpy(packed + (i + j) * 16 + 2 * q, some + j, 4);
+        }
     for (int64_t j = 0; j < size; j += 16) {
         const half *some = keys + j * d;
         if (size - j < 16) {
@@ -482,7 +525,7 @@ static void attend_in_tiles(const float *query, int64_t step, int64_t count, con
         total += *score = exponential(*score - (floats)highest);
     }
     memset(scores + 16 * size, 0, 64 * (stride - size));
-    memcpy(totals, &total, sizeof totals);
+    *(floats *)totals = 1 / (total + 1e-30f);
     /* From slots by queries to queries by slots, two slots at a time. */
     int16_t order[32];
     int32_t column[16], block[16][16];
@@ -511,7 +554,7 @@ static void attend_in_tiles(const float *query, int64_t step, int64_t count, con
         }
         _tile_stored(7, sums, 64);
         for (int64_t q = 0; q < count; q++)
-            for (int64_t i = 0; i < 16; i++) out[q][c + i] = narrow(sums[q][i] / (totals[q] + 1e-30f));
+            *(halves *)(out[q] + c) = narrow_all(*(floats *)sums[q] * totals[q]);
     }
 }
 #endif
@@ -576,7 +619,7 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
         float *weights = take(&own, 4 * queries * up_to(LANES, p.slots));
         half *pairs = take(&own, 2 * up_to(32, p.slots) * d);
         char *scratch = take(&own, 64 * d + 96 * up_to(32, p.slots));
-        float out[ROWS][COLUMNS];
+        float out[MOST_ROWS][COLUMNS];
         const uint8_t *mask[queries];
         half *where[queries];
 #ifdef __AMX_BF16__
@@ -588,9 +631,9 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
     if ((linear).scale) quantise(x, m, (linear).inputs, &whole);                                              \
     for (int64_t blocks = ((linear).outputs + COLUMNS - 1) / COLUMNS, b = blocks * me / team;                 \
          b < blocks * (me + 1) / team; b++)                                                                   \
-        for (int64_t first = 0, rows; first < m; first += ROWS)                                               \
-            if (rows = m - first < ROWS ? m - first : ROWS,                                                   \
-                product(&(linear), b, x, &whole, first, (int)rows, out), 1)
+        for (int64_t first = 0, rows; first < m; first += MOST_ROWS)                                          \
+            if (rows = m - first < MOST_ROWS ? m - first : MOST_ROWS,                                         \
+                product(&(linear), b, x, &whole, first, (int)rows, m, out), 1)
 
         for (int64_t i = m * me / team; i < m * (me + 1) / team; i++)
             for (int64_t j = 0; j < s.dim; j++) stream[i * s.dim + j] = widen(p.x[i * s.dim + j]);
@@ -600,6 +643,18 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
                     const uint8_t *seen = p.mask + (i / p.slots * p.nodes + n) * p.slots + i % p.slots;
                     bias[i * lanes + n] = n >= p.nodes || *seen ? 0 : -INFINITY;
                 }
+        int64_t span[p.rows][2]; /* the slots from the first to behind the last that a node of the row attends to */
+        for (int64_t row = 0; row < p.rows; row++) {
+            int64_t from = p.slots, to = 0;
+            for (int64_t n = 0; n < p.nodes; n++) {
+                const uint8_t *seen = p.mask + (row * p.nodes + n) * p.slots, *nearest = memchr(seen, 1, from);
+                if (nearest) from = nearest - seen;
+                for (int64_t j = p.slots; j > to; j--)
+                    if (seen[j - 1]) to = j;
+            }
+            span[row][0] = from < to ? from : to; /* an idle row has none */
+            span[row][1] = to;
+        }
 /* This thread's rows of the residual stream, normalised where there is a weight, to a part of `out`. */
 #define WRITE(weight, number)                                                                                 \
     for (int64_t i = m * me / team; i < m * (me + 1) / team; i++)                                             \
@@ -612,13 +667,11 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
             for (int64_t i = 0; i < m; i++)
                 normalise(stream + i * s.dim, layer.attention_norm, s.eps, s.dim, normed + i * s.dim);
             PRODUCTS(layer.wqkv, normed)
-                for (int64_t r = 0; r < rows; r++)
-                    for (int64_t c = 0; c < COLUMNS && b * COLUMNS + c < width; c++)
-                        qkv[(first + r) * width + b * COLUMNS + c] = out[r][c];
+                for (int64_t r = 0; r < rows; r++) memcpy(qkv + (first + r) * width + b * COLUMNS, out[r], sizeof out[r]);
 #pragma omp barrier
             /* One key-value head of one row at a time: its keys and values go to the cache, then its queries attend. */
             for (int64_t task = me; task < p.rows * s.kv_heads; task += team) {
-                int64_t row = task / s.kv_heads, head = task % s.kv_heads, from = p.slots, to = 0;
+                int64_t row = task / s.kv_heads, head = task % s.kv_heads, from = span[row][0], to = span[row][1];
                 half *keys = p.kv + ((l * 2 * p.rows + row) * s.kv_heads + head) * p.slots * d;
                 half *values = keys + p.rows * s.kv_heads * p.slots * d;
                 float turned[d];
@@ -627,23 +680,18 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
                     const float *k = qkv + i * width + (s.heads + head) * d, *v = k + s.kv_heads * d;
                     const uint8_t *seen = p.mask + i * p.slots;
                     rotate(k, p.rotation + i * 2 * d, d, turned);
-                    for (int64_t j = 0; j < d; j++) {
-                        keys[slot * d + j] = narrow(turned[j]);
-                        values[slot * d + j] = narrow(v[j]);
+                    for (int64_t j = 0; j < d; j += LANES) {
+                        *(halves *)(keys + slot * d + j) = narrow_all(*(floats *)(turned + j));
+                        *(halves *)(values + slot * d + j) = narrow_all(*(const floats *)(v + j));
                     }
-                    const uint8_t *nearest = memchr(seen, 1, from);
-                    if (nearest) from = nearest - seen;
-                    for (int64_t j = p.slots; j > to; j--)
-                        if (seen[j - 1]) to = j;
                     for (int64_t g = 0; g < group; g++) {
                         int64_t q = n * group + g, h = head * group + g;
                         rotate(qkv + i * width + h * d, p.rotation + i * 2 * d, d, query + q * d);
-                        for (int64_t j = 0; j < d; j++) query[q * d + j] /= sqrtf((float)d);
+                        for (int64_t j = 0; j < d; j += LANES) *(floats *)(query + q * d + j) /= sqrtf((float)d);
                         mask[q] = seen;
                         where[q] = mixed + (i * s.heads + h) * d;
                     }
                 }
-                if (from > to) from = to; /* an idle row */
 #ifdef __AMX_BF16__
                 if (tiled) {
                     pair_up(values + from * d, to - from, d, pairs);
@@ -671,9 +719,7 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
             PRODUCTS(layer.w13, normed)
                 for (int64_t r = 0; r < rows; r++) {
                     floats gate = *(floats *)out[r], up = *(floats *)(out[r] + LANES);
-                    gate = silu(gate) * up;
-                    for (int64_t c = 0; c < LANES; c++)
-                        active[(first + r) * s.hidden + b * LANES + c] = narrow(gate[c]);
+                    *(halves *)(active + (first + r) * s.hidden + b * LANES) = narrow_all(silu(gate) * up);
                 }
 #pragma omp barrier
             PRODUCTS(layer.w2, active)

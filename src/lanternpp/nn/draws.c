@@ -10,6 +10,7 @@
 #define BLOCK 64 /* codes whose probabilities are summed at once; a row of scratch memory is as many times that as it needs */
 
 typedef double doubles __attribute__((vector_size(64)));
+typedef int32_t bits32 __attribute__((may_alias)); /* of a float */
 
 /* `Sampling` of engine/sampling.py. */
 typedef struct {
@@ -75,26 +76,58 @@ static double sum_all(const float *x, int64_t size) {
     return sum;
 }
 
-/* Of x [size] >= 0 the sum, or the number, of those above a float given by its bits; floats >= 0 are in the order of theirs. */
-static double sum_above(const float *x, int64_t size, int32_t bits, int counted) {
+/* Of x [size] >= 0 the sum of those above a float given by its bits; floats >= 0 are in the order of theirs. */
+static double sum_above(const float *x, int64_t size, int32_t bits) {
     double sum = 0;
     for (int64_t i = 0; i < size; i += BLOCK) {
         float kept[BLOCK] __attribute__((aligned(64)));
         for (int j = 0; j < BLOCK; j += LANES) {
-            floats each = *(const floats *)(x + i + j), one = counted ? (floats){0} + 1 : each;
-            *(floats *)(kept + j) = (floats)((ints)one & ((ints)each > bits));
+            floats each = *(const floats *)(x + i + j);
+            *(floats *)(kept + j) = (floats)((ints)each & ((ints)each > bits));
         }
         sum += block_sum(kept);
     }
     return sum;
 }
 
+/* How many of x [size] are above a float >= 0 given by its bits. */
+static int64_t count_above(const bits32 *x, int64_t size, int32_t bits) {
+    int64_t count = 0;
+#pragma omp simd reduction(+ : count)
+    for (int64_t i = 0; i < size; i++) count += x[i] > bits;
+    return count;
+}
+
+/* The bits of the smallest number with less than `limit` of x [size] >= 0 above it. */
+static int32_t least_of(const float *x, int64_t size, int64_t limit) {
+    const bits32 *from = (const bits32 *)x;
+    bits32 some[size];
+    int32_t least = INT32_MAX;
+    int64_t above = 0; /* what is counted already */
+    for (int32_t bit = 1 << 30; bit; bit >>= 1) {
+        if (bit == 1 << 21) { /* from here on of those alone that may be above it or not */
+            const int32_t low = least & ~(2 * bit - 1);
+            int64_t count = 0;
+            above = count_above(from, size, least);
+            for (int64_t i = 0; i < size; i++) {
+                some[count] = from[i];
+                count += from[i] > low && from[i] <= least;
+            }
+            from = some;
+            size = count;
+        }
+        if (above + count_above(from, size, least & ~bit) < limit) least &= ~bit;
+    }
+    return least;
+}
+
 /* Keep the largest of x [size] >= 0, of equal ones the first, until their sum, or their number, is at least `limit`; 0 elsewhere. */
 static void keep_largest(float *x, int64_t size, double limit, int counted) {
-    int32_t least = INT32_MAX; /* the smallest number with less than `limit` above it */
-    for (int32_t bit = 1 << 30; bit; bit >>= 1)
-        if (sum_above(x, size, least & ~bit, counted) < limit) least &= ~bit;
-    double sum = sum_above(x, size, least, counted);
+    int32_t least = counted ? least_of(x, size, (int64_t)limit) : INT32_MAX; /* the smallest number with less than `limit` above it */
+    if (!counted)
+        for (int32_t bit = 1 << 30; bit; bit >>= 1)
+            if (sum_above(x, size, least & ~bit) < limit) least &= ~bit;
+    double sum = counted ? (double)count_above((const bits32 *)x, size, least) : sum_above(x, size, least);
     for (int64_t i = 0; i < size; i++) {
         int32_t bits;
         memcpy(&bits, x + i, 4);

@@ -77,12 +77,14 @@ class NativeChain:
     active: ClassVar[bool] = True  # False while what PyTorch would compute is recorded
 
     def __init__(self, up: Weights, head: Weights, library: ctypes.CDLL, confidence: Weights | None = None):
-        self.library, self._kept = library, list[Tensor]()
-        self.heads = Heads(self._dense(*up), self._dense(*head))
+        (first, kept), (second, more) = packed_dense(*up), packed_dense(*head)
+        self.library, self._kept = library, kept + more
+        self.heads = Heads(first, second)
         self.confidence: tuple[int | None, float] = (None, 0.0)
         if confidence is not None:
-            weight, bias = confidence
-            self.confidence = self._keep(weight.detach()), 0.0 if bias is None else float(bias)
+            weight, bias = confidence[0].detach().contiguous(), confidence[1]
+            self._kept.append(weight)
+            self.confidence = weight.data_ptr(), 0.0 if bias is None else float(bias)
 
     def takes(self, features: Tensor) -> bool:
         """Whether it draws guesses from features [B, levels, D]."""
@@ -120,16 +122,6 @@ class NativeChain:
             *(self.confidence[1], cut),
         )
         self.library.draw_chain(byref(self.heads), byref(chain), threads)
-
-    def _dense(self, weight: Tensor, bias: Tensor | None) -> Dense:
-        outputs, inputs = weight.shape
-        blocks = pad(weight.detach(), GROUP * COLUMNS).view(-1, COLUMNS, inputs // 2, 2).transpose(1, 2)
-        row = None if bias is None else self._keep(pad(bias.detach().float()[:, None], GROUP * COLUMNS))
-        return Dense(self._keep(blocks), row, inputs, outputs)
-
-    def _keep(self, tensor: Tensor) -> int:
-        self._kept.append(tensor.contiguous())
-        return self._kept[-1].data_ptr()
 
 
 class NativeLaws:
@@ -177,6 +169,17 @@ class NativeStops:
 def fits(p: Tensor) -> bool:
     """Whether these probabilities are of the dtype and on the device that the kernels know."""
     return p.dtype == torch.float32 and p.device.type == "cpu"
+
+
+def packed_dense(weight: Tensor, bias: Tensor | None) -> tuple[Dense, list[Tensor]]:
+    """A linear layer as C reads it, and the tensors that hold it."""
+    outputs, inputs = weight.shape
+    blocks = pad(weight.detach(), GROUP * COLUMNS).view(-1, COLUMNS, inputs // 2, 2).transpose(1, 2)
+    kept = [blocks.contiguous()]
+    if bias is not None:
+        kept.append(pad(bias.detach().float()[:, None], GROUP * COLUMNS))
+    row = None if bias is None else kept[1].data_ptr()
+    return Dense(kept[0].data_ptr(), row, inputs, outputs), kept
 
 
 def native_chain(up: Weights, head: Weights | None, confidence: Weights | None = None) -> NativeChain | None:

@@ -1,4 +1,4 @@
-"""A decoder's passes over few rows in C (`decoder.c`), compiled once, with `draws.c`, on the machine that runs it.
+"""A decoder's passes over few rows in C (`decoder.c`), compiled once, with `draws.c` and `trees.c`, on the machine that runs it.
 
 For a few rows starting PyTorch's operations takes longer than computing them. The kernels need a C compiler;
 without one, or with LANTERNPP_KERNELS=0 in the environment, everything is computed by PyTorch.
@@ -27,8 +27,8 @@ from lanternpp.nn.decoder import Block, Decoder
 from lanternpp.nn.int8 import stored_parts
 from lanternpp.types import Nodes
 
-SOURCES = [Path(__file__).with_name(name) for name in ("decoder.c", "draws.c")]
-SOURCE = SOURCES[-1]  # which includes the other
+SOURCES = [Path(__file__).with_name(name) for name in ("decoder.c", "draws.c", "trees.c")]
+SOURCE = SOURCES[-1]  # which includes the others
 SWITCH = "LANTERNPP_KERNELS"
 FLAGS = (
     "-O3",
@@ -236,7 +236,9 @@ def load(path: Path) -> ctypes.CDLL:
     found.decode.argtypes = (POINTER(Shape), POINTER(Layer), POINTER(Pass), c_int64)
     found.chain_bytes.restype, found.chain_bytes.argtypes = c_int64, (c_void_p, c_int64, c_int64)
     found.draw_chain.restype, found.draw_chain.argtypes = None, (c_void_p, c_void_p, c_int64)
-    for function in (found.output_laws, found.chain_stops):
+    found.head_logits.restype, found.head_logits.argtypes = None, (c_void_p, c_void_p, c_int64)
+    for name in ("output_laws", "chain_stops", "row_probs", "draw_children", "walk_tree", "tree_stops"):
+        function = getattr(found, name)
         function.restype, function.argtypes = None, (c_void_p, c_int64)
     found.prepare()
     return found

@@ -35,9 +35,10 @@ class Independent(AutoregressiveProposer):
         """As in the base class; the parents' features are not used."""
         return self.drafter(self.guidance.rows(self.drafter.embed(codes)), nodes, cache)
 
-    def head(self, features: Tensor) -> Tensor:
-        """Its own head."""
-        return self.drafter.head(features)
+    @property
+    def head(self) -> Target:
+        """The smaller target."""
+        return self.drafter
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Make room for a batch; InputError where the two do not speak the same codes."""

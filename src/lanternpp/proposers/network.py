@@ -13,7 +13,7 @@ from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Guesses, Parts, Proposer
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Sampling, draws_of
 from lanternpp.nn.decoder import AttentionCache
 from lanternpp.registry import imported
 from lanternpp.targets.base import Target
@@ -46,10 +46,18 @@ class NetworkProposer(Proposer):
         why = None if tree.drawn else "offers the likeliest codes instead of drawing them"
         return Guesses(tree.chain, why, tree.fixed)
 
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """As `Proposer.numbers`: as many as the widest level needs."""
+        nodes, children = self.builder.draws
+        return self.depth, max(64, nodes * draws_of(children))
+
     def grow(self, q: Tensor, extend: Extend, noise: Noise) -> Draft:
         """q [B, V], the distribution of the root's children -> a draft."""
 
         def children(q: Tensor, count: int, level: int) -> Tensor:
+            if not self.builder.drawn:
+                return self.sampling.likeliest(q, count)
             return self.sampling.children(q, count, noise, Noise.DRAFT + level)
 
         return self.builder.grow(self.root, q, extend, children)
@@ -71,9 +79,10 @@ class AutoregressiveProposer(NetworkProposer):
     def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         """A pass over codes [B, N], with the features `below` [R, N, D] at their parents -> features [R, N, D]."""
 
+    @property
     @abstractmethod
-    def head(self, features: Tensor) -> Tensor:
-        """features [R, N, D] -> logits [R, N, V] of the codes' children."""
+    def head(self) -> Target:
+        """The model whose head gives the logits of the codes' children."""
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Allocate the drafter's cache and the features of the nodes of a draft."""
@@ -119,5 +128,5 @@ class AutoregressiveProposer(NetworkProposer):
     def _probs(self, features: Tensor, depth: Tensor) -> Tensor:
         """Features [R, W, D] of nodes at depth [B, W] -> the distributions of their children, [B, W, V]."""
         index = (self.count[:, None] + depth).clamp(max=self.target.length - 1)
-        logits = self.guidance.merge(self.head(features))
+        logits = self.guidance.logits(self.head, features)
         return self.sampling.probs(self.target.constrain(logits, index))

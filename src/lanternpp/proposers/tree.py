@@ -8,6 +8,7 @@ from torch import Tensor
 from lanternpp.drafters.base import Drafter
 from lanternpp.nn.decoder import AttentionCache
 from lanternpp.proposers.network import AutoregressiveProposer
+from lanternpp.targets.base import Target
 from lanternpp.types import Admission, Nodes
 
 
@@ -30,9 +31,10 @@ class TreeProposer(AutoregressiveProposer):
         """As in the base class; codes are embedded by the target."""
         return self.drafter(self.guidance.rows(self.target.embed(codes)), below, nodes, cache)
 
-    def head(self, features: Tensor) -> Tensor:
-        """The head is the target's."""
-        return self.target.head(features)
+    @property
+    def head(self) -> Target:
+        """The target."""
+        return self.target
 
     def begin(self, new: Admission) -> None:
         """Prefill the drafter with the prompt's features, each paired with the input at the next position."""

@@ -10,7 +10,8 @@ from torch import Tensor
 from lanternpp.types import Draft, Frontier
 
 Extend = Callable[[Frontier], Tensor]  # -> [B, W, V] distributions of the children of these nodes
-Children = Callable[[Tensor, int, int], Tensor]  # (q [B, W, V], count, level) -> codes [B, W, count]
+Children = Callable[[Tensor, int, int], Tensor]
+"""(q [B, W, V], count, level) -> codes [B, W, count]: drawn from q in trial order, or the likeliest where `TreeBuilder.drawn` is False."""
 
 
 class TreeBuilder(ABC):
@@ -21,6 +22,10 @@ class TreeBuilder(ABC):
     scratch: int  # cache slots the drafter needs for the nodes it expands
     drawn: bool = False  # whether children are sampled from q without replacement, in trial order
     chain: bool = False  # whether no node has more than one child
+    draws: tuple[int, int] = (
+        1,
+        1,
+    )  # the most nodes of a level that have children, and the most children of a node
     fixed: bool = False  # whether every draft has the same shape, which `Tree.layout` then describes
 
     @abstractmethod

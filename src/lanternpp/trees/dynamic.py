@@ -60,9 +60,9 @@ class DynamicTree(TreeBuilder):
             raise InputError(
                 f"a dynamic tree with a beam of {self.beam} needs as many codes; got {q.shape[-1]}"
             )
-        return self._select(root, self._expand(q, extend))
+        return self._select(root, self._expand(q, extend, children))
 
-    def _expand(self, q: Tensor, extend: Extend) -> _Offers:
+    def _expand(self, q: Tensor, extend: Extend, children: Children) -> _Offers:
         """Offer `beam` children of the root, then of every node of each level's beam."""
         batch, wide = len(q), self.beam
         none = torch.zeros(batch, self.offers, dtype=torch.int64, device=q.device)
@@ -78,7 +78,8 @@ class DynamicTree(TreeBuilder):
         score, first = torch.zeros(batch, 1, dtype=q.dtype, device=q.device), 0
         level_q = q[:, None]
         for depth in range(1, self.depth + 1):
-            likely, codes = level_q.topk(wide, -1)  # [B, W, beam]
+            codes = children(level_q, wide, depth)  # [B, W, beam]
+            likely = level_q.gather(-1, codes)
             last = first + likely[0].numel()
             scores = score[..., None] + likely.log()
             offers.code[:, first:last] = codes.flatten(1)

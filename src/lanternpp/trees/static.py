@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,8 @@ class StaticTree(TreeBuilder):
         self.size = self.scratch = len(paths)
         self.depth = len(paths[-1])
         self.chain = self.depth == len(self.shape)
+        kids = Counter(path[:-1] for path in self.shape)
+        self.draws = max(Counter(map(len, kids)).values()), max(kids.values())
         self._ready: tuple[Tree, list[_Level], Tensor] | None = None
 
     def grow(self, root: Tensor, q: Tensor, extend: Extend, children: Children) -> Draft:

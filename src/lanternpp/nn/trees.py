@@ -1,0 +1,227 @@
+"""The guesses of a tree and their verification, in C (`trees.c`), in float32 on a CPU: logits, probabilities, draws, the walk.
+
+They are many small operations over V codes, and for few rows starting PyTorch's takes longer than computing them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import Structure, byref, c_double, c_int64, c_void_p
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lanternpp.nn.draws import Warp, Weights, fits, packed_dense
+from lanternpp.nn.native import COLUMNS, MOST_ROWS, MOST_WEIGHTS, kernels
+from lanternpp.types import Draft, Tree
+
+ROWS = 16  # of a tile of inputs, as in decoder.c
+BLOCK = 64  # codes whose probabilities are summed at once, as in draws.c
+
+
+class Logits(Structure):
+    """`Logits` of trees.c."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "branches")),
+        ("scale", c_double),
+        *((name, c_void_p) for name in ("features", "scratch", "logits")),
+    )
+
+
+class Rows(Structure):
+    """`Rows` of trees.c."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "codes")),
+        ("sampling", Warp),
+        *((name, c_void_p) for name in ("logits", "probs")),
+    )
+
+
+class Children(Structure):
+    """`Children` of trees.c."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "codes", "each", "count")),
+        *((name, c_void_p) for name in ("q", "u", "drawn")),
+    )
+
+
+class Walk(Structure):
+    """`Walk` of trees.c."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "nodes", "codes", "ranks", "levels", "near", "optimal")),
+        ("sampling", Warp),
+        *((name, c_void_p) for name in ("logits", "q", "drawn", "children", "u", "last", "limit", "table")),
+        *((name, c_void_p) for name in ("path", "kept", "bonus", "scratch")),
+    )
+
+
+class Traversal(Structure):
+    """`Traversal` of trees.c."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "nodes", "codes", "ranks")),
+        *((name, c_void_p) for name in ("p", "q", "drawn", "children", "order", "weight", "behind", "left")),
+    )
+
+
+class NativeHead:
+    """A linear head of guided features; it keeps a second copy of the weights."""
+
+    active: ClassVar[bool] = True  # False while what PyTorch would compute is recorded
+
+    def __init__(self, head: Weights, library: ctypes.CDLL):
+        self.library = library
+        self.dense, self._kept = packed_dense(*head)
+
+    def takes(self, features: Tensor) -> bool:
+        """Whether it computes the logits of features [R, N, D]."""
+        few = features.shape[0] * features.shape[1] <= MOST_ROWS
+        return self.active and few and features.dtype == torch.bfloat16
+
+    def __call__(self, features: Tensor, scale: float, branches: int) -> Tensor:
+        """Features [R, N, D] -> logits [B, N, V] in float32 of those guided with this scale, where there are two branches."""
+        features, threads = features.contiguous(), torch.get_num_threads()
+        batch, count = len(features) // branches, features.shape[1]
+        rows, inputs, vocab = batch * count, self.dense.inputs, self.dense.outputs
+        out = torch.empty(batch, count, vocab)
+        scratch = features.new_empty(threads, rows + ROWS, inputs)
+        given = (x.data_ptr() for x in (features, scratch, out))
+        work = Logits(rows, branches, scale, *given)
+        self.library.head_logits(byref(self.dense), byref(work), threads)
+        return out
+
+
+class NativeSampling:
+    """The probabilities and draws of `Sampling`."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self.library = library
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether it computes those of logits or probabilities x [..., V]."""
+        return fits(x)
+
+    def probs(self, logits: Tensor, warp: tuple[float, int, float]) -> Tensor:
+        """As `Sampling.probs`; warp: temperature, top-k and top-p."""
+        logits = logits.contiguous()
+        out, vocab = torch.empty_like(logits), logits.shape[-1]
+        given = logits.numel() // vocab, vocab, struct_of(warp), logits.data_ptr(), out.data_ptr()
+        self.library.row_probs(byref(Rows(*given)), torch.get_num_threads())
+        return out
+
+    def children(self, q: Tensor, u: Tensor | None, count: int) -> Tensor:
+        """q [..., V] -> the first `count` different codes drawn at u [..., M] uniform; without u the likeliest, [..., count]."""
+        q, vocab, each = q.contiguous(), q.shape[-1], 0
+        if u is not None:
+            u, each = u.contiguous(), u.shape[-1]
+        out = torch.empty(*q.shape[:-1], count, dtype=torch.int64)
+        given = (None if x is None else x.data_ptr() for x in (q, u, out))
+        work = Children(q.numel() // vocab, vocab, each, count, *given)
+        self.library.draw_children(byref(work), torch.get_num_threads())
+        return out
+
+
+class NativeWalk:
+    """The walk of `verify`, for exact acceptance and for rules whose neighbours lend."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self.library = library
+
+    def takes(self, logits: Tensor) -> bool:
+        """Whether it walks over logits [B, N, V]."""
+        return fits(logits)
+
+    def __call__(
+        self,
+        draft: Draft,
+        logits: Tensor,
+        warp: tuple[float, int, float],
+        table: Tensor | None,
+        limits: Sequence[tuple[float, float]],
+        optimal: bool,
+        u: Tensor,
+        last: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A draft, logits [B, N, V], u [B, levels, K] and last [B] uniform -> path [B, P], kept [B] and bonus [B].
+
+        table [V, k] int32: neighbours, of which the nearest lend a code of probability p at most a + b p, a level's pair of
+        `limits`; None: they lend nothing. optimal: the residual of a refused code is the optimal one.
+        """
+        tree, (batch, nodes, vocab) = draft.tree, logits.shape
+        levels, ranks = len(limits), tree.children.shape[2]
+        limit = torch.tensor(limits, dtype=torch.float64)
+        path, kept = torch.empty(batch, levels + 1, dtype=torch.int64), torch.empty(batch, dtype=torch.int64)
+        bonus = torch.empty_like(kept)
+        scratch = torch.empty(batch, 2, -(-vocab // BLOCK) * BLOCK)
+        inputs = [
+            None if x is None else x.contiguous()
+            for x in (logits, draft.probs, draft.codes, tree.children, u, last, limit, table)
+        ]
+        given = (None if x is None else x.data_ptr() for x in (*inputs, path, kept, bonus, scratch))
+        near = 0 if table is None else table.shape[1]
+        sizes = (batch, nodes, vocab, ranks, levels, near, optimal)
+        work = Walk(*sizes, struct_of(warp), *given)
+        self.library.walk_tree(byref(work), torch.get_num_threads())
+        return path, kept, bonus
+
+
+class NativeTreeStops:
+    """`stops` of traversal verification."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self.library = library
+
+    def takes(self, p: Tensor) -> bool:
+        """Whether it computes those of p [B, N, V]."""
+        return fits(p)
+
+    def __call__(self, p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+        """p, q [B, N, V], codes [B, N] -> as `stops`, [B, N - 1] float64 and [B, N, V]."""
+        assert tree.layout is not None
+        batch, nodes, vocab = p.shape
+        weight = torch.empty(batch, nodes, dtype=torch.float64)
+        behind, left = torch.empty(batch, nodes - 1, dtype=torch.float64), torch.empty_like(p)
+        inputs = [x.contiguous() for x in (p, q, codes, tree.children, tree.layout.order)]
+        given = (x.data_ptr() for x in (*inputs, weight, behind, left))
+        work = Traversal(batch, nodes, vocab, tree.children.shape[2], *given)
+        self.library.tree_stops(byref(work), torch.get_num_threads())
+        return behind, left
+
+
+def struct_of(warp: tuple[float, int, float]) -> Warp:
+    """Temperature, top-k and top-p, as `Sampling` of draws.c."""
+    return Warp(warp[0], warp[2], warp[1])
+
+
+def native_head(head: Weights | None) -> NativeHead | None:
+    """A head in C; None where it is not linear, or the weights or this machine do not allow it."""
+    if head is None or head[0].numel() > MOST_WEIGHTS or head[0].shape[1] % COLUMNS:
+        return None
+    if head[0].dtype != torch.bfloat16 or head[0].device.type != "cpu":
+        return None
+    found = kernels()
+    return None if found is None else NativeHead(head, found)
+
+
+def native_sampling() -> NativeSampling | None:
+    """Probabilities and draws in C; None where this machine does not allow it."""
+    found = kernels()
+    return None if found is None else NativeSampling(found)
+
+
+def native_walk() -> NativeWalk | None:
+    """The walk in C; None where this machine does not allow it."""
+    found = kernels()
+    return None if found is None else NativeWalk(found)
+
+
+def native_tree_stops() -> NativeTreeStops | None:
+    """Stops of trees in C; None where this machine does not allow it."""
+    found = kernels()
+    return None if found is None else NativeTreeStops(found)

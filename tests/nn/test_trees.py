@@ -1,0 +1,266 @@
+"""Heads, probabilities, draws and the verification of trees in C, beside PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from lanternpp import Pipeline
+from lanternpp.accept.base import Acceptance
+from lanternpp.accept.exact import Exact
+from lanternpp.accept.lantern import Lantern
+from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.traversal import stops, verify_traversal
+from lanternpp.engine.verify import verify
+from lanternpp.nn import native
+from lanternpp.nn.trees import native_head, native_sampling, native_tree_stops, native_walk
+from lanternpp.trees.dynamic import DynamicTree
+from lanternpp.trees.shapes import EAGLE, SHAPES, chain
+from lanternpp.trees.static import StaticTree
+from lanternpp.types import Draft
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+
+NEVER = float("-inf")
+SAMPLINGS = [(1.0, 0, 1.0), (0.7, 9, 1.0), (1.3, 0, 0.6), (0.8, 40, 0.8), (0.0, 0, 1.0)]
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def both(warp: tuple[float, int, float]) -> tuple[Sampling, Sampling]:
+    """By PyTorch, and in C."""
+    return Sampling(*warp), Sampling(*warp, native=native_sampling())
+
+
+def noise(batch: int) -> Noise:
+    return Noise(torch.arange(batch), torch.ones(batch, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("nodes", [1, 7, 20, 31])
+@pytest.mark.parametrize("vocab", [40, 300])
+def test_a_head_gives_the_logits_of_guided_features(vocab: int, nodes: int, scale: float) -> None:
+    torch.manual_seed(nodes)
+    guidance, dim = Guidance(scale), 96
+    weight, bias = (torch.randn(vocab, dim) / 10).bfloat16(), torch.randn(vocab).bfloat16()
+    head = native_head((weight, bias))
+    assert head is not None
+    features = torch.randn(guidance.branches * 2, nodes, dim).bfloat16()
+    assert head.takes(features) and not head.takes(features.float())
+    found = head(features, scale, guidance.branches)
+    guided = guidance.merge(features.double())
+    exact = guided.bfloat16().double() @ weight.double().T + bias.double()
+    assert found.dtype == torch.float32
+    assert (found - exact).abs().max() < 0.05, "a feature that is rounded otherwise"
+    assert (found - exact).abs().median() < 1e-5
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(head(features, scale, guidance.branches), found)
+        one = head(features[:, :1], scale, guidance.branches)
+        assert torch.equal(one, found[:, :1]), "a row does not depend on the others"
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("warp", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("vocab", [9, 300, 4096])
+def test_probabilities_and_children_are_those_of_pytorch(vocab: int, warp: tuple[float, int, float]) -> None:
+    plain, made = both(warp)
+    logits = torch.randn(3, 5, vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+    logits[0, 0, 1:] = NEVER  # forced
+    logits[0, 1, ::2] = NEVER
+    p, exact = made.probs(logits), plain.probs(logits.double())
+    assert (p - exact).abs().sum(-1).max() < 1e-5 and not p[logits == NEVER].any()
+    for count in (1, 4, 8):
+        drawn = made.children(p, count, noise(3), Noise.DRAFT)
+        assert torch.equal(drawn, plain.children(p, count, noise(3), Noise.DRAFT)) or plain.greedy
+        likely = made.likeliest(p, count)
+        assert torch.equal(p.gather(-1, likely), p.topk(count).values)
+        assert (likely.sort().values.diff() > 0).all(), "different codes"
+    assert not made.native.takes(logits.double()), "float64 is PyTorch's"  # type: ignore[union-attr]
+
+
+def test_of_equal_codes_the_first_are_likeliest() -> None:
+    found = both((1.0, 0, 1.0))[1].likeliest(torch.ones(1, 200), 70)
+    assert found[0].tolist() == list(range(70))
+
+
+class OwnBudget(LanternPlusPlus):
+    """A rule of a user's own."""
+
+    def budget(self, p: Tensor) -> Tensor:
+        return p.square()
+
+
+def rules(table: Tensor) -> dict[str, Acceptance]:
+    return {
+        "exact": Exact(),
+        "lantern": Lantern(table, 0.3),
+        "lantern, optimal": Lantern(table, 0.3, "optimal"),
+        "lantern, falling": Lantern(table, 0.5, nu=0.5),
+        "lantern++": LanternPlusPlus(table, 3.0),
+        "lantern++, optimal": LanternPlusPlus(table, 3.0, "optimal", nu=0.4),
+    }
+
+
+def table_of(vocab: int, near: int) -> Tensor:
+    """[V, near] other codes."""
+    torch.manual_seed(0)
+    table = torch.stack([torch.randperm(vocab - 1)[:near] for _ in range(vocab)])
+    return (table + (table >= torch.arange(vocab)[:, None])).int()
+
+
+def drafted(builder: StaticTree | DynamicTree, batch: int, vocab: int) -> tuple[Draft, Tensor]:
+    """A draft, and the target's logits at its nodes; some codes are forbidden at some nodes, and one node is forced."""
+    generator = torch.Generator().manual_seed(vocab)
+    common = torch.randn(batch, builder.size, vocab, generator=generator) * 1.5
+    logits = common + 0.7 * torch.randn(batch, builder.size, vocab, generator=generator)
+    logits[: batch // 4, 1, ::2] = NEVER
+    logits[: batch // 8, 0, 1:] = NEVER
+    q = common.softmax(-1)
+
+    def children(rows: Tensor, count: int, level: int) -> Tensor:
+        if not builder.drawn:
+            return rows.topk(count).indices
+        return Sampling().children(rows, count, noise(batch), Noise.DRAFT + level)
+
+    rows = torch.arange(batch)[:, None]
+    draft = builder.grow(
+        torch.zeros(batch).long(), q[:, 0], lambda at: q[rows, at.node % builder.size], children
+    )
+    return draft, logits
+
+
+BUILDERS = {
+    "eagle": lambda: StaticTree(EAGLE),
+    "lantern": lambda: StaticTree(SHAPES["lantern-57"]),
+    "chain": lambda: StaticTree(chain(4)),
+    "dynamic": lambda: DynamicTree(4, 3, 12),
+}
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("name", rules(table_of(9, 2)))
+def test_a_walk_ends_where_that_of_pytorch_does(name: str, builder: str) -> None:
+    vocab, batch = 60, 600
+    rule = rules(table_of(vocab, 12))[name]
+    draft, logits = drafted(BUILDERS[builder](), batch, vocab)
+    warp = (0.9, 50, 1.0)
+    usual = verify(draft, logits, both(warp)[0], rule, noise(batch))
+    found = verify(draft, logits, both(warp)[1], rule, noise(batch), native=native_walk())
+    same = (found.path == usual.path).all(1) & (found.kept == usual.kept) & (found.bonus == usual.bonus)
+    assert same.float().mean() > 0.99, "a number may fall on the other side of its bound by rounding"
+    assert torch.equal(found.next_codes[same], usual.next_codes[same])
+    assert found.kept.float().mean() > 1.3
+    fine = Draft(draft.tree, draft.codes, None if draft.probs is None else draft.probs.double())
+    pair = [
+        verify(fine, logits.double(), each, rule, noise(batch), native=native_walk()) for each in both(warp)
+    ]
+    assert torch.equal(pair[0].next_codes, pair[1].next_codes), "float64 is PyTorch's"
+
+
+def test_a_walk_without_a_draft_draws_a_code() -> None:
+    """Of the target's distribution."""
+    batch, vocab = 40_000, 7
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0)).expand(batch, 1, vocab)
+    tree = StaticTree(chain(1))
+    draft = tree.grow(
+        torch.zeros(batch).long(),
+        logits[:, 0].softmax(-1),
+        lambda at: None,
+        lambda q, n, _: q.topk(n).indices,
+    )  # type: ignore[arg-type, return-value]
+    root = draft.tree.__class__(
+        draft.tree.parent[:, :1],
+        draft.tree.depth[:, :1],
+        draft.tree.children[:, :1, :0],
+        draft.tree.mask[:, :1, :1],
+        (),
+    )
+    verdict = verify(
+        Draft(root, draft.codes[:, :1], None), logits, Sampling(), Exact(), noise(batch), native=native_walk()
+    )
+    assert (verdict.kept == 1).all() and not verdict.path.any()
+    share = verdict.bonus.bincount(minlength=vocab) / batch
+    assert (share - logits[0, 0].softmax(-1)).abs().max() < 0.01
+
+
+def test_a_rule_of_ones_own_is_left_to_pytorch() -> None:
+    table = table_of(60, 9)
+    assert OwnBudget(table, 2.0).lending(3) is None
+    assert LanternPlusPlus(table.long(), 2.0).lending(3) is None
+    lending = LanternPlusPlus(table, 2.0, nu=0.5).lending(3)
+    assert (
+        lending is not None
+        and lending.limits[0] == (0, 1)
+        and lending.limits[2] == (0, pytest.approx(0.36788, rel=1e-4))
+    )
+    draft, logits = drafted(StaticTree(EAGLE), 50, 60)
+    rule = OwnBudget(table, 2.0)
+    usual, found = (
+        verify(draft, logits, Sampling(), rule, noise(50), native=n) for n in (None, native_walk())
+    )
+    assert torch.equal(usual.next_codes, found.next_codes)
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("vocab", [9, 300])
+@pytest.mark.parametrize("shape", ["eagle-25", "lantern-57", "deep-8"])
+def test_where_the_traversal_of_a_tree_ends(shape: str, vocab: int, batch: int) -> None:
+    draft, logits = drafted(StaticTree(SHAPES[shape]), batch, vocab)
+    p = logits.softmax(-1)
+    assert draft.probs is not None
+    made = native_tree_stops()
+    assert made is not None and not made.takes(p.double())
+    exact = stops(p.double(), draft.probs.double(), draft.codes, draft.tree)
+    behind, left = made(p, draft.probs, draft.codes, draft.tree)
+    assert torch.allclose(behind, exact[0], atol=1e-4)
+    mass = exact[1].sum(
+        -1, keepdim=True
+    )  # 0: nobody comes to the node, or the law is taken in place of the weights
+    shares = [(x.double() / x.sum(-1, keepdim=True)).where(mass > 0, 0) for x in (left, exact[1])]
+    assert torch.allclose(*shares, atol=1e-4)
+    usual, found = (
+        verify_traversal(draft, logits, Sampling(), Exact(), noise(batch), native_tree=n)
+        for n in (None, made)
+    )
+    assert torch.equal(usual.path, found.path) and torch.equal(usual.next_codes, found.next_codes)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle2", "lantern"])
+def test_the_shipped_model_draws_the_same_for_any_number_of_threads(method: str) -> None:
+    pipe = Pipeline.from_pretrained("nature-128", device="cpu", dtype="bfloat16")
+    assert pipe.target.native_head is not None
+    before, drawn = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            engine = pipe.new_engine(pipe.settings(method))
+            engine.admit(0, "a photo of a red tulip", 3)
+            for _ in range(6):
+                engine.step()
+            drawn.append(engine.codes[0, : int(engine.count[0])].clone())
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*drawn)
+
+
+def test_without_kernels_pytorch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.zeros(40, 32).bfloat16()
+    assert native_head((weight, None)) is not None
+    assert native_head(None) is None and native_head((weight.float(), None)) is None
+    assert native_head((weight[:, :24], None)) is None, "an odd width"
+    monkeypatch.setenv(native.SWITCH, "0")
+    made = (native_head((weight, None)), native_sampling(), native_walk(), native_tree_stops())
+    assert made == (None,) * 4
