@@ -176,7 +176,7 @@ class DrafterTask(Task):
         with torch.no_grad():
             next_inputs, features = drafter_inputs(self.target, prompts, rows(codes), start, known)
             noise = (torch.rand_like(features, dtype=torch.float32) - 0.5) * self.hparams.noise
-            true_features, points = features[:, prompts.shape[1] :], self.laws.points(codes)
+            true_features, points = features[:, prompts.shape[1] :], self.laws.points(codes[:, 1:])
             logits = merge(self.laws.head(self.target, self.target, true_features, points))
         mask, first = causal_mask(start, next_inputs.shape[1]), prompts.shape[1]
         inputs = (features + noise)[:, :-1].to(features.dtype)
@@ -219,7 +219,7 @@ class DrafterTask(Task):
                 own_features = torch.cat((features[:, :first], predicted[:, first - 1 : -1]), 1)
                 second_features = self.average.forward_sequence(next_inputs, own_features, mask)[:, first:]
                 predicted, true_features = predicted[:, first - 1 :], features[:, first:]
-                points, own = laws.points(codes[:count]), (self.target, self.average)
+                points, own = laws.points(codes[:count, 1:]), (self.target, self.average)
                 target_logits = laws.head(self.target, self.target, true_features, points)
                 logits = laws.head(*own, predicted, points)
                 second = laws.head(*own, second_features, points[:, 1:])

@@ -44,7 +44,7 @@ class CodeLaws:
         return Guidance(scale)
 
     def points(self, codes: Tensor) -> Tensor:
-        """Where the laws of codes [B, length, ...] are compared, [B, length, ...]; here nowhere in particular."""
+        """Where the laws of codes [B, n, ...] are compared, [B, n, ...]; here nowhere in particular."""
         return codes
 
     def head(
@@ -125,7 +125,7 @@ class DiffusionLaws(LatentLaws):
         self.steps, self.fields = steps, {"channels": channels}
 
     def points(self, codes: Tensor) -> Tensor:
-        """Times and the latents with noise in them, [B, length, TIMES, 1 + C]."""
+        """Times and the latents with noise in them, [B, n, TIMES, 1 + C]."""
         clean = codes.float()[:, :, None].expand(-1, -1, TIMES, -1)
         t = torch.rand(clean.shape[:-1], device=clean.device)
         t = torch.where(torch.arange(TIMES, device=t.device) == TIMES - 1, 1 / self.steps, t)[..., None]
