@@ -22,7 +22,6 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.errors import InputError
 from lanternpp.nn.configs import Width
-from lanternpp.nn.packed import pack
 from lanternpp.nn.sources import Source
 from lanternpp.schema import Between
 from lanternpp.targets.base import Target
@@ -117,14 +116,16 @@ class DiffusionTarget(LatentTarget):
         config = self.config
         self.denoiser = Denoiser(config.dim, config.channels, config.denoiser_width, config.denoiser_blocks)
 
+    @classmethod
+    def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
+        """As the base class reads it; the head computes in float32 at least, so that rounding does not depend on the batch."""
+        target = super().read(source, dtype, device)
+        target.denoiser.to(torch.promote_types(dtype, torch.float32))
+        return target
+
     def head(self, features: Tensor) -> Tensor:
         """The features themselves."""
         return features
-
-    def pack(self) -> None:
-        """The head too."""
-        super().pack()
-        pack(self.denoiser)
 
 
 @dataclass(frozen=True)
@@ -150,9 +151,10 @@ class DiffusionDrafter(EagleDrafter):
 
     @classmethod
     def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:
-        """As the base class reads it. InputError where the target has no diffusion head, or latents of another size."""
+        """As the base class reads it, the head as the target's. InputError where that has none, or other latents."""
         drafter = super().read(source, target, dtype)
         check_pair(target, drafter, source.path)
+        drafter.denoiser.to(torch.promote_types(dtype, torch.float32))
         return drafter
 
 
