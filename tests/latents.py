@@ -55,7 +55,7 @@ def eagle(target: LatentTarget, kind: type[EagleDrafter] = EagleDrafter, **field
     return frozen(kind(config, target.decoder.rotary_table))
 
 
-def first_three(engine: LatentEngine, first: int) -> Tensor:
+def first_latents(engine: LatentEngine, first: int) -> Tensor:
     """The first three latents of a batch of pictures with seeds from `first` on, flat: [batch, 3 C]."""
     prompt = engine.target.prompt(["red tulip"], 2)
     for slot in range(engine.batch):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from latents import eagle, energies, first_three, same_in_any_batch, tiny
+from latents import eagle, energies, first_latents, same_in_any_batch, tiny
 from laws import chi_square
 from torch import Tensor
 
@@ -120,11 +120,11 @@ def latent_engine(target: ContinuousTarget, batch: int, drafted: bool, cfg: floa
 
 def test_drafted_latents_follow_the_law_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny(ContinuousTarget, "latent_out", components=3)
-    plain = first_three(latent_engine(target, 1500, False), 0)
-    found, chance = energies(plain, first_three(latent_engine(target, 1500, True), 10_000))
+    plain = first_latents(latent_engine(target, 1500, False), 0)
+    found, chance = energies(plain, first_latents(latent_engine(target, 1500, True), 10_000))
     assert found < chance[-2]
     monkeypatch.setattr(verification, "draw_beyond", fresh)
-    found, chance = energies(plain, first_three(latent_engine(target, 1500, True), 10_000))
+    found, chance = energies(plain, first_latents(latent_engine(target, 1500, True), 10_000))
     assert found > 2 * chance[-1] > 0
 
 

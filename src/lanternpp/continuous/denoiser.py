@@ -125,7 +125,8 @@ def variational_bound(
     for step in range(steps, 0, -1):
         t, s = step / steps, (step - 1) / steps
         x, _ = noisy(latents, torch.randn(latents.shape, generator=generator).to(latents.device), t)
-        mean, std = step_law(x, *denoiser(x, x.new_full((), t), conditions), t, s)
+        v, log_std = denoiser(x, x.new_full((), t), conditions)
+        mean, std = step_law(x, v, log_std, t, s)
         of_x, of_latent, variance = posterior(t, s)
         true = of_x * x + of_latent * latents
         spread = ((true - mean).square() + variance) / std.square()

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from lanternpp.accept.base import Acceptance
+from lanternpp.continuous.denoiser import Denoiser
 from lanternpp.continuous.diffusion import (
     DiffusionGuidance,
     DiffusionSampling,
@@ -102,19 +103,17 @@ def diffusion_engine(
     sampling: tuple[float, int, float, int],
     guidance: Guidance,
     batch: int,
-    aligned: bool = True,
 ) -> LatentEngine:
-    """The engine of a target with a diffusion head; sampling: the first fields of `DiffusionSampling`.
+    """The engine of a target with a diffusion head; sampling: the first fields of `DiffusionSampling`."""
 
-    aligned: whether the target's trajectories share the noise of the drafter's.
-    """
-    more = {"steps": target.config.denoising_steps, "scale": guidance.scale}
-    ours = DiffusionSampling(*sampling, **more, denoiser=target.denoiser)
-    drafter = None
-    if isinstance(proposer, NetworkProposer):
-        drafter = DiffusionSampling(*sampling, **more, denoiser=proposer.drafter.denoiser)
-    verifier = partial(verify_trajectories, drafter=drafter, aligned=aligned)
-    engine = LatentEngine(target, proposer, rule, ours, DiffusionGuidance(guidance.scale), batch, verifier)
+    def drawing_with(denoiser: Denoiser) -> DiffusionSampling:
+        return DiffusionSampling(*sampling, target.config.denoising_steps, guidance.scale, denoiser=denoiser)
+
+    drafter = drawing_with(proposer.drafter.denoiser) if isinstance(proposer, NetworkProposer) else None
+    verifier = partial(verify_trajectories, drafter=drafter)
+    latent_guidance = DiffusionGuidance(guidance.scale)
+    ours = drawing_with(target.denoiser)
+    engine = LatentEngine(target, proposer, rule, ours, latent_guidance, batch, verifier)
     if drafter is not None:
         proposer.sampling = drafter
     return engine
