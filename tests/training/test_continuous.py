@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ TINY = KLConfig(32, 4, (16, 16, 32), (1,) * 3, (1,) * 3)
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "hidden": 48}
 
 
-def options(folder: Path, steps: int, stop: int | None = None) -> TrainingOptions:
-    return TrainingOptions(folder, steps, stop_after=stop, log_steps=1, checks=2)
+def options(folder: Path, steps: int, stop: int | None = None, compiled: bool = False) -> TrainingOptions:
+    return TrainingOptions(folder, steps, stop_after=stop, log_steps=1, checks=2, compile=compiled)
 
 
 def tokenizer(data: Path, model: Path, steps: int = 4, stop: int | None = None, **more: Any) -> bool:
@@ -39,21 +40,34 @@ def tokenizer(data: Path, model: Path, steps: int = 4, stop: int | None = None, 
     return train(data, model, TINY, settings, options(model / "tokenizer", steps, stop), kind=KLTask)
 
 
-def target(data: Path, model: Path, steps: int = 4, stop: int | None = None, **more: Any) -> bool:
+def target(
+    data: Path,
+    model: Path,
+    steps: int = 4,
+    stop: int | None = None,
+    compiled: bool = False,
+    **more: Any,
+) -> bool:
     settings = TargetSettings(**{"batch_size": 4, "warmup": 2, **more})
-    where = options(model / "target", steps, stop)
+    where = options(model / "target", steps, stop, compiled)
     return continuous.train(data, model, SHAPE, settings, where, crops=1, components=3)
 
 
-def diffusion(data: Path, model: Path, steps: int = 4, stop: int | None = None) -> bool:
-    where, settings = options(model / "target", steps, stop), TargetSettings(batch_size=4, warmup=2)
+def diffusion(
+    data: Path, model: Path, steps: int = 4, stop: int | None = None, compiled: bool = False
+) -> bool:
+    settings = TargetSettings(batch_size=4, warmup=2)
+    where = options(model / "target", steps, stop, compiled)
     more = {"denoising_steps": 3, "denoiser_width": 16, "denoiser_blocks": 1}
     return continuous.train(data, model, SHAPE, settings, where, crops=1, diffusion=True, **more)
 
 
-def eagle(data: Path, model: Path, steps: int = 4, stop: int | None = None, **more: Any) -> bool:
-    settings = DrafterSettings(**{"batch_size": 4, "warmup": 2, **more})
-    return drafter.train(data, model, 1, settings, options(model / "drafter", steps, stop), crops=1)
+def eagle(data: Path, model: Path, steps: int = 4, stop: int | None = None, compiled: bool = False) -> bool:
+    settings, where = (
+        DrafterSettings(batch_size=4, warmup=2),
+        options(model / "drafter", steps, stop, compiled),
+    )
+    return drafter.train(data, model, 1, settings, where, crops=1)
 
 
 def facts(model: Path, part: str) -> dict[str, Any]:
@@ -108,6 +122,20 @@ def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(
     assert part(data, parts)
     one, two = (load_file(place / name / "model.safetensors") for place in (whole, parts))
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.parametrize("model_of", ["latent_model", "diffusion_model"])
+def test_losses_are_one_graph_when_compiled(
+    model_of: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, whole = request.getfixturevalue(model_of)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    for part in ("tokenizer", "target"):
+        shutil.copytree(whole / part, tmp_path / part)
+    (tmp_path / "target" / "state.pt").unlink()
+    made = target if model_of == "latent_model" else diffusion
+    assert made(data, tmp_path, steps=1, compiled=True)
+    assert eagle(data, tmp_path, steps=1, compiled=True)
 
 
 def test_the_tokenizer_learns_and_tells_its_noise(data: Path, tmp_path: Path) -> None:
