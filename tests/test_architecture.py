@@ -72,7 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "continuous": {
         *("engine", "accept.base", "targets", "vq", "nn", "types"),
-        *("proposers.network", "proposers.no_draft", "proposers.tree"),
+        *("proposers.network", "proposers.no_draft", "proposers.tree", "drafters.eagle"),
     },
     "settings": {
         *("arguments", "registry", "methods", "accept", "trees", "proposers", "engine.verifiers"),

@@ -150,10 +150,10 @@ def fitted(settings: Settings, target: Target, name: str, given: Mapping[str, An
 
 
 def suits_latents(settings: Settings) -> bool:
-    """Whether latents can be drawn with these settings: without a draft, or in a chain of EAGLE's that is verified exactly."""
+    """Whether latents can be drawn with these settings: without a draft, or in a chain of EAGLE's under a rule for latents."""
     drafts = _draft_traits(settings)
     chain = drafts.guesses.chain and drafts.guesses.why_not_drawn is None and settings.verify == TOKEN
-    return drafts.rule.lossless and (
+    return (drafts.rule.lossless or drafts.rule.trajectories) and (
         settings.proposer == "nothing" or (settings.proposer == "tree" and chain)
     )
 

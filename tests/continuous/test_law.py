@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
+from latents import eagle, energies, first_latents, same_in_any_batch, tiny
 from laws import chi_square
 from torch import Tensor
 
@@ -14,19 +14,16 @@ from lanternpp.accept.exact import Exact
 from lanternpp.continuous import verify as verification
 from lanternpp.continuous.engine import LatentEngine, engine_for
 from lanternpp.continuous.mixture import Mixture, MixtureGuidance, MixtureSampling
-from lanternpp.continuous.target import ContinuousConfig, ContinuousTarget
+from lanternpp.continuous.target import ContinuousTarget
 from lanternpp.continuous.verify import draw_beyond, verify_latents
-from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
-from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees import build_tree
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Draft
-from lanternpp.vq.kl import KL, KLConfig
 
 DRAWS = 400_000
 P = torch.tensor([0.3, -0.2, 0.5, -1.5, 0.2, 2.0, -0.7, 0.1, -1.2], dtype=torch.float64)  # three components
@@ -114,29 +111,6 @@ def test_guided_parameters_of_one_component_are_the_usual_law() -> None:
     assert torch.allclose((guided - usual).diff(), torch.zeros(7, dtype=torch.float64), atol=1e-12)
 
 
-def tiny(seed: int = 0) -> ContinuousTarget:
-    """A target of random weights, strong enough for the context to matter: 2 x 2 latents of 2 channels."""
-    torch.manual_seed(seed)
-    kl = KL(KLConfig(4, 2, (16,), (1,), (1,), 16))
-    config = ContinuousConfig(
-        ("red", "tulip"), ("tulip",), 16, 1, 2, 24, grid=2, slots=2, channels=2, components=3
-    )
-    target = ContinuousTarget(config, kl)
-    for name, weight in target.named_parameters():
-        weight.data.normal_(std=0.2 if name.startswith("latent_out") else 0.5 if weight.dim() == 2 else 0.1)
-        if name.endswith("norm.weight"):
-            weight.data.fill_(1)
-    return target.double().eval().requires_grad_(False)
-
-
-def eagle(target: ContinuousTarget, seed: int = 1) -> EagleDrafter:
-    """A drafter of random weights, which knows nothing of the target."""
-    torch.manual_seed(seed)
-    shape = target.decoder.config
-    config = EagleConfig.like(DecoderConfig(shape.dim, 1, shape.heads, shape.hidden))
-    return EagleDrafter(config, target.decoder.rotary_table).double().eval().requires_grad_(False)
-
-
 def latent_engine(target: ContinuousTarget, batch: int, drafted: bool, cfg: float = 2.0) -> LatentEngine:
     proposer = TreeProposer(eagle(target), build_tree("chain-2")) if drafted else NoDraft()
     made = engine_for(target, proposer, Exact(), Sampling(0.9), Guidance(cfg), batch)
@@ -144,51 +118,17 @@ def latent_engine(target: ContinuousTarget, batch: int, drafted: bool, cfg: floa
     return made
 
 
-def first_three(target: ContinuousTarget, drafted: bool, draws: int, first: int) -> Tensor:
-    """The first three latents of pictures with seeds from `first` on, flat: [draws, 3 C]."""
-    engine = latent_engine(target, draws, drafted)
-    prompt = target.prompt(["red tulip"], 2)
-    for slot in range(draws):
-        engine.admit(slot, "red tulip", first + slot, prompt)
-    while (engine.count < 3).any():
-        engine.step()
-    return engine.codes[:, :3].flatten(1)
-
-
-def energies(a: Tensor, b: Tensor, times: int = 100) -> tuple[float, list[float]]:
-    """The energy distance of two samples [n, d], and sorted those of the same latents in random halves."""
-    n, far = len(a), torch.cdist(torch.cat((a, b)), torch.cat((a, b)))
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.ones(times + 1, 2 * n)
-    signs[0, n:] = -1
-    for row in signs[1:]:
-        row[torch.randperm(2 * n, generator=generator)[:n]] = -1
-    first, *rest = (-((signs @ far) * signs).sum(1) / n**2).tolist()  # up to a constant
-    return first, sorted(rest)
-
-
 def test_drafted_latents_follow_the_law_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny()
-    plain, drafted = first_three(target, False, 1500, 0), first_three(target, True, 1500, 10_000)
-    found, chance = energies(plain, drafted)
+    target = tiny(ContinuousTarget, "latent_out", components=3)
+    plain = first_latents(latent_engine(target, 1500, False), 0)
+    found, chance = energies(plain, first_latents(latent_engine(target, 1500, True), 10_000))
     assert found < chance[-2]
     monkeypatch.setattr(verification, "draw_beyond", fresh)
-    found, chance = energies(plain, first_three(target, True, 1500, 10_000))
+    found, chance = energies(plain, first_latents(latent_engine(target, 1500, True), 10_000))
     assert found > 2 * chance[-1] > 0
 
 
-Drawn = Callable[[int], Tensor]
-
-
-def test_a_picture_does_not_depend_on_its_batch_and_temperature_narrows() -> None:
-    target = tiny()
-    for drafted in (False, True):
-        wide, alone = latent_engine(target, 3, drafted), latent_engine(target, 1, drafted)
-        for slot, seed in ((0, 4), (1, 5), (2, 6)):
-            wide.admit(slot, "tulip", seed)
-        alone.admit(0, "tulip", 5)
-        for engine in (wide, alone):
-            while engine.done() != list(range(engine.batch)):
-                engine.step()
-        assert torch.allclose(wide.collect(1).codes, alone.collect(0).codes, atol=1e-5)
-        assert sum(wide.collect(1).accepted) == target.length
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_picture_does_not_depend_on_its_batch(drafted: bool) -> None:
+    target = tiny(ContinuousTarget, "latent_out", components=3)
+    assert same_in_any_batch(lambda batch: latent_engine(target, batch, drafted))

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lanternpp.continuous.diffusion import DiffusionConfig, DiffusionDrafter
 from lanternpp.continuous.target import ContinuousConfig, ContinuousTarget
 from lanternpp.errors import InputError
 from lanternpp.models import read_target
+from lanternpp.nn.sources import Source
 from lanternpp.training import continuous, drafter
 from lanternpp.training.drafter import DrafterSettings
 from lanternpp.training.kl import KLTask
-from lanternpp.training.laws import LatentLaws
+from lanternpp.training.laws import TIMES, DiffusionLaws, LatentLaws
 from lanternpp.training.material.codes import Codes, Split
 from lanternpp.training.run import TrainingOptions
 from lanternpp.training.target import TargetSettings
@@ -28,8 +31,8 @@ TINY = KLConfig(32, 4, (16, 16, 32), (1,) * 3, (1,) * 3)
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "hidden": 48}
 
 
-def options(folder: Path, steps: int, stop: int | None = None) -> TrainingOptions:
-    return TrainingOptions(folder, steps, stop_after=stop, log_steps=1, checks=2)
+def options(folder: Path, steps: int, stop: int | None = None, compiled: bool = False) -> TrainingOptions:
+    return TrainingOptions(folder, steps, stop_after=stop, log_steps=1, checks=2, compile=compiled)
 
 
 def tokenizer(data: Path, model: Path, steps: int = 4, stop: int | None = None, **more: Any) -> bool:
@@ -37,15 +40,34 @@ def tokenizer(data: Path, model: Path, steps: int = 4, stop: int | None = None, 
     return train(data, model, TINY, settings, options(model / "tokenizer", steps, stop), kind=KLTask)
 
 
-def target(data: Path, model: Path, steps: int = 4, stop: int | None = None, **more: Any) -> bool:
+def target(
+    data: Path,
+    model: Path,
+    steps: int = 4,
+    stop: int | None = None,
+    compiled: bool = False,
+    **more: Any,
+) -> bool:
     settings = TargetSettings(**{"batch_size": 4, "warmup": 2, **more})
-    where = options(model / "target", steps, stop)
+    where = options(model / "target", steps, stop, compiled)
     return continuous.train(data, model, SHAPE, settings, where, crops=1, components=3)
 
 
-def eagle(data: Path, model: Path, steps: int = 4, stop: int | None = None, **more: Any) -> bool:
-    settings = DrafterSettings(**{"batch_size": 4, "warmup": 2, **more})
-    return drafter.train(data, model, 1, settings, options(model / "drafter", steps, stop), crops=1)
+def diffusion(
+    data: Path, model: Path, steps: int = 4, stop: int | None = None, compiled: bool = False
+) -> bool:
+    settings = TargetSettings(batch_size=4, warmup=2)
+    where = options(model / "target", steps, stop, compiled)
+    more = {"denoising_steps": 3, "denoiser_width": 16, "denoiser_blocks": 1}
+    return continuous.train(data, model, SHAPE, settings, where, crops=1, diffusion=True, **more)
+
+
+def eagle(data: Path, model: Path, steps: int = 4, stop: int | None = None, compiled: bool = False) -> bool:
+    settings, where = (
+        DrafterSettings(batch_size=4, warmup=2),
+        options(model / "drafter", steps, stop, compiled),
+    )
+    return drafter.train(data, model, 1, settings, where, crops=1)
 
 
 def facts(model: Path, part: str) -> dict[str, Any]:
@@ -66,12 +88,32 @@ def latent_model(
     return place / "data", place / "model"
 
 
-@pytest.mark.parametrize("part", [tokenizer, target, eagle], ids=["tokenizer", "target", "drafter"])
+@pytest.fixture(scope="session")
+def diffusion_model(
+    latent_model: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """The same with a diffusion head, over the same tokenizer."""
+    data, place = latent_model[0], tmp_path_factory.mktemp("diffusion")
+    shutil.copytree(latent_model[1] / "tokenizer", place / "tokenizer")
+    for part in (diffusion, eagle):
+        assert part(data, place)
+    return data, place
+
+
+@pytest.mark.parametrize(
+    ("model_of", "part", "name"),
+    [
+        ("latent_model", tokenizer, "tokenizer"),
+        ("latent_model", target, "target"),
+        ("latent_model", eagle, "drafter"),
+        ("diffusion_model", diffusion, "target"),
+        ("diffusion_model", eagle, "drafter"),
+    ],
+)
 def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(
-    part: Any, latent_model: tuple[Path, Path], tmp_path: Path
+    model_of: str, part: Any, name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    data, whole = latent_model
-    name = {tokenizer: "tokenizer", target: "target", eagle: "drafter"}[part]
+    data, whole = request.getfixturevalue(model_of)
     parts = tmp_path / "parts"
     for each in ("tokenizer", "target"):
         if each != name and not (each == "target" and name == "tokenizer"):
@@ -80,6 +122,20 @@ def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(
     assert part(data, parts)
     one, two = (load_file(place / name / "model.safetensors") for place in (whole, parts))
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.parametrize("model_of", ["latent_model", "diffusion_model"])
+def test_losses_are_one_graph_when_compiled(
+    model_of: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, whole = request.getfixturevalue(model_of)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    for part in ("tokenizer", "target"):
+        shutil.copytree(whole / part, tmp_path / part)
+    (tmp_path / "target" / "state.pt").unlink()
+    made = target if model_of == "latent_model" else diffusion
+    assert made(data, tmp_path, steps=1, compiled=True)
+    assert eagle(data, tmp_path, steps=1, compiled=True)
 
 
 def test_the_tokenizer_learns_and_tells_its_noise(data: Path, tmp_path: Path) -> None:
@@ -91,18 +147,25 @@ def test_the_tokenizer_learns_and_tells_its_noise(data: Path, tmp_path: Path) ->
     assert moments.shape == (2, 16, 8) and kl.redraw(moments).shape == (2, 3, 32, 32)
 
 
-def test_the_target_learns_six_pictures_by_heart(latent_model: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("kind", [continuous.ContinuousTask, continuous.DiffusionTask])
+def test_the_target_learns_six_pictures_by_heart(
+    kind: type[continuous.LatentTask], latent_model: tuple[Path, Path]
+) -> None:
     generator = torch.Generator().manual_seed(1)
     mean = torch.randn(6, 1, 16, 4, generator=generator) * 3 + 5
     moments = torch.cat((mean, torch.full_like(mean, -4)), -1).half()
     split = Split(moments, ("a red square", "a blue square", "a photo") * 2, ("",) * 6)
-    config = ContinuousConfig(
-        ("red", "blue", "square"), ("square",), 32, 2, 2, 48, grid=4, slots=3, channels=4, components=3
+    shape: dict[str, Any] = {"dim": 32, "layers": 2, "heads": 2, "hidden": 48, "grid": 4, "slots": 3}
+    shape |= {"words": ("red", "blue", "square"), "subjects": ("square",), "channels": 4}
+    config = (
+        ContinuousConfig(**shape, components=3)
+        if kind is continuous.ContinuousTask
+        else DiffusionConfig(**shape, denoiser_width=32, denoiser_blocks=2, denoising_steps=6)
     )
     settings = TargetSettings(batch_size=6, lr=1e-2, muon_lr=1e-2, warmup=2, drop_captions=0.0)
     kl = read_kl(latent_model[1] / "tokenizer")
     codes = Codes(split, split, {"codes": "made"})
-    made = continuous.ContinuousTask(config, settings, codes, kl, torch.device("cpu"))
+    made = kind(config, settings, codes, kl, torch.device("cpu"))
     before = made.validate_on(torch.arange(6))
     for step in range(80):
         made.step(step, step / 80)
@@ -135,8 +198,25 @@ def test_expected_acceptance_is_the_overlap_of_the_two_laws() -> None:
     assert gap.item() == pytest.approx(0.5, abs=0.03)  # the divergence of two Gaussians one apart
 
 
-def test_a_drafter_is_measured_while_it_draws(latent_model: tuple[Path, Path]) -> None:
-    found = facts(latent_model[1], "drafter")
+def test_diffusion_heads_are_compared_at_the_same_noisy_latents() -> None:
+    torch.manual_seed(0)
+    laws = DiffusionLaws("guided", 2, 5)
+    points = laws.points(torch.zeros(3, 7, 2))
+    assert points.shape == (3, 7, TIMES, 3) and (points[..., -1, 0] == 0.2).all()
+    p = torch.randn(50_000, TIMES, 2)
+    flat = torch.zeros(50_000, TIMES)
+    same = torch.cat((flat, p.flatten(1), flat, flat), 1)  # means, then logarithms of standard deviations
+    other = torch.cat((flat, (p + torch.tensor([1.0, 0.0])).flatten(1), flat, flat), 1)
+    assert laws.loss(same, same) == 0 and laws.acceptance(same, same).min() == 1
+    assert laws.loss(other, same).item() == pytest.approx(0.25)  # one number of two is one deviation off
+    overlap = 2 * torch.special.ndtr(torch.tensor(-0.5)).item()
+    assert laws.acceptance(other, same).mean().item() == pytest.approx(overlap, abs=0.01)
+    assert laws.agreement(same, same) == 1 > laws.agreement(other, same)
+
+
+@pytest.mark.parametrize("model_of", ["latent_model", "diffusion_model"])
+def test_a_drafter_is_measured_while_it_draws(model_of: str, request: pytest.FixtureRequest) -> None:
+    found = facts(request.getfixturevalue(model_of)[1], "drafter")
     assert 0 < found["accept"] <= 1 and {"accept2", "guided", "feature"} <= found.keys()
 
 
@@ -152,3 +232,16 @@ def test_what_is_of_codes_is_refused(latent_model: tuple[Path, Path], tmp_path: 
         drafter.train(data, ready, 1, DrafterSettings(loss="lk"), options(tmp_path / "d", 2), crops=1)
     with pytest.raises(InputError, match="--cache-features"):
         drafter.train(data, ready, 1, DrafterSettings(), options(tmp_path / "d", 2), crops=1, cache=True)
+    with pytest.raises(InputError, match="denoising steps 0"):
+        where = options(tmp_path / "t", 2)
+        continuous.train(data, ready, SHAPE, TargetSettings(), where, diffusion=True, denoising_steps=0)
+
+
+def test_a_drafter_of_another_head_is_refused(
+    latent_model: tuple[Path, Path], diffusion_model: tuple[Path, Path]
+) -> None:
+    mixture, other = (read_target(place, torch.float32) for place in (latent_model[1], diffusion_model[1]))
+    source = Source.open(diffusion_model[1] / "drafter")
+    assert DiffusionDrafter.read(source, other, torch.float32).config.channels == 4
+    with pytest.raises(InputError, match="which this model has not"):
+        DiffusionDrafter.read(source, mixture, torch.float32)

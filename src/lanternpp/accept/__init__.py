@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lanternpp.accept.cactus import Cactus
 from lanternpp.accept.cool import Cool
+from lanternpp.accept.cspd import Cspd
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
@@ -16,4 +17,5 @@ RULES = {
     "cool": Cool,
     "cactus": Cactus,
     "mixture": Mixture,
+    "cspd": Cspd,
 }

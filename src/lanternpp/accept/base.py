@@ -50,6 +50,7 @@ class Acceptance(ABC):
 
     dials: ClassVar[frozenset[str] | None] = None  # the fields of `Dials` that it reads; None: any
     lossless: bool = False
+    trajectories: bool = False  # whether it is for latents of diffusion heads alone
     optimal_residual: bool = False  # after a refusal: [p - a]+ instead of the papers' [relaxed - q]+
     paper_residual_is_optimal: bool = False  # whether the papers' residual costs no more than the optimal one
 

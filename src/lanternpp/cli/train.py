@@ -78,7 +78,7 @@ def tokenizer(
     kind: Annotated[
         Literal["vq", "kl"],
         typer.Option(
-            help="vq: codes of a codebook; kl: continuous latents, for a target with --head mixture."
+            help="vq: codes of a codebook; kl: continuous latents, for a target with --head mixture or diffusion."
         ),
     ] = "vq",
     size: Annotated[int | None, typer.Option(help="Pixels of an image's side. [default: 128]")] = None,
@@ -142,13 +142,24 @@ def target(
     data: Data,
     model: Model,
     head: Annotated[
-        Literal["softmax", "mixture"],
+        Literal["softmax", "mixture", "diffusion"],
         typer.Option(
-            help="softmax: over codes; mixture: of Gaussians, over latents of a tokenizer of --kind kl."
+            help="softmax: over codes; mixture: of Gaussians, over latents of a tokenizer of --kind kl; diffusion: over such "
+            "latents too, each drawn in some denoising steps."
         ),
     ] = "softmax",
     components: Annotated[
         int | None, typer.Option(help="mixture: Gaussians at every place. [default: 16]")
+    ] = None,
+    denoising_steps: Annotated[
+        int | None,
+        typer.Option(help="diffusion: steps that a latent is drawn in; 8 to 25 are usual. [default: 10]"),
+    ] = None,
+    denoiser_width: Annotated[
+        int | None, typer.Option(help="diffusion: width of the head. [default: 256]")
+    ] = None,
+    denoiser_blocks: Annotated[
+        int | None, typer.Option(help="diffusion: layers of the head. [default: 3]")
     ] = None,
     dim: Annotated[int, typer.Option(help="Width.")] = 384,
     layers: Annotated[int, typer.Option(help="Blocks.")] = 14,
@@ -182,14 +193,25 @@ def target(
     settings = TargetSettings(batch_size, lr, muon_lr, seed, corrupt, decay=decay, warmup=warmup, cfg=cfg)
     shape = {"dim": dim, "layers": layers, "heads": heads, "hidden": hidden, "dropout": dropout}
     where = plan(model / "target")
-    if head == "mixture":
+    of_mixture = {"components": components}
+    of_diffusion = {
+        "denoising_steps": denoising_steps,
+        "denoiser_width": denoiser_width,
+        "denoiser_blocks": denoiser_blocks,
+    }
+    own: dict[str, int] = {}
+    for name, options in (("mixture", of_mixture), ("diffusion", of_diffusion)):
+        given = {option: value for option, value in options.items() if value is not None}
+        if given and head != name:
+            option, value = next(iter(given.items()))
+            raise InputError(f"--{option.replace('_', '-')} {value} is of --head {name}: leave it out.")
+        own |= given
+    if head != "softmax":
         if weights_of is not None:
-            raise InputError("--weights-of is for targets of codes: leave it out with --head mixture.")
-        count = 16 if components is None else components
-        leave(continuous.train(data, model, shape, settings, where, crops, limit, count))
+            raise InputError(f"--weights-of is for targets of codes: leave it out with --head {head}.")
+        diffusion = head == "diffusion"
+        leave(continuous.train(data, model, shape, settings, where, crops, limit, diffusion, **own))
         return
-    if components is not None:
-        raise InputError(f"--components {components} is of --head mixture: leave it out.")
     start = None if weights_of is None else model_folder(weights_of)
     leave(train(data, model, shape, settings, where, crops, limit, start))
 

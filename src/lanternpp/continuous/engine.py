@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from lanternpp.accept.base import Acceptance
+from lanternpp.continuous.denoiser import Denoiser
+from lanternpp.continuous.diffusion import (
+    DiffusionGuidance,
+    DiffusionSampling,
+    DiffusionTarget,
+    check_pair,
+)
 from lanternpp.continuous.mixture import MixtureGuidance, MixtureSampling
+from lanternpp.continuous.trajectories import verify_trajectories
 from lanternpp.continuous.verify import verify_latents
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
@@ -29,26 +39,31 @@ class LatentEngine(Engine):
         proposer: Proposer,
         rule: Acceptance,
         sampling: MixtureSampling,
-        guidance: MixtureGuidance,
+        guidance: Guidance,
         batch: int,
+        verifier: Verifier = verify_latents,
     ):
-        super().__init__(target, proposer, rule, sampling, guidance, batch, verifier=verify_latents)
+        super().__init__(target, proposer, rule, sampling, guidance, batch, verifier=verifier)
         self.codes = torch.zeros(*self.codes.shape, target.channels, device=self.codes.device)
         proposer.root = self.codes[:, 0].clone()
 
 
-def check(proposer: Proposer, rule: Acceptance) -> None:
-    """InputError where drafts of latents are not a chain by an EAGLE drafter, or nothing, under the exact rule."""
+def check(target: Target, proposer: Proposer, rule: Acceptance) -> None:
+    """InputError where drafts of latents are not a chain by an EAGLE drafter, or nothing, under a rule that they have."""
     chain = isinstance(proposer, NetworkProposer) and proposer.builder.chain and proposer.builder.drawn
     if not (isinstance(proposer, NoDraft) or (isinstance(proposer, TreeProposer) and chain)):
         raise InputError(
             "this model draws continuous latents, which are drafted in a chain by an EAGLE drafter or not at all: use "
             "--method eagle --tree chain-4 --verify token, or --method ar"
         )
-    if not rule.lossless:
+    diffusion = isinstance(target, DiffusionTarget)
+    if not (rule.lossless or (rule.trajectories and diffusion)):
+        other = " or cspd" if diffusion else ""
         raise InputError(
-            "this model draws continuous latents, for which there is no relaxed rule: use --accept exact"
+            f"this model draws continuous latents, for which there is no such relaxed rule: use --accept exact{other}"
         )
+    if diffusion and isinstance(proposer, NetworkProposer):
+        check_pair(target, proposer.drafter)
 
 
 def engine_for(
@@ -63,13 +78,42 @@ def engine_for(
 ) -> Engine:
     """The engine that decodes what a target predicts, codes or latents; arguments as of `Engine`. InputError."""
     if not target.channels:
+        if rule.trajectories:
+            raise InputError(
+                "this model draws codes, and the rule cspd is for latents of a diffusion head: use --accept exact"
+            )
         return Engine(target, proposer, rule, sampling, guidance, batch, measure, verifier)
-    check(proposer, rule)
+    check(target, proposer, rule)
     if verifier is not verify and not isinstance(proposer, NoDraft):
         raise InputError(
             "drafts of continuous latents are verified one by one, as verifying several together takes an integral: use "
             "--verify token"
         )
-    latent_sampling = MixtureSampling(sampling.temperature, sampling.top_k, sampling.top_p, target.channels)
+    shared = (sampling.temperature, sampling.top_k, sampling.top_p, target.channels)
+    if isinstance(target, DiffusionTarget):
+        return diffusion_engine(target, proposer, rule, shared, guidance, batch)
     latent_guidance = MixtureGuidance(guidance.scale, target.channels)
-    return LatentEngine(target, proposer, rule, latent_sampling, latent_guidance, batch)
+    return LatentEngine(target, proposer, rule, MixtureSampling(*shared), latent_guidance, batch)
+
+
+def diffusion_engine(
+    target: DiffusionTarget,
+    proposer: Proposer,
+    rule: Acceptance,
+    sampling: tuple[float, int, float, int],
+    guidance: Guidance,
+    batch: int,
+) -> LatentEngine:
+    """The engine of a target with a diffusion head; sampling: the first fields of `DiffusionSampling`."""
+
+    def drawing_with(denoiser: Denoiser) -> DiffusionSampling:
+        return DiffusionSampling(*sampling, target.config.denoising_steps, guidance.scale, denoiser=denoiser)
+
+    drafter = drawing_with(proposer.drafter.denoiser) if isinstance(proposer, NetworkProposer) else None
+    verifier = partial(verify_trajectories, drafter=drafter)
+    latent_guidance = DiffusionGuidance(guidance.scale)
+    ours = drawing_with(target.denoiser)
+    engine = LatentEngine(target, proposer, rule, ours, latent_guidance, batch, verifier)
+    if drafter is not None:
+        proposer.sampling = drafter
+    return engine

@@ -34,16 +34,34 @@ def verify_latents(
     plain autoregressive decoding.
     """
     assert isinstance(sampling, MixtureSampling)
-    channels, depth = sampling.channels, draft.codes.shape[1] - 1
-    batch = torch.arange(len(logits), device=logits.device)
-    p, latents = sampling.probs(logits), draft.codes[:, 1:]
+    channels, p = sampling.channels, sampling.probs(logits)
     q = p if draft.probs is None else draft.probs
+    last = kept_levels(draft.codes, p, q, noise, channels)
+    batch = torch.arange(len(logits), device=logits.device)
+    refused = last < draft.codes.shape[1] - 1
+    bonus = draw_beyond(p[batch, last], q[batch, last], refused, noise, channels)
+    return verdict_at(draft.codes, last, bonus)
+
+
+def kept_levels(
+    codes: Tensor, p: Tensor, q: Tensor, noise: Noise, channels: int, log_factor: Tensor | None = None
+) -> Tensor:
+    """How many levels of a chain of latents [B, N, C] are kept, [B], its mixtures being p and q [B, N, P].
+
+    log_factor [B, N - 1]: added to log p.
+    """
+    latents = codes[:, 1:]
     log_p, log_q = (Mixture.of(law[:, :-1], channels).log_prob(latents) for law in (p, q))
-    good = noise.fine(Noise.ACCEPT, depth).log() < log_p - log_q
-    last = good.long().cumprod(1).sum(1)  # [B] the node at which the walk ends
-    bonus = draw_beyond(p[batch, last], q[batch, last], last < depth, noise, channels)
-    path = torch.arange(depth + 1, device=batch.device).expand(len(batch), -1)
-    following = torch.cat((latents, bonus[:, None]), 1)
+    if log_factor is not None:
+        log_p = log_p + log_factor
+    good = noise.fine(Noise.ACCEPT, latents.shape[1]).log() < log_p - log_q
+    return good.long().cumprod(1).sum(1)
+
+
+def verdict_at(codes: Tensor, last: Tensor, bonus: Tensor) -> Verdict:
+    """The verdict that keeps so many levels [B] of a chain of latents [B, N, C], with `bonus` [B, C] behind them."""
+    path = torch.arange(codes.shape[1], device=codes.device).expand(len(codes), -1)
+    following = torch.cat((codes[:, 1:], bonus[:, None]), 1)
     ends = (path == last[:, None])[..., None]
     path = path.minimum(last[:, None])
     return Verdict(path, last + 1, torch.where(ends, bonus[:, None], following), bonus)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 DRAFTERS = {
     "eagle": "lanternpp.drafters.eagle:EagleDrafter",
+    "eagle-diffusion": "lanternpp.continuous.diffusion:DiffusionDrafter",
     "parallel": "lanternpp.drafters.parallel:ParallelDrafter",
     "eagle-published": "lanternpp.drafters.published:PublishedDrafter",
 }

@@ -209,7 +209,8 @@ class Decoder(nn.Module):
         rotation = self.rotary_table[nodes.position.clamp(max=self.rotary_table.shape[0] - 1)][
             :, :, :, None
         ].to(x.dtype)
-        mask, tapped = additive_mask(nodes.mask, x.dtype), list[Tensor]()
+        mask = additive_mask(nodes.mask, x.dtype)
+        tapped: list[Tensor] = []
         for layer, block in enumerate(self.blocks):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
@@ -245,7 +246,8 @@ class Decoder(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=gqa)
             return y.transpose(1, 2)
 
-        rotation, tapped = rotations[:, :, :, None].to(x.dtype), list[Tensor]()
+        rotation = rotations[:, :, :, None].to(x.dtype)
+        tapped: list[Tensor] = []
         for layer, block in enumerate(self.blocks):
             x = block(x, rotation, attend)
             if layer in taps:

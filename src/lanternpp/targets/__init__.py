@@ -9,6 +9,7 @@ from __future__ import annotations
 FAMILIES = {
     "words": "lanternpp.targets.words:WordsTarget",
     "continuous": "lanternpp.continuous.target:ContinuousTarget",
+    "diffusion": "lanternpp.continuous.diffusion:DiffusionTarget",
     "llamagen": "lanternpp.targets.llamagen:LlamaGenTarget",
     "chameleon": "lanternpp.targets.chameleon:ChameleonTarget",
     "janus": "lanternpp.targets.janus:JanusTarget",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lanternpp.continuous.denoiser import denoising_loss, variational_bound
+from lanternpp.continuous.diffusion import KIND as DIFFUSION
+from lanternpp.continuous.diffusion import DiffusionConfig, DiffusionTarget
 from lanternpp.continuous.mixture import Mixture
-from lanternpp.continuous.target import KIND, ContinuousConfig, ContinuousTarget
+from lanternpp.continuous.target import KIND, ContinuousConfig, ContinuousTarget, LatentTarget
 from lanternpp.errors import InputError
+from lanternpp.schema import checked, hints
 from lanternpp.training.first_weights import init_weights
 from lanternpp.training.material.codes import read_codes, tokenizer_of
 from lanternpp.training.run import TrainingOptions, run
@@ -19,15 +24,48 @@ from lanternpp.training.target import TargetSettings, TargetTask, check_shape, c
 from lanternpp.vq.folder import read_kl
 from lanternpp.vq.kl import KL
 
+TIMES = 4  # at which a diffusion head learns from a latent in a step
 MEASURED = 4096  # training pictures whose latents give the mean and the standard deviation
 
 
-class ContinuousTask(TargetTask):
-    """A continuous target on cached moments of latents, which are drawn anew in every step."""
+class LatentTask(TargetTask):
+    """A target on cached moments of latents, which are drawn anew in every step."""
+
+    vq: KL
+    model: LatentTarget
+
+    def normalise(self, model: LatentTarget) -> None:
+        """Set the mean and the standard deviation of the tokenizer's latents, from training pictures."""
+        mean, log_var = self.codes.train.codes[:MEASURED, 0].float().flatten(0, 1).chunk(2, -1)
+        model.latent_mean.copy_(mean.mean(0))
+        model.latent_std.copy_((mean.var(0) + log_var.exp().mean(0)).sqrt())
+
+    def simplest(self) -> dict[str, float]:
+        """Nats per number under one Gaussian for all places: what context must beat."""
+        return {"gaussian": (math.log(2 * math.pi) + 1) / 2}
+
+    def loss(self, words: Tensor, null: Tensor, input_codes: Tensor, codes: Tensor) -> Tensor:
+        """The mean of `cost`: words [B, T], null [B] bool, latents twice [B, length, C]."""
+        return self.cost(code_logits(self.model, words, null, input_codes, self.dtype), codes).mean()
+
+    @abstractmethod
+    def nats(self, params: Tensor, latents: Tensor) -> Tensor:
+        """What the average's head gives [B, length, P], latents [B, length, C] -> nats per number, [B, length]."""
+
+    def cost(self, params: Tensor, latents: Tensor) -> Tensor:
+        """The loss of the model, from the same, [B, length]; nats unless a head learns by something else."""
+        return self.nats(params, latents)
+
+    def validate_on(self, index: Tensor) -> dict[str, float]:
+        """Nats per number of the average on validation pictures [M], captions given, no guidance."""
+        every = [self.nats(params, latents).flatten() for latents, params in self.predicted(index)]
+        return {"nll": torch.cat(every).mean().item(), **self.baseline}
+
+
+class ContinuousTask(LatentTask):
+    """A target with a mixture of Gaussians at every place."""
 
     kind = KIND
-    vq: KL
-    model: ContinuousTarget
 
     def make(self) -> ContinuousTarget:
         """The target, with first weights; the components begin at random places."""
@@ -38,28 +76,39 @@ class ContinuousTask(TargetTask):
         means = slice(config.components, config.components * (1 + config.channels))
         with torch.no_grad():
             model.latent_out.bias.zero_()[means].normal_()
-        mean, log_var = self.codes.train.codes[:MEASURED, 0].float().flatten(0, 1).chunk(2, -1)
-        model.latent_mean.copy_(mean.mean(0))
-        model.latent_std.copy_((mean.var(0) + log_var.exp().mean(0)).sqrt())
+        self.normalise(model)
         return model
 
-    def simplest(self) -> dict[str, float]:
-        """Nats per number under one Gaussian for all places: what context must beat."""
-        return {"gaussian": (math.log(2 * math.pi) + 1) / 2}
-
-    def loss(self, words: Tensor, null: Tensor, input_codes: Tensor, codes: Tensor) -> Tensor:
-        """Mean nats per number: words [B, T], null [B] bool, latents twice [B, length, C]."""
-        return self.nats(code_logits(self.model, words, null, input_codes, self.dtype), codes).mean()
-
     def nats(self, params: Tensor, latents: Tensor) -> Tensor:
-        """Parameters [B, length, P], latents [B, length, C] -> nats per number, [B, length]."""
+        """-log of the density, of parameters of mixtures."""
         channels = latents.shape[-1]
         return -Mixture.of(params.float(), channels).log_prob(latents.float()) / channels
 
-    def validate_on(self, index: Tensor) -> dict[str, float]:
-        """Nats per number of the average on validation pictures [M], captions given, no guidance."""
-        every = [self.nats(params, latents).flatten() for latents, params in self.predicted(index)]
-        return {"nll": torch.cat(every).mean().item(), **self.baseline}
+
+class DiffusionTask(LatentTask):
+    """A target with a diffusion head."""
+
+    kind = DIFFUSION
+    model: DiffusionTarget
+    average: DiffusionTarget
+
+    def make(self) -> DiffusionTarget:
+        """The target, with first weights."""
+        assert isinstance(self.config, DiffusionConfig)
+        model = DiffusionTarget(self.config, self.vq)
+        init_weights(model)
+        self.normalise(model)
+        return model
+
+    def nats(self, params: Tensor, latents: Tensor) -> Tensor:
+        """The variational bound for as many steps as it draws with, of features; the same noise every time."""
+        generator = torch.Generator().manual_seed(0)
+        steps = self.average.config.denoising_steps
+        return variational_bound(self.average.denoiser, params, latents, steps, generator)
+
+    def cost(self, params: Tensor, latents: Tensor) -> Tensor:
+        """The denoising loss."""
+        return denoising_loss(self.model.denoiser, params, latents, TIMES)
 
 
 def train(
@@ -70,22 +119,24 @@ def train(
     options: TrainingOptions,
     crops: int = 2,
     limit: int | None = None,
-    components: int = 16,
+    diffusion: bool = False,
+    **head: int,
 ) -> bool:
-    """Train `model/target` on the latents of `data`; False if interrupted. As `target.train`. InputError."""
+    """Train `model/target` on the latents of `data`; False if interrupted. As `target.train`. InputError.
+
+    diffusion: whether it has a diffusion head instead of a mixture. head: `components` of a mixture, or
+    `denoising_steps`, `denoiser_width` and `denoiser_blocks` of a diffusion head.
+    """
     check_shape(shape)
     if settings.corrupt:
         raise InputError(
-            f"corrupt {settings.corrupt} replaces codes, and --head mixture reads latents: leave it out."
+            f"corrupt {settings.corrupt} replaces codes, and this head reads latents: leave it out."
         )
-    if components < 1:
-        raise InputError(f"components {components} must be at least 1.")
+    kind, task = (DiffusionConfig, DiffusionTask) if diffusion else (ContinuousConfig, ContinuousTask)
+    for name, value in head.items():
+        checked(name.replace("_", " "), value, hints(kind)[name])
     kl = read_kl(tokenizer_of(model))
     codes = read_codes(data, model, crops, options.device, limit)
-    config = ContinuousConfig(
-        **{"slots": 8, **shape, **vocabulary(codes, shape.get("slots", 8))},
-        grid=kl.config.grid,
-        channels=kl.config.dim,
-        components=components,
-    )
-    return run(ContinuousTask(config, settings, codes, kl, options.device), options)
+    fields = {"slots": 8, **shape, **vocabulary(codes, shape.get("slots", 8)), **head}
+    fields |= {"grid": kl.config.grid, "channels": kl.config.dim}
+    return run(task(kind(**fields), settings, codes, kl, options.device), options)

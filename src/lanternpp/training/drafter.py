@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.drafters.base import mark
-from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.drafters.eagle import EagleDrafter
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
@@ -133,9 +133,9 @@ class DrafterTask(Task):
 
     def begin(self, layers: int) -> EagleDrafter:
         """A drafter to train, and its config."""
-        shape = self.target.decoder.config
-        self.config = EagleConfig.like(shape, layers)
-        drafter = EagleDrafter(self.config, self.target.decoder.rotary_table)
+        shape, kind = self.target.decoder.config, self.laws.drafter
+        self.config = kind.config_class.like(shape, layers, **self.laws.fields)
+        drafter = kind(self.config, self.target.decoder.rotary_table)
         if self.hparams.inherit:
             drafter.inherit(self.target)
         return drafter
@@ -176,15 +176,16 @@ class DrafterTask(Task):
         with torch.no_grad():
             next_inputs, features = drafter_inputs(self.target, prompts, rows(codes), start, known)
             noise = (torch.rand_like(features, dtype=torch.float32) - 0.5) * self.hparams.noise
-            true_features = features[:, prompts.shape[1] :]
-            logits = merge(self.target.head(true_features))
+            true_features, points = features[:, prompts.shape[1] :], self.laws.points(codes[:, 1:])
+            logits = merge(self.laws.head(self.target, self.target, true_features, points))
         mask, first = causal_mask(start, next_inputs.shape[1]), prompts.shape[1]
         inputs = (features + noise)[:, :-1].to(features.dtype)
         costs = []
         for skipped in range(self.hparams.rounds):
             every = self.model.forward_sequence(next_inputs, inputs, mask)
             predicted, true = every[:, first - 1 + skipped :], true_features[:, skipped:]
-            distribution = self.laws.loss(merge(self.target.head(predicted)), logits[:, skipped:])
+            guesses = self.laws.head(self.target, self.model, predicted, points[:, skipped:])
+            distribution = self.laws.loss(merge(guesses), logits[:, skipped:])
             costs.append(torch.stack((F.smooth_l1_loss(predicted.float(), true.float()), distribution)))
             inputs = torch.cat((features[:, :first], every[:, first - 1 : -1].to(features.dtype)), 1)
         feature, distribution = torch.stack(costs).mean(0)
@@ -218,9 +219,10 @@ class DrafterTask(Task):
                 own_features = torch.cat((features[:, :first], predicted[:, first - 1 : -1]), 1)
                 second_features = self.average.forward_sequence(next_inputs, own_features, mask)[:, first:]
                 predicted, true_features = predicted[:, first - 1 :], features[:, first:]
-                target_logits, logits, second = (
-                    self.target.head(x) for x in (true_features, predicted, second_features)
-                )
+                points, own = laws.points(codes[:count, 1:]), (self.target, self.average)
+                target_logits = laws.head(self.target, self.target, true_features, points)
+                logits = laws.head(*own, predicted, points)
+                second = laws.head(*own, second_features, points[:, 1:])
             p, q, q2 = (guidance.merge(x) for x in (target_logits, logits, second))
             accepted = laws.acceptance(q, p)
             figures = {
@@ -256,7 +258,7 @@ class DrafterTask(Task):
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The averaged drafter."""
         return {
-            "kind": "eagle",
+            "kind": self.laws.kind,
             **self.config.flat(),
             "target": mark(self.target),
         }, self.average.state_dict()

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lanternpp.continuous.denoiser import noisy
+from lanternpp.continuous.diffusion import DRAFTER, DiffusionDrafter, DiffusionTarget
 from lanternpp.continuous.mixture import Mixture, MixtureGuidance
+from lanternpp.drafters.eagle import EagleDrafter
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
 from lanternpp.targets.base import Target
@@ -19,6 +22,9 @@ LOSSES: dict[str, Any] = {
     "lk": losses.lk_loss,
     "both": losses.cross_entropy_and_lk,
 }
+TIMES = (
+    4  # at which diffusion heads are compared at every place, the last of which is that of their last step
+)
 SAMPLES = 4  # latents drawn from the target at every place, by which integrals are estimated
 
 
@@ -26,13 +32,26 @@ class CodeLaws:
     """Distributions over codes, given by logits [..., V]."""
 
     tree = "eagle-25"  # on which acceptance is measured
+    kind = "eagle"  # of the drafter that is trained
+    drafter: type[EagleDrafter] = EagleDrafter
 
     def __init__(self, name: str):
         self.name = name
+        self.fields: dict[str, Any] = {}  # of the drafter's config, besides its decoder's
 
     def guidance(self, scale: float) -> Guidance:
         """Classifier-free guidance of this scale."""
         return Guidance(scale)
+
+    def points(self, codes: Tensor) -> Tensor:
+        """Where the laws of codes [B, n, ...] are compared, [B, n, ...]; here nowhere in particular."""
+        return codes
+
+    def head(
+        self, target: Target, network: Target | EagleDrafter, features: Tensor, points: Tensor
+    ) -> Tensor:
+        """Features [R, n, D] that a target or its drafter predicts -> their laws, [R, n, P]; points [B, n, ...]."""
+        return target.head(features)
 
     def loss(self, q: Tensor, p: Tensor) -> Tensor:
         """The loss on the drafter's q beside the target's p, of those in `LOSSES`."""
@@ -95,6 +114,57 @@ class LatentLaws(CodeLaws):
         return (first == second).double().mean()
 
 
+class DiffusionLaws(LatentLaws):
+    """What diffusion heads predict of the same noisy latents: a Gaussian of v for each, kept like the components of a mixture."""
+
+    kind = DRAFTER
+    drafter = DiffusionDrafter
+
+    def __init__(self, name: str, channels: int, steps: int):
+        super().__init__(name, channels)
+        self.steps, self.fields = steps, {"channels": channels}
+
+    def points(self, codes: Tensor) -> Tensor:
+        """Times and the latents with noise in them, [B, n, TIMES, 1 + C]."""
+        clean = codes.float()[:, :, None].expand(-1, -1, TIMES, -1)
+        t = torch.rand(clean.shape[:-1], device=clean.device)
+        t = torch.where(torch.arange(TIMES, device=t.device) == TIMES - 1, 1 / self.steps, t)[..., None]
+        return torch.cat((t, noisy(clean, torch.randn_like(clean), t)[0]), -1)
+
+    def head(
+        self, target: Target, network: Target | EagleDrafter, features: Tensor, points: Tensor
+    ) -> Tensor:
+        """The Gaussians of v by the network's own head, [R, n, TIMES (1 + 2 C)]."""
+        assert isinstance(network, DiffusionTarget | DiffusionDrafter)
+        points = points.repeat(len(features) // len(points), 1, 1, 1)
+        conditions = network.denoiser.conditions(features)[..., None, :]
+        v, log_std = network.denoiser(points[..., 1:], points[..., 0], conditions)
+        return torch.cat((torch.zeros_like(v[..., 0]), v.flatten(-2), log_std.flatten(-2)), -1)
+
+    def soft_cross_entropy(self, q: Tensor, p: Tensor) -> Tensor:
+        """Nats a number that q lies from p: the mean divergence of their Gaussians."""
+        own, other = (Mixture.of(law.float(), self.channels) for law in (p, q))
+        spread = (2 * own.log_std).exp() + (own.mean - other.mean).square()
+        return (other.log_std - own.log_std + (spread * (-2 * other.log_std).exp() - 1) / 2).mean()
+
+    def acceptance(self, q: Tensor, p: Tensor) -> Tensor:
+        """The chance that a draft is kept if both trajectories come to the same place before their last step."""
+        last = [
+            torch.cat(
+                (torch.zeros_like(law.log_weight[..., :1]), law.mean[..., -1, :], law.log_std[..., -1, :]), -1
+            )
+            for law in (Mixture.of(x, self.channels) for x in (q, p))
+        ]
+        return super().acceptance(*last)
+
+    def agreement(self, q: Tensor, p: Tensor) -> Tensor:
+        """The share of the variance of the target's v that the drafter's explains."""
+        own, other = (Mixture.of(x, self.channels).mean for x in (p, q))
+        return 1 - (own - other).square().mean() / own.var()
+
+
 def laws_of(target: Target, name: str) -> CodeLaws:
     """Those of what a target predicts, with a loss of `LOSSES`. InputError where there is no such loss."""
+    if isinstance(target, DiffusionTarget):
+        return DiffusionLaws(name, target.channels, target.config.denoising_steps)
     return LatentLaws(name, target.channels) if target.channels else CodeLaws(name)

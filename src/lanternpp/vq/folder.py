@@ -21,7 +21,7 @@ def read_vq(folder: Path, dtype: torch.dtype = torch.float32) -> VQ:
     found = read_tokenizer(folder, dtype)
     if not isinstance(found, VQ):
         raise InputError(
-            f"{folder} is a tokenizer of continuous latents and has no codes: a target over it has --head mixture."
+            f"{folder} is a tokenizer of continuous latents and has no codes: a target over it has --head mixture or diffusion."
         )
     return found
 

@@ -1,0 +1,222 @@
+"""Latents of a diffusion head: its law, drafts along the same noise, what is published and is not exact, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from latents import eagle, energies, first_latents, same_in_any_batch, tiny
+from laws import chi_square
+from torch import Tensor
+
+from lanternpp.accept.base import Acceptance
+from lanternpp.accept.cspd import Cspd
+from lanternpp.accept.exact import Exact
+from lanternpp.continuous import trajectories
+from lanternpp.continuous.denoiser import Denoiser, denoising_loss, variational_bound
+from lanternpp.continuous.diffusion import DiffusionDrafter, DiffusionSampling, DiffusionTarget
+from lanternpp.continuous.engine import LatentEngine, engine_for
+from lanternpp.continuous.target import ContinuousTarget
+from lanternpp.continuous.trajectories import verify_trajectories
+from lanternpp.continuous.verify import draw_beyond
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.sampling import Sampling
+from lanternpp.errors import InputError
+from lanternpp.proposers.no_draft import NoDraft
+from lanternpp.proposers.tree import TreeProposer
+from lanternpp.trees import build_tree
+from lanternpp.trees.chain import chain_tree
+from lanternpp.types import Draft, Verdict
+
+DRAWS, STEPS = 60_000, 4
+EDGES = torch.linspace(-2.5, 3.5, 61, dtype=torch.float64)
+P, Q = (
+    torch.tensor(law, dtype=torch.float64) for law in ((0.4, 0.7), (0.3, 0.9))
+)  # mean, standard deviation
+
+
+class GaussianHead(Denoiser):
+    """The exact head of a Gaussian, whose mean and standard deviation are its features."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 1, 1, 1)
+
+    def conditions(self, features: Tensor) -> Tensor:
+        return features
+
+    def forward(self, x: Tensor, t: Tensor, conditions: Tensor) -> tuple[Tensor, Tensor]:
+        mean, std = conditions[..., :1], conditions[..., 1:]
+        angle = t[..., None] * torch.pi / 2
+        a, b = angle.cos(), angle.sin()
+        spread = (a * std).square() + b.square()  # the variance of x
+        v = a * b * (1 - std.square()) / spread * (x - a * mean) - b * mean
+        return v, (std.log() - spread.log() / 2).expand_as(v)
+
+
+def sampling(steps: int = STEPS, temperature: float = 1.0) -> DiffusionSampling:
+    return DiffusionSampling(temperature, 0, 1.0, 1, steps, denoiser=GaussianHead().double())
+
+
+def noise(draws: int = DRAWS) -> Noise:
+    return Noise(torch.arange(draws), torch.ones(draws, dtype=torch.int64))
+
+
+def p_value(drawn: Tensor, law: Tensor = P) -> float:
+    """How well latents [n] agree with a Gaussian."""
+    z = (EDGES - law[0]) / law[1]
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    cells = torch.cat((ends[:1], torch.special.ndtr(z), ends[1:])).diff()
+    return chi_square(torch.bincount(torch.bucketize(drawn.double(), EDGES), minlength=62), cells)
+
+
+def verified(
+    p: Tensor, q: Tensor, rule: Acceptance | None = None, aligned: bool = True, depth: int = 1
+) -> Verdict:
+    """DRAWS chains of latents drawn under q and verified against p."""
+    head, law = sampling(), q.expand(DRAWS, 1, -1)
+    drafted = [head.children(law, 1, noise(), Noise.DRAFT + level)[:, 0] for level in range(depth)]
+    codes = torch.cat((torch.zeros(DRAWS, 1, 1), *drafted), 1)
+    draft = Draft(chain_tree(DRAWS, depth, codes.device), codes, law.expand(-1, depth + 1, -1))
+    laws = p.expand(DRAWS, depth + 1, -1)
+    return verify_trajectories(draft, laws, head, rule or Exact(), noise(), drafter=head, aligned=aligned)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8])
+def test_any_number_of_steps_draws_from_a_gaussian_exactly(steps: int) -> None:
+    drawn = sampling(steps).children(P.expand(DRAWS, 1, -1), 1, noise(), Noise.DRAFT)[:, 0, 0, 0]
+    assert p_value(drawn) > 1e-3
+    assert p_value(drawn, Q) < 1e-12  # the test can tell the two apart
+
+
+def test_temperature_narrows_every_step() -> None:
+    law, warm = P.expand(20_000, 1, -1), noise(20_000)
+    one, cool = (sampling(1, t).children(law, 1, warm, Noise.DRAFT).std().item() for t in (1.0, 0.5))
+    assert one == pytest.approx(0.7, abs=0.02) and cool == pytest.approx(one / 2, rel=1e-5)
+
+
+def test_guidance_goes_from_the_unconditional_prediction_through_the_conditional_one() -> None:
+    both = torch.tensor(
+        [0.5, 0.6, 0.2, 0.6], dtype=torch.float64
+    )  # the same width, so that v is linear in the mean
+    guided = DiffusionSampling(1.0, 0, 1.0, 1, STEPS, 2.0, denoiser=GaussianHead().double())
+    drawn = guided.children(both.expand(100, 1, -1), 1, noise(100), Noise.DRAFT)
+    plain = sampling().children(
+        torch.tensor([0.8, 0.6]).double().expand(100, 1, -1), 1, noise(100), Noise.DRAFT
+    )
+    assert torch.allclose(drawn, plain, atol=1e-6)
+
+
+def test_a_draft_leaves_the_law_of_the_target_and_alignment_keeps_more_of_it() -> None:
+    together, apart = verified(P, Q), verified(P, Q, aligned=False)
+    for verdict in (together, apart):
+        assert p_value(verdict.next_codes[:, 0, 0]) > 1e-3
+    kept, without = ((verdict.kept == 2).double().mean().item() for verdict in (together, apart))
+    assert kept > without + 0.1
+
+
+def test_the_law_of_the_latent_behind_a_draft_that_is_kept() -> None:
+    verdict = verified(P, P, depth=2)
+    assert verdict.kept.min() == 3  # the drafter is the target
+    assert p_value(verdict.bonus[:, 0]) > 1e-3
+
+
+def test_the_published_rule_keeps_more_and_has_another_law() -> None:
+    exact, published = verified(P, Q), verified(P, Q, Cspd())
+    assert (published.kept == 2).double().mean() > (exact.kept == 2).double().mean() + 0.05
+    assert p_value(published.next_codes[:, 0, 0]) < 1e-12
+    assert verified(P, P, Cspd()).kept.min() == 2
+
+
+def fresh(p: Tensor, q: Tensor, refused: Tensor, noise: Noise, channels: int) -> Tensor:
+    """The wrong residual: the target's last step."""
+    return draw_beyond(p, q, torch.zeros_like(refused), noise, channels)
+
+
+def test_a_wrong_residual_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trajectories, "draw_beyond", fresh)
+    assert p_value(verified(P, Q).next_codes[:, 0, 0]) < 1e-12
+
+
+def test_a_head_learns_a_law_of_two_modes() -> None:
+    torch.manual_seed(0)
+    head, weight, mean, std = Denoiser(2, 1, 48, 2), 0.6, torch.tensor([-1.0, 1.2]), torch.tensor([0.4, 0.3])
+    optimizer = torch.optim.AdamW(head.parameters(), 3e-3, weight_decay=0)
+    features = torch.zeros(256, 2)
+
+    def real(count: int) -> Tensor:
+        mode = (torch.rand(count) > weight).long()
+        return (mean[mode] + std[mode] * torch.randn(count))[:, None]
+
+    for step in range(250):
+        optimizer.param_groups[0]["lr"] = 3e-3 * (1 - step / 250)
+        optimizer.zero_grad()
+        denoising_loss(head, features, real(256), 4).mean().backward()
+        optimizer.step()
+    head.requires_grad_(False)
+    law = DiffusionSampling(1.0, 0, 1.0, 1, 12, denoiser=head)
+    drawn = law.children(torch.zeros(20_000, 1, 2), 1, noise(20_000), Noise.DRAFT).flatten().sort().values
+    shares = torch.tensor([weight, 1 - weight])
+    true = (torch.special.ndtr((drawn[:, None] - mean) / std) * shares).sum(1)
+    assert (true - (torch.arange(20_000) + 0.5) / 20_000).abs().max() < 0.05
+    held = real(4000)
+    nats = (
+        -(shares * torch.exp(-((held - mean) / std).square() / 2) / std / (2 * torch.pi) ** 0.5).sum(1).log()
+    )
+    bound = variational_bound(head, torch.zeros(4000, 2), held, 12, torch.Generator().manual_seed(0))
+    assert nats.mean() - 0.02 < bound.mean() < nats.mean() + 0.15  # one Gaussian: 0.5 above
+
+
+def diffusion(steps: int = 3) -> DiffusionTarget:
+    target = tiny(DiffusionTarget, "denoiser", denoiser_width=16, denoiser_blocks=1, denoising_steps=steps)
+    for weight in target.denoiser.parameters():
+        weight.data /= 2
+    return target
+
+
+def own_drafter(target: DiffusionTarget) -> DiffusionDrafter:
+    drafter = eagle(target, DiffusionDrafter, channels=2, denoiser_width=8)
+    for weight in drafter.denoiser.parameters():
+        weight.data.normal_(std=0.1)
+    assert isinstance(drafter, DiffusionDrafter)
+    return drafter
+
+
+def diffusion_for(target: DiffusionTarget, batch: int, tree: str | None) -> LatentEngine:
+    proposer = TreeProposer(own_drafter(target), build_tree(tree)) if tree else NoDraft()
+    made = engine_for(target, proposer, Exact(), Sampling(0.9), Guidance(2.0), batch)
+    assert isinstance(made, LatentEngine)
+    return made
+
+
+def test_drafted_pictures_follow_the_law_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = diffusion(2)
+
+    def drawn(tree: str | None, first: int) -> Tensor:
+        return first_latents(diffusion_for(target, 900, tree), first)
+
+    plain = drawn(None, 0)
+    found, chance = energies(plain, drawn("chain-2", 10_000))
+    assert found < chance[-2]
+    monkeypatch.setattr(trajectories, "draw_beyond", fresh)
+    found, chance = energies(plain, drawn("chain-2", 10_000))
+    assert found > chance[-1] > 0
+
+
+@pytest.mark.parametrize("tree", [None, "chain-2"])
+def test_a_picture_does_not_depend_on_its_batch(tree: str | None) -> None:
+    target = diffusion()
+    assert same_in_any_batch(lambda batch: diffusion_for(target, batch, tree))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    target, mixture = diffusion(), tiny(ContinuousTarget, "latent_out", components=3)
+    tree, rest = build_tree("chain-2"), (Sampling(), Guidance(), 1)
+    with pytest.raises(InputError, match="has no diffusion head"):
+        engine_for(target, TreeProposer(eagle(target), tree), Exact(), *rest)
+    with pytest.raises(InputError, match="of 3 channels and the target of 2"):
+        wrong = eagle(target, DiffusionDrafter, channels=3)
+        engine_for(target, TreeProposer(wrong, tree), Exact(), *rest)
+    with pytest.raises(InputError, match=r"--accept exact$"):
+        engine_for(mixture, TreeProposer(eagle(mixture), tree), Cspd(), *rest)
+    with pytest.raises(InputError, match="temperature 0"):
+        engine_for(target, NoDraft(), Exact(), Sampling(0), Guidance(), 1)
