@@ -182,3 +182,10 @@ def test_a_compiler_that_is_missing_is_named(pipe: Pipeline, monkeypatch: pytest
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(InputError, match=r"needs a C\+\+ compiler and none is installed"):
         pipe("a tulip", compile=True)
+
+
+def test_the_pass_of_a_training_is_one_graph():
+    codes = torch.arange(32).view(2, 16) % TARGET.vocab
+    prompt = TARGET.prompt(["a", "bcd"], 1).embeds
+    traced = torch.compile(TARGET.forward_sequence, fullgraph=True, backend="eager")
+    assert torch.allclose(traced(prompt, codes), TARGET.forward_sequence(prompt, codes), atol=1e-10)

@@ -32,7 +32,7 @@ def test_steps_are_compiled_at_every_size_for_the_method_and_plain_decoding(
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     args = ["--model", model, "--device", "cpu", "--compile", "--method", "parallel", "--tree", "chain-2"]
     outcome = run("warm", *args, "--batch-sizes", "1,2")
-    assert outcome.code == 0 and outcome.err == ""
+    assert outcome.code == 0 and "not compiled" not in outcome.err
     steps = [line for line in outcome.out.splitlines() if line.startswith("steps of ")]
     kept = f"in {tmp_path / 'made'}"
     assert steps == [f"steps of {m}, {n} at a time: {kept}" for n in (1, 2) for m in ("ar", "parallel")]
