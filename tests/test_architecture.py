@@ -40,6 +40,7 @@ LIBRARY |= {
     "runlog",
     "keywords",
     "loaded",
+    "compiled",
     "pixels",
 }
 
@@ -89,6 +90,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "arguments": set(),
     "published": set(),
     "engines": {"engine", "settings"},
+    "compiled": {"engine.decode", "engines", "nn"},
     "picture": {"nn.checkpoints"},
     "pipeline": LIBRARY - {"pipeline", "picture"},
     "inplace": LIBRARY,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import write_model
 
+from lanternpp import compiled
 from lanternpp.evaluation.floor import measure_floors
 from lanternpp.evaluation.speed import parse_methods
 from lanternpp.methods import METHODS
@@ -53,6 +54,16 @@ def test_a_step_does_not_wait_for_the_device(pipe, no_synchronisation, method):
     torch.cuda.set_sync_debug_mode("error")
     made.step()
     torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("method", ["ar", "parallel", "lantern++"])
+def test_compiled_steps_are_cuda_graphs_and_draw_the_same_codes(folder, method, tmp_path, monkeypatch):
+    monkeypatch.setenv(compiled.FOLDER, str(tmp_path))
+    pipe = Pipeline.from_pretrained(folder, device="cuda", dtype="float64")
+    drawn = [pipe(PROMPTS, seed=3, method=method, batch_size=2, compile=flag).codes for flag in (False, True)]
+    assert torch.equal(*drawn)
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+    assert pipe.warm(pipe.settings(method)) == [] and pipe.is_warm(pipe.settings(method))
 
 
 def test_the_floor_of_a_step_is_below_it(pipe):

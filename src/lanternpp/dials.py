@@ -72,7 +72,7 @@ class Dial:
 _ROWS = (
     Dial("batch_size", int, ENGINE, "Pictures drawn at once; default: all of them, at most 8 (compare: one).",
          default=1, low=1),
-    Dial("compile", bool, ENGINE, "Compile the passes (torch.compile); takes minutes before the first picture.",
+    Dial("compile", bool, ENGINE, "Compile the steps (torch.compile), which the first picture waits for; on a GPU the default once `warm` has.",
          default=False),
     Dial("proposer", str, PARTS, "What drafts, in place of the method's proposer.", metavar="NAME",
          choices=("nothing", "tree", "parallel", "independent", "jacobi")),

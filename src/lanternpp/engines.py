@@ -63,9 +63,14 @@ class EngineCache:
 
 
 def tensor_bytes(*held: object) -> int:
-    """Bytes of the tensors that objects of ours hold, directly or not. Networks are left out, shared memory counts once."""
+    """Bytes of the tensors that objects of ours hold, as `tensors` gives them; shared memory counts once."""
+    storages = (tensor.untyped_storage() for tensor in tensors(*held))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def tensors(*held: object) -> Iterator[Tensor]:
+    """The tensors that objects of ours hold, directly or not. Networks are left out."""
     seen: set[int] = set()
-    storages: dict[int, int] = {}
     todo = list(held)
     while todo:
         thing = todo.pop()
@@ -73,8 +78,7 @@ def tensor_bytes(*held: object) -> int:
             continue
         seen.add(id(thing))
         if isinstance(thing, Tensor):
-            storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            yield thing
         elif isinstance(thing, dict):
             todo += thing.values()
         elif isinstance(thing, list | tuple):
@@ -83,4 +87,3 @@ def tensor_bytes(*held: object) -> int:
             todo += [getattr(thing, each.name) for each in dataclasses.fields(thing)]
         elif hasattr(thing, "__dict__"):
             todo += vars(thing).values()
-    return sum(storages.values())

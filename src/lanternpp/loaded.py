@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -14,6 +15,7 @@ from torch import Tensor
 from lanternpp import arguments
 from lanternpp.accept import RULES
 from lanternpp.accept.base import check_relax
+from lanternpp.compiled import check_compiler, compile_steps, compiled_folder, warm_up
 from lanternpp.continuous.engine import engine_for
 from lanternpp.default_method import Chosen, choose
 from lanternpp.devices import INT8, pick_device, pick_dtype
@@ -26,6 +28,7 @@ from lanternpp.errors import InputError
 from lanternpp.keywords import PictureDials, listing
 from lanternpp.methods import AUTO
 from lanternpp.models import MODELS, Model, model_folder, read_defaults
+from lanternpp.nn.checkpoints import digest, write_text
 from lanternpp.nn.draws import native_laws, native_stops
 from lanternpp.nn.int8 import Effect
 from lanternpp.nn.trees import native_sampling, native_tree_stops, native_walk
@@ -56,7 +59,7 @@ class LoadedModel:
         self.tuned = Tuned.read(model.folder, model.other) if tuned else None
         self.defaults = read_defaults(model.folder) or dict(model.target.defaults)
         self.target = model.target
-        self._models = {False: model}  # compiled or not
+        self._models = {False: model}  # by whether their weights are unpacked, to be compiled on a CPU
         self._lock = threading.RLock()  # held while a call draws; its progress may call again
         self._engines = EngineCache(self.new_engine, engine_bytes)
 
@@ -204,7 +207,9 @@ class LoadedModel:
             return self._new_engine(settings)
 
     def _new_engine(self, settings: Settings) -> Engine:
-        model = self._model(settings.compile)
+        if settings.compile:
+            check_compiler(self.device)
+        model = self._model(settings.compile and self.device.type == "cpu")
         proposer = build_proposer(settings, model.network)
         rule = build_rule(settings, self.table, native_laws)
         if type(rule) not in RULES.values():
@@ -215,13 +220,38 @@ class LoadedModel:
         codes = not model.target.channels
         kernels = Kernels(native_walk(), native_stops(), native_tree_stops()) if codes else None
         verifier = build_verifier(settings, kernels)
-        return engine_for(*parts, settings.batch_size, settings.measure, verifier)
+        engine = engine_for(*parts, settings.batch_size, settings.measure, verifier)
+        if settings.compile:
+            compile_steps(engine)
+        return engine
 
-    def _model(self, compiled: bool) -> Model:
-        """The networks, compiled or not; the compiled ones are read when first asked for."""
-        if compiled not in self._models:
-            self._models[compiled] = self._models[False].changed(compiled=True)
-        return self._models[compiled]
+    def _model(self, unpacked: bool) -> Model:
+        """The networks, their weights unpacked or not; unpacked ones are read when first asked for."""
+        if unpacked not in self._models:
+            self._models[unpacked] = self._models[False].changed(packed=False)
+        return self._models[unpacked]
+
+    def warm(self, settings: Settings) -> list[str]:
+        """Compile the steps of these settings, for this process and later ones; the parts that could not be compiled.
+
+        On a GPU, calls that leave `compile` out are compiled from then on where all parts are.
+        """
+        with self._lock:
+            settings = replace(settings, compile=True)
+            failed = warm_up(self.new_engine(settings))
+            if not failed:
+                write_text(self._mark(settings), json.dumps(self.describe(settings), default=str) + "\n")
+        return failed
+
+    def is_warm(self, settings: Settings) -> bool:
+        """Whether `warm` has compiled these settings, on a GPU; on a CPU the passes in C are faster than what it compiles."""
+        return self.device.type == "cuda" and self._mark(settings).is_file()
+
+    def _mark(self, settings: Settings) -> Path:
+        """The file that says that these settings are compiled for this device by this version of torch."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        parts = (torch.__version__, name, self.dtype, self.weights, str(replace(settings, compile=True)))
+        return compiled_folder() / f"warm-{digest(parts)}.json"
 
     def table(self, k: int) -> Tensor:
         """The k nearest codes of every code, [V, k]; InputError where the family has no codebook table."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -151,8 +149,8 @@ class _Defaults:
 class Model:
     """The networks of a model folder on a device, for inference.
 
-    Plain, their weights are packed for passes over few rows; compiled, they go through torch.compile, which
-    chooses its own weight layout. `drafter` names a folder whose network drafts in place of the model's own;
+    Their weights are packed for passes over few rows, on a CPU; where they are not `packed` they can be compiled, as
+    torch.compile chooses its own layout. `drafter` names a folder whose network drafts in place of the model's own;
     `size`, as "768x512", is for families that draw more than one. `int8`: the target's weights are kept in 8 bits,
     and `effect` is what that did to its logits.
     """
@@ -163,19 +161,17 @@ class Model:
         drafter: str | None,
         device: torch.device,
         dtype: torch.dtype,
-        compiled: bool = False,
+        packed: bool = True,
         size: str | None = None,
         int8: bool = False,
     ):
-        self.folder, self.device, self.dtype, self.compiled = folder, device, dtype, compiled
+        self.folder, self.device, self.dtype, self.packed = folder, device, dtype, packed
         self.size, self.int8 = size, int8
         self.effect: Effect | None = None
         if int8:
             require()
         self.other = model_folder(drafter) if drafter else None
         self._drafters: dict[str, Drafter] = {}
-        if compiled:
-            check_compiler(device)
 
     @classmethod
     def of(cls, target: Target, folder: Path, drafter: str | None = None) -> Model:
@@ -187,7 +183,7 @@ class Model:
 
     def changed(self, **changes: Any) -> Model:
         """The same files, to be read with some other arguments of `Model`."""
-        given = {name: getattr(self, name) for name in ("device", "dtype", "compiled", "size", "int8")}
+        given = {name: getattr(self, name) for name in ("device", "dtype", "packed", "size", "int8")}
         other = Model(self.folder, None, **{**given, **changes})
         other.other = self.other
         return other
@@ -217,9 +213,7 @@ class Model:
         target.eval().requires_grad_(False)
         if int8:
             self.effect = in_eight_bits(target)
-        if self.compiled:
-            target.compile(dynamic=False)
-        else:
+        if self.packed:
             target.native_head = native_head(target.head_weights)
             target.pack()
         return target
@@ -253,9 +247,7 @@ class Model:
         source = Source.open(inside if inside.is_dir() else folder)
         drafter = recognised("drafter", source, DRAFTERS).read(source, self.target, self.dtype)
         drafter.eval().requires_grad_(False).to(self.device)
-        if self.compiled:
-            drafter.compile(dynamic=False)
-        else:
+        if self.packed:
             drafter.pack(self.target)
         return drafter
 
@@ -275,13 +267,3 @@ def in_eight_bits(target: Target) -> Effect:
     quantise(target.decoder)
     after = target.head(target.forward_sequence(prompt, codes))
     return compared(before, after, (size, weight_bytes(target.decoder)))
-
-
-def check_compiler(device: torch.device) -> None:
-    """InputError where torch.compile lacks a C++ compiler; raises its recompile limit to all shapes of a step."""
-    compiler = os.environ.get("CXX", "g++")
-    if device.type == "cpu" and not any(map(shutil.which, (compiler, "g++", "clang++"))):
-        raise InputError(
-            "--compile needs a C++ compiler and none is installed; install g++ or use --no-compile"
-        )
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)

@@ -182,6 +182,8 @@ class Pipeline(LoadedModel):
         seeds = arguments.seeds(seed, generator, len(prompts), n)
         given: dict[str, Any] = {k: v for k, v in dials.items() if v is not None}
         settings = self.settings(method, **{"batch_size": min(len(seeds), 8)} | given)
+        if "compile" not in given and self.is_warm(settings):
+            settings = replace(settings, compile=True)
         with self._lock:
             for one in dict.fromkeys(prompts):
                 self.target.check(one)  # raise errors of all prompts before drawing any

@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+
+def on_host(x: Tensor) -> bool:
+    """Whether Python can look at the values of a tensor at no cost: on a CPU, but for the tracing of a graph."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,8 +140,7 @@ def test_the_parts_add_up_to_the_step_for_every_method_and_batch_size(pipe):
 
 
 def test_of_a_compiled_step_the_parts_are_those_of_the_one_that_is_not(pipe, monkeypatch):
-    monkeypatch.setattr("lanternpp.models.check_compiler", lambda device: None)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
+    monkeypatch.setattr("lanternpp.loaded.compile_steps", lambda engine: None)
     recorded, timed = [], []
     record, step = floor.RecordedStep, TimedEngine.step
     monkeypatch.setattr(floor, "RecordedStep", lambda made: recorded.append(made.target) or record(made))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.errors import InputError
+from lanternpp.types import on_host
 
 RESIDUALS = ("paper", "optimal")
 
@@ -218,7 +219,7 @@ def candidate_codes(q: Tensor, each: int, most: int = 1 << 22) -> tuple[Tensor, 
 
     On a CPU the codes with q > 0 in some row; on other devices all codes, which needs no transfer to the host.
     """
-    if q.device.type == "cpu":
+    if on_host(q):
         codes = (q > 0).flatten(0, -2).any(0).nonzero()[:, 0]
     else:
         codes = torch.arange(q.shape[-1], device=q.device)

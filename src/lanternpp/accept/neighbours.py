@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.accept.base import DecayingAcceptance, Lending, check_nu, wants_optimal
+from lanternpp.types import on_host
 
 FIRST = 16  # nearest neighbours that are summed for all codes together
 MORE = 64  # neighbours per chunk after that, for the codes whose budget is not used up
@@ -92,7 +93,7 @@ class NeighbourAcceptance(DecayingAcceptance):
         rows, q = p.flatten(0, -2).T.contiguous(), q.flatten(0, -2).T  # [V, M]: of a neighbour a row is read
         limit = self.budget(p).flatten(0, -2).T.contiguous()
         total, mass_of = torch.zeros_like(rows), rows.clone()
-        if p.device.type != "cpu":
+        if not on_host(p):
             for near in self.table.split(MORE, 1):
                 lent, total = _lend(F.embedding(near, rows), total, limit)  # [V, M]
                 mass_of += lent

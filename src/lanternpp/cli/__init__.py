@@ -28,6 +28,7 @@ from lanternpp.cli import (
     throughput,
     train_drafter,
     tune,
+    warm,
 )
 from lanternpp.cli.terminal import one_line_warnings, say
 from lanternpp.errors import InputError
@@ -54,6 +55,7 @@ app.command("eval")(eval.evaluate)
 app.add_typer(train_drafter.app, name="train")
 app.command()(tune.tune)
 app.command()(throughput.throughput)
+app.command()(warm.warm)
 app.command()(floor.floor)
 app.command()(gpu_report.gpu_report)
 app.command()(serve.serve)

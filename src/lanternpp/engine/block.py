@@ -28,7 +28,7 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import verdict_of
-from lanternpp.types import Draft, Verdict
+from lanternpp.types import Draft, Verdict, on_host
 
 
 class NativeStops(Protocol):
@@ -76,7 +76,7 @@ def verify_block(
 def permitted(q: Tensor, logits: Tensor) -> Tensor:
     """q without the codes that the format forbids, which are never relaxed; q and the target's logits [B, N, V]."""
     forbidden = float("-inf")
-    if logits.device.type == "cpu" and logits.amin() > forbidden:
+    if on_host(logits) and logits.amin() > forbidden:
         return q
     return q.where(logits > forbidden, 0)
 

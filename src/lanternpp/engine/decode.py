@@ -5,7 +5,9 @@ Plain AR is the same loop with an empty tree, so a speed-up divides two runs of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +38,18 @@ class FinishedSample:
     )
 
 
+class Run(Protocol):
+    """Calls a part of a step, as it is or compiled."""
+
+    def __call__(self, part: Callable[..., Any], *args: Any) -> Any:
+        """What part(*args) returns."""
+        ...
+
+
+def _call(part: Callable[..., Any], *args: Any) -> Any:
+    return part(*args)
+
+
 class Engine:
     """Decodes a batch of samples, each of which advances by as many codes per step as its draft had accepted."""
 
@@ -52,6 +66,7 @@ class Engine:
     ):
         like = next(target.parameters())
         self.measure = measure and not rule.lossless
+        self.run: Run = _call  # how the parts of a step are called
         self.drawing = False  # whether `batching.drawing` runs on it
         self.observers: list[Observer] = []
         self.target, self.proposer, self.rule = target, proposer, rule
@@ -109,22 +124,21 @@ class Engine:
     def step(self) -> None:
         """Propose a draft, run the target over all its nodes in one pass, verify it, commit the accepted path."""
         self._next_noise = self._next_noise or self.noise.precomputed(*self.proposer.numbers)[::-1]
-        rows, noise = self.guidance.rows, self._next_noise.pop()
+        noise = self._next_noise.pop()
         self._enter("draft")
-        draft = self.proposer.propose(noise)
+        draft = self.run(self.proposer.propose, noise)
         self._enter("pass")
-        features, logits = self._target_forward(draft)
+        features, logits = self.run(self._target_forward, draft)
         self._enter("verify")
-        verdict = self._verify(draft, logits[:, : draft.codes.shape[1]], noise)
+        verdict = self.run(self._verify, draft, logits, noise)
         output = TargetOutput(draft, features, logits, verdict)
         self._enter("observe")
         for observer in self.observers:
             observer.verified(output, self.count)
         self._enter("rest")
-        self.cache.commit(None if draft.tree.chain else rows(verdict.path), rows(verdict.kept))
-        self._append(verdict)
+        self.run(self._commit, draft, verdict)
         self._enter("draft")
-        self.proposer.observe(output)
+        self.run(self.proposer.observe, output)
         self._enter("rest")
 
     def _target_forward(self, draft: Draft) -> tuple[Tensor, Tensor]:
@@ -147,6 +161,7 @@ class Engine:
 
     def _verify(self, draft: Draft, logits: Tensor, noise: Noise) -> Verdict:
         """The verdict on a draft, cut where the image ends; a finished sample keeps nothing."""
+        logits = logits[:, : draft.codes.shape[1]]  # those of a front are not verified
         verdict = self.verifier(draft, logits, self.sampling, self.rule, noise, self.measure)
         verdict = padded(verdict, self.proposer.depth + 1)
         return replace(verdict, kept=torch.minimum(verdict.kept, self.target.length - self.count))
@@ -180,8 +195,10 @@ class Engine:
         """Which code of the image the logits at nodes of depth [B, N] decide."""
         return (self.count[:, None] + depth).clamp(max=self.target.length - 1)
 
-    def _append(self, verdict: Verdict) -> None:
-        """Append the decided codes; what a finished sample would write falls into the margin of `codes`."""
+    def _commit(self, draft: Draft, verdict: Verdict) -> None:
+        """Keep the accepted path and append its codes; what a finished sample would write falls into the margin of `codes`."""
+        rows = self.guidance.rows
+        self.cache.commit(None if draft.tree.chain else rows(verdict.path), rows(verdict.kept))
         where = self.count[:, None] + self._offsets
         self.codes[self._row, where] = verdict.next_codes
         self.accepted.scatter_(1, self.passes[:, None], verdict.kept[:, None])

@@ -46,7 +46,7 @@ class Noise:
         count = 1
         for n in shape:
             count *= n
-        return self._uniform(torch.tensor([purpose], device=self.seed.device), count).view(
+        return self._uniform(torch.full((1,), purpose, device=self.seed.device), count).view(
             len(self.seed), *shape
         )
 

@@ -24,7 +24,7 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.accept.variation import tv_cost
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
-from lanternpp.types import Draft, Verdict
+from lanternpp.types import Draft, Verdict, on_host
 
 
 class NativeWalk(Protocol):
@@ -77,7 +77,7 @@ def verify(
     if tree.chain and not measure:
         return _verify_chain(draft, logits, sampling, rule, noise)
     batch = torch.arange(len(logits), device=logits.device)
-    early_exit = logits.device.type == "cpu"
+    early_exit = on_host(logits)
     node = torch.zeros_like(batch)
     alive = torch.ones_like(batch, dtype=torch.bool)
     kept, path = torch.ones_like(batch), [node]
@@ -148,7 +148,7 @@ def _verify_chain(
     last = good.view_as(codes).cumprod(1).sum(1)  # [B] the node at which the walk ends
     left, at = p[batch, last], last.clamp(max=depth - 1)
     row = batch * depth + at
-    early_exit, rest = logits.device.type == "cpu", left
+    early_exit, rest = on_host(logits), left
     for level, each in enumerate(rules[:1] if same else rules):
         mine = batch >= 0 if same else at == level
         if early_exit and not mine.any():

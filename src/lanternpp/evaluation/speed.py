@@ -109,7 +109,9 @@ class Race:
     ):
         self.pipe, self.field, self.prompts = pipe, list(field), list(prompts)
         self.n, self.seed, self.measure = n, seed, measure
-        self.overrides_of = {e.label: {"batch_size": 1} | shared | e.overrides for e in field}
+        self.overrides_of = {
+            e.label: {"batch_size": 1, "compile": False} | shared | e.overrides for e in field
+        }
         self.settings = {e.label: pipe.settings(e.method, **self.overrides_of[e.label]) for e in field}
         self.batch = self.settings[BASELINE].batch_size
         if n % self.batch:

@@ -152,23 +152,27 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
         """x [R, N, D], rotation [R, N, 2, 1, d] -> [R, N, D]."""
+        qk, v = self.before_attention(x, rotation)
+        return self.after_attention(x, attend(qk[:, :, : self.heads], qk[:, :, self.heads :], v))
+
+    def before_attention(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+        """x [R, N, D] -> queries and keys, rotated, as one tensor [R, N, H + Hkv, d], and values [R, N, Hkv, d]."""
+        x = x if self.after else self.attention_norm(x)
+        qkv = self.wqkv(x).view(*x.shape[:2], -1, self.head_dim)
+        rotated = self.heads + self.kv_heads
+        return rotate(self.qk_norm(qkv[:, :, :rotated]), rotation), qkv[:, :, rotated:]
+
+    def after_attention(self, x: Tensor, y: Tensor) -> Tensor:
+        """The layer's input x [R, N, D] and what attention returned, y [R, N, H, d] -> [R, N, D]."""
+        mixed = self.wo(y.reshape(*y.shape[:2], -1))
         if self.after:
-            x = x + self._drop(self.attention_norm(self._mix(x, rotation, attend)))
+            x = x + self._drop(self.attention_norm(mixed))
             return x + self._drop(self.ffn_norm(self._feed(x)))
         if self.both:
-            mixed = self._mix(self.attention_norm(x), rotation, attend)
             x = x + self._drop(self.attention_out_norm(mixed))
             return x + self._drop(self.ffn_out_norm(self._feed(self.ffn_norm(x))))
-        x = x + self._drop(self._mix(self.attention_norm(x), rotation, attend))
+        x = x + self._drop(mixed)
         return x + self._drop(self._feed(self.ffn_norm(x)))
-
-    def _mix(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
-        rows, count, _ = x.shape
-        qkv = self.wqkv(x).view(rows, count, -1, self.head_dim)
-        rotated = self.heads + self.kv_heads
-        qk = rotate(self.qk_norm(qkv[:, :, :rotated]), rotation)
-        y = attend(qk[:, :, : self.heads], qk[:, :, self.heads :], qkv[:, :, rotated:])
-        return self.wo(y.reshape(rows, count, -1))
 
     def _feed(self, x: Tensor) -> Tensor:
         gate, up = self.w13(x).chunk(2, -1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.nn.native import COLUMNS, MOST_WEIGHTS, kernels, pad
-from lanternpp.types import Draft
+from lanternpp.types import Draft, on_host
 
 GROUP = 4  # blocks of weights, as in draws.c
 LANES = 16  # codes whose neighbours are summed at once, as in draws.c
@@ -88,7 +88,8 @@ class NativeChain:
 
     def takes(self, features: Tensor) -> bool:
         """Whether it draws guesses from features [B, levels, D]."""
-        return self.active and len(features) <= MOST_PICTURES and features.dtype == torch.bfloat16
+        few = self.active and on_host(features) and len(features) <= MOST_PICTURES
+        return few and features.dtype == torch.bfloat16
 
     def __call__(
         self,
@@ -168,7 +169,7 @@ class NativeStops:
 
 def fits(p: Tensor) -> bool:
     """Whether these probabilities are of the dtype and on the device that the kernels know."""
-    return p.dtype == torch.float32 and p.device.type == "cpu"
+    return p.dtype == torch.float32 and on_host(p)
 
 
 def packed_dense(weight: Tensor, bias: Tensor | None) -> tuple[Dense, list[Tensor]]:

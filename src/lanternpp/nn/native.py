@@ -25,7 +25,7 @@ from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import digest, replacing, user_cache
 from lanternpp.nn.decoder import Block, Decoder
 from lanternpp.nn.int8 import stored_parts
-from lanternpp.types import Nodes
+from lanternpp.types import Nodes, on_host
 
 SOURCES = [Path(__file__).with_name(name) for name in ("decoder.c", "draws.c", "trees.c")]
 SOURCE = SOURCES[-1]  # which includes the others
@@ -103,7 +103,7 @@ class NativeDecoder:
 
     def takes(self, x: Tensor) -> bool:
         """Whether a pass with inputs x [R, N, D] has few enough rows."""
-        return self.active and x.shape[0] * x.shape[1] <= MOST_ROWS
+        return self.active and on_host(x) and x.shape[0] * x.shape[1] <= MOST_ROWS
 
     def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
         """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to kv [L, 2, R, Hkv, S, d].

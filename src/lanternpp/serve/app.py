@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lanternpp.arguments import DrawOptions
@@ -40,10 +40,13 @@ class ServerSpec:
     page: bool = True
 
     def load_model(self) -> Pipeline:
-        """Read the model. Raises InputError, also where the method needs something that the model lacks."""
+        """Read the model, and compile where that is asked for. InputError, also where the method needs what the model lacks."""
         pipe = Pipeline.from_pretrained(**self.options.pretrained)
         check_output(pipe.target)
-        pipe.new_engine(self.config.settings(pipe, None, {}))
+        settings = self.config.settings(pipe, None, {})
+        pipe.new_engine(settings)
+        for power in range(self.slots.bit_length() if settings.compile else 0):
+            pipe.warm(replace(settings, batch_size=1 << power))
         return pipe
 
     def start(self, pipe: Pipeline, notify: Callable[[str], None] = log.info) -> tuple[Batcher, FastAPI]:

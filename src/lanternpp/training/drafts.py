@@ -159,7 +159,8 @@ class DraftMeasure:
     ) -> tuple[Tensor, Tensor]:
         """Drafts, as `proposers.parallel` draws them: codes [B, A, L] and the probability of each, [B, A, L]."""
         u = torch.rand(place.shape, dtype=torch.float64, generator=generator).to(place.device)
-        codes, chances = list[Tensor](), list[Tensor]()
+        codes: list[Tensor] = []
+        chances: list[Tensor] = []
         for level in range(levels.shape[2]):
             here = levels[:, :, level]
             if codes:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.trees.base import Children, Extend, TreeBuilder
-from lanternpp.types import Draft, Frontier, Tree
+from lanternpp.types import Draft, Frontier, Tree, on_host
 
 NEVER = float("-inf")
 
@@ -92,7 +92,7 @@ class DynamicTree(TreeBuilder):
             stop = self.enough(depth, score)
             if stop is not None:
                 score = score.masked_fill(stop[:, None], NEVER)
-                if q.device.type == "cpu" and stop.all():
+                if on_host(q) and stop.all():
                     break
             parent = best // wide  # of the beam above
             number = first + best

@@ -1,0 +1,55 @@
+"""`lanternpp warm`: compile what drawing needs, so that no picture waits for it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import typer
+
+from lanternpp.arguments import DrawOptions
+from lanternpp.cli import options as opt
+from lanternpp.cli.overrides import check, draws, read
+from lanternpp.cli.terminal import say
+from lanternpp.cli.throughput import Sizes, read_sizes
+from lanternpp.dials import ENGINE, SAMPLING, names
+from lanternpp.errors import InputError
+from lanternpp.methods import BASELINE
+
+
+@draws()
+def warm(batch_sizes: Sizes = "1", as_json: opt.Json = False, *, options: DrawOptions) -> None:
+    """Compile what drawing with these options needs, and keep it in the cache, so that no picture waits for it.
+
+    On a CPU: passes and draws in C; with --compile also the steps, by torch.compile. On a GPU: the steps of the method and of
+    plain decoding, which are drawn compiled from then on; without it they are drawn as they are, at once.
+    """
+    sizes = read_sizes(batch_sizes)
+    if "batch_size" in options.overrides:
+        raise InputError("--batch-size would change nothing here; use --batch-sizes")
+    check(options)
+
+    from lanternpp.compiled import compiled_folder
+    from lanternpp.nn import native
+
+    began = time.perf_counter()
+    pipe = read(options)
+    done: list[dict[str, object]] = []
+    if pipe.device.type == "cpu" and (library := native.kernels()) is not None:
+        done.append({"made": "passes and draws in C", "kept": library._name})
+    settings = pipe.settings(options.method, **{"compile": pipe.device.type == "cuda", **options.overrides})
+    plain = pipe.settings(BASELINE, **{name: getattr(settings, name) for name in names(ENGINE, SAMPLING)})
+    for size in sizes if settings.compile else ():
+        for each in dict.fromkeys((plain, settings)):
+            if pipe.warm(replace(each, batch_size=size)):
+                say("warm", f"{each.method} is not compiled whole, so it is drawn as it is")
+            else:
+                made = f"steps of {each.method}, {size} at a time"
+                done.append({"made": made, "kept": str(compiled_folder())})
+    if as_json:
+        typer.echo(json.dumps({"done": done, "seconds": time.perf_counter() - began}))
+        return
+    for one in done:
+        typer.echo(f"{one['made']}: in {one['kept']}")
+    typer.echo(f"ready after {time.perf_counter() - began:.1f} s" if done else "nothing can be compiled here")

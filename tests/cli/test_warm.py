@@ -1,0 +1,49 @@
+"""`lanternpp warm` on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from lanternpp import compiled
+from lanternpp.nn import native
+
+
+def test_on_a_cpu_the_c_code_is_made_and_nothing_else(run, model) -> None:
+    done = json.loads(run("warm", "--model", model, "--device", "cpu", "--json").out)["done"]
+    there = native.kernels()
+    assert [one["kept"] for one in done] == ([] if there is None else [there._name])
+
+
+def test_without_anything_to_compile_it_says_so(run, model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.SWITCH, "0")
+    outcome = run("warm", "--model", model, "--device", "cpu")
+    assert (outcome.code, outcome.out) == (0, "nothing can be compiled here\n")
+
+
+def test_steps_are_compiled_at_every_size_for_the_method_and_plain_decoding(
+    run, model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(compiled.FOLDER, str(tmp_path / "made"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    args = ["--model", model, "--device", "cpu", "--compile", "--method", "parallel", "--tree", "chain-2"]
+    outcome = run("warm", *args, "--batch-sizes", "1,2")
+    assert outcome.code == 0 and "not compiled" not in outcome.err
+    steps = [line for line in outcome.out.splitlines() if line.startswith("steps of ")]
+    kept = f"in {tmp_path / 'made'}"
+    assert steps == [f"steps of {m}, {n} at a time: {kept}" for n in (1, 2) for m in ("ar", "parallel")]
+    marks = [json.loads(path.read_text()) for path in (tmp_path / "made").glob("warm-*.json")]
+    assert sorted((mark["method"], mark["batch_size"], mark["compile"]) for mark in marks) == [
+        *(("ar", n, True) for n in (1, 2)),
+        *(("parallel", n, True) for n in (1, 2)),
+    ]
+    torch._dynamo.reset()
+
+
+def test_a_batch_size_is_refused(run, model) -> None:
+    outcome = run("warm", "--model", model, "--batch-size", 2)
+    assert outcome.code == 2 and "--batch-sizes" in outcome.err
