@@ -20,7 +20,7 @@ from lanternpp.errors import InputError
 
 if TYPE_CHECKING:
     from lanternpp.tuning.budget import Budget, BudgetChoice
-    from lanternpp.tuning.run import TreeTuner, Tuning
+    from lanternpp.tuning.trees import TreeTuner, Tuning
     from lanternpp.tuning.windows import WindowTuner, WindowTuning
 
 VARIATION, FRECHET = 8, 100  # pictures that a budget is measured on
@@ -121,6 +121,7 @@ def tune(
     from lanternpp.settings import resolve
     from lanternpp.tuned import Tuned
     from lanternpp.tuning import run, windows
+    from lanternpp.tuning.trees import TreeTuner
 
     folder, drafter = model_folder(options.model), options.drafter
     chosen, defaults = method_for(options.model, drafter, options.method, options.device)
@@ -140,7 +141,7 @@ def tune(
     output = output or Path("out/tune") / f"{pipe.name}-{method}"
     tuner = windows.tuner_for(pipe, plan, output, restart)
     budget = None
-    if isinstance(tuner, run.TreeTuner):
+    if isinstance(tuner, TreeTuner):
         budget = budget_of(tuner, budget_tv, budget_frechet, budget_pictures)
     result, found = work(tuner, budget, race, budget_tv is not None)
     result |= {"folder": str(output), "auto": chosen.why}

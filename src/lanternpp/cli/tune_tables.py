@@ -10,7 +10,7 @@ import typer
 from lanternpp.cli.tables import show_table
 
 if TYPE_CHECKING:
-    from lanternpp.tuning.run import Tuning
+    from lanternpp.tuning.trees import Tuning
     from lanternpp.tuning.windows import WindowTuning
 
 SHOWN = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -20,7 +20,7 @@ SURE = 20  # children judged, below which an acceptance is mostly a guess
 
 def show(result: Mapping[str, Any], found: Tuning | WindowTuning) -> None:
     """The figures as tables on stdout."""
-    from lanternpp.tuning.run import Tuning
+    from lanternpp.tuning.trees import Tuning
 
     if isinstance(found, Tuning):
         show_search(result, found)

@@ -16,7 +16,7 @@ from lanternpp.methods import BASELINE
 from lanternpp.picture import save_png
 from lanternpp.settings import dials_read
 from lanternpp.tuning.journal import PICTURES
-from lanternpp.tuning.run import TreeTuner, Tuning
+from lanternpp.tuning.trees import TreeTuner, Tuning
 
 if TYPE_CHECKING:
     from lanternpp.evaluation.quality import Quality

@@ -14,7 +14,8 @@ from lanternpp.settings import dials_read
 from lanternpp.trees.search import reaches
 from lanternpp.tuned import CHOSEN
 from lanternpp.tuning.budget import BudgetChoice
-from lanternpp.tuning.run import TUNED, T, Tuner, Tuning
+from lanternpp.tuning.run import TUNED, T, Tuner
+from lanternpp.tuning.trees import Tuning
 
 MEASURED = ("speedup", "codes_per_pass", "seconds_per_image", "efficiency", "tv_spent", "images")
 

@@ -21,7 +21,8 @@ from lanternpp.settings import dials_read
 from lanternpp.trees.shapes import chain
 from lanternpp.tuning.cost import Curve, PictureCosts, rising
 from lanternpp.tuning.probe import Probe
-from lanternpp.tuning.run import TUNED, Progress, TreeTuner, Tuner, TuningOptions, has_window
+from lanternpp.tuning.run import TUNED, Progress, Tuner, TuningOptions, has_window
+from lanternpp.tuning.trees import TreeTuner
 
 SEARCHED: dict[str, tuple[Any, ...]] = {  # in the order in which they are tried, besides the method's own
     "window": (2, 4, 6, 8, 11, 16, 22, 32),
