@@ -13,6 +13,7 @@ from PIL import Image
 from lanternpp import Pipeline
 from lanternpp.methods import METHODS
 from lanternpp.pipeline import Result, Stats
+from lanternpp.targets.base import Target
 
 PROMPT = "a photo of a red tulip"
 
@@ -21,6 +22,7 @@ class FakePipeline:
     """Notes every call; the k-th call of a method takes as long as it is told."""
 
     effect = None
+    target = Target
 
     def __init__(self, seconds: dict[str, list[float]]):
         self.seconds, self.calls, self.turn = seconds, [], {name: count() for name in seconds}

@@ -15,7 +15,7 @@ from PIL import Image
 
 from lanternpp.nn import checkpoints
 from lanternpp.tuning import run as tuning
-from lanternpp.tuning import search
+from lanternpp.tuning import search, trees
 from lanternpp.tuning.journal import LINES
 
 SMALL = ("--prompts", "p.txt", "--nodes", 5, "--depth", 3, "--rounds", 1, "-n", 1, "--dtype", "float32")
@@ -86,7 +86,7 @@ def test_a_stop_loses_at_most_one_measurement(run, own, monkeypatch):
     whole = json.loads(run(*requested).out)
     assert not drawn and whole == again and whole["model"] == first["model"]
     run(*requested, "--restart")
-    assert len(drawn) >= len(lines) - tuning.MAX_REPROBES > 2
+    assert len(drawn) >= len(lines) - trees.MAX_REPROBES > 2
 
 
 def test_a_folder_of_something_else_is_left_alone(run, own):
@@ -209,7 +209,7 @@ def predicting(own) -> Path:
 
 
 def test_a_cut_is_tuned_with_the_chain_and_drawn_with(run, predicting, monkeypatch):
-    monkeypatch.setattr(tuning, "CUT_GAIN", 0.0)  # whatever the machine is doing
+    monkeypatch.setattr(trees, "CUT_GAIN", 0.0)  # whatever the machine is doing
     asked = ("tune", "--model", predicting, *SMALL, "--method", "parallel", "--no-plots", "--json")
     outcome = run(*asked, "-o", "t")
     assert outcome.code == 0, outcome.err

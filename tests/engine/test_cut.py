@@ -203,8 +203,8 @@ def engine(target: ToyTarget, batch: int, cut: float, verifier: Verifier, rule: 
 @pytest.mark.parametrize("verifier", [verify_block, verify])
 def test_an_engine_that_cuts_draws_the_targets_law(verifier: Verifier) -> None:
     target = MarkovTarget(TABLE)
-    loop, lengths = engine(target, 10_000, 0.3, verifier)
-    found = counts(loop, 4, 50_000)
+    loop, lengths = engine(target, 20_000, 0.3, verifier)
+    found = counts(loop, 4, 100_000)
     seen = torch.cat(lengths.seen).bincount(minlength=5)[1:]
     assert (seen[:2] > 500).all() and not seen[2:].any(), (
         "chains of one guess and of two, as three codes are left"
