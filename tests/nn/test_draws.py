@@ -17,11 +17,21 @@ from lanternpp import Pipeline
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
 from lanternpp.accept.neighbours import FIRST, NeighbourAcceptance
+from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.block import stops, verify_block
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling, draw
+from lanternpp.models import Model, model_folder
 from lanternpp.nn import native
-from lanternpp.nn.draws import NativeChain, NativeLaws, NativeStops, native_chain, native_laws, native_stops
+from lanternpp.nn.draws import (
+    NativeChain,
+    NativeLaws,
+    NativeStops,
+    PackedDense,
+    native_chain,
+    native_laws,
+    native_stops,
+)
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.shapes import chain
@@ -63,8 +73,8 @@ class Case:
         self.forbidden: Tensor | None = None
 
     def chain(self, library: object) -> NativeChain:
-        weights = (self.up, self.bias), (self.head, None)
-        return NativeChain(*weights, library, self.sure)  # type: ignore[arg-type]
+        packed = PackedDense(self.up, self.bias), PackedDense(self.head, None)
+        return NativeChain(*packed, library, self.sure)  # type: ignore[arg-type]
 
     def drawn(
         self, library: object, sampling: Sampling, rows: slice = slice(None), cut: float = 0.0
@@ -364,3 +374,21 @@ def test_the_head_that_is_read_is_the_targets() -> None:
     x = torch.randn(2, 3, target.decoder.config.dim).to(HALF)
     assert target.head_weights is not None
     assert torch.allclose(target.head(x), F.linear(x, *target.head_weights), atol=0.1, rtol=0.02)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_drafter_and_target_share_the_packed_head(int8: bool) -> None:
+    """One copy, which does not change what is drafted; a target that has none packed leaves the drafter its own."""
+    if int8:
+        pytest.importorskip("torchao")
+    model = Model(model_folder("nature-128"), None, torch.device("cpu"), HALF, int8=int8)
+    target, drafter = model.target, model.network("parallel")
+    assert target.native_head is not None and isinstance(drafter, ParallelDrafter)
+    shared = drafter.native
+    assert isinstance(shared, NativeChain) and shared.head is target.native_head.packed
+    assert shared.heads.head.weight == target.native_head.packed.blocks.data_ptr()
+    target.native_head = None
+    drafter.pack(target)
+    own = drafter.native
+    assert isinstance(own, NativeChain) and own.heads.head.weight != shared.heads.head.weight
+    assert torch.equal(own.head.blocks, shared.head.blocks)

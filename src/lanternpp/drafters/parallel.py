@@ -83,7 +83,9 @@ class ParallelDrafter(QueryDrafter):
         """Prepare for passes over few rows; guesses of a chain are then drawn in C, where the target's head is linear."""
         if type(self).combine is ParallelDrafter.combine:
             sure = None if self.confidence is None else (self.confidence.weight, self.confidence.bias)
-            self.native = native_chain((self.up.weight, self.up.bias), target.head_weights, sure)
+            head = target.native_head
+            packed = None if head is None else head.packed
+            self.native = native_chain((self.up.weight, self.up.bias), target.head_weights, sure, packed)
         super().pack(target)
 
     def forward(

@@ -71,20 +71,32 @@ class Stops(Structure):
     )
 
 
+class PackedDense:
+    """A linear layer in the order in which C reads it: a second copy of its weights."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        outputs, inputs = weight.shape
+        blocks = pad(weight.detach(), GROUP * COLUMNS).view(-1, COLUMNS, inputs // 2, 2).transpose(1, 2)
+        self.blocks = blocks.contiguous()
+        self.bias = None if bias is None else pad(bias.detach().float()[:, None], GROUP * COLUMNS)
+        row = None if self.bias is None else self.bias.data_ptr()
+        self.dense = Dense(self.blocks.data_ptr(), row, inputs, outputs)
+
+
 class NativeChain:
-    """The guesses of a parallel drafter in a chain; it keeps a second copy of the weights that it reads."""
+    """The guesses of a parallel drafter in a chain, by layers that are packed."""
 
     active: ClassVar[bool] = True  # False while what PyTorch would compute is recorded
 
-    def __init__(self, up: Weights, head: Weights, library: ctypes.CDLL, confidence: Weights | None = None):
-        (first, kept), (second, more) = packed_dense(*up), packed_dense(*head)
-        self.library, self._kept = library, kept + more
-        self.heads = Heads(first, second)
+    def __init__(
+        self, up: PackedDense, head: PackedDense, library: ctypes.CDLL, confidence: Weights | None = None
+    ):
+        self.library, self.up, self.head = library, up, head
+        self.heads = Heads(up.dense, head.dense)
         self.confidence: tuple[int | None, float] = (None, 0.0)
         if confidence is not None:
-            weight, bias = confidence[0].detach().contiguous(), confidence[1]
-            self._kept.append(weight)
-            self.confidence = weight.data_ptr(), 0.0 if bias is None else float(bias)
+            self._confidence, bias = confidence[0].detach().contiguous(), confidence[1]
+            self.confidence = self._confidence.data_ptr(), 0.0 if bias is None else float(bias)
 
     def takes(self, features: Tensor) -> bool:
         """Whether it draws guesses from features [B, levels, D]."""
@@ -172,28 +184,27 @@ def fits(p: Tensor) -> bool:
     return p.dtype == torch.float32 and on_host(p)
 
 
-def packed_dense(weight: Tensor, bias: Tensor | None) -> tuple[Dense, list[Tensor]]:
-    """A linear layer as C reads it, and the tensors that hold it."""
-    outputs, inputs = weight.shape
-    blocks = pad(weight.detach(), GROUP * COLUMNS).view(-1, COLUMNS, inputs // 2, 2).transpose(1, 2)
-    kept = [blocks.contiguous()]
-    if bias is not None:
-        kept.append(pad(bias.detach().float()[:, None], GROUP * COLUMNS))
-    row = None if bias is None else kept[1].data_ptr()
-    return Dense(kept[0].data_ptr(), row, inputs, outputs), kept
-
-
-def native_chain(up: Weights, head: Weights | None, confidence: Weights | None = None) -> NativeChain | None:
+def native_chain(
+    up: Weights,
+    head: Weights | None,
+    confidence: Weights | None = None,
+    packed: PackedDense | None = None,
+) -> NativeChain | None:
     """Guesses in C; None where the head is not linear, or the weights or this machine do not allow it.
 
-    up, head and confidence: those of `ParallelDrafter.combine`, of the target, and of `QueryDrafter.confidence`.
+    up, head and confidence: those of `ParallelDrafter.combine`, of the target, and of `QueryDrafter.confidence`. packed: the
+    head, where it is packed already; it is then shared.
     """
     if head is None or head[0].numel() > MOST_WEIGHTS or up[0].shape[1] % LANES or head[0].shape[1] % 2:
         return None
     if any(weight.dtype != torch.bfloat16 or weight.device.type != "cpu" for weight, _ in (up, head)):
         return None
     found = kernels()
-    return None if found is None else NativeChain(up, head, found, confidence)
+    return (
+        None
+        if found is None
+        else NativeChain(PackedDense(*up), packed or PackedDense(*head), found, confidence)
+    )
 
 
 def native_laws(table: Tensor) -> NativeLaws | None:

@@ -13,9 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lanternpp.nn.draws import Warp, Weights, fits, packed_dense
+from lanternpp.nn.draws import PackedDense, Warp, Weights, fits
 from lanternpp.nn.native import COLUMNS, MOST_ROWS, MOST_WEIGHTS, kernels
-from lanternpp.types import Draft, Tree
+from lanternpp.types import Draft, Tree, on_host
 
 ROWS = 16  # of a tile of inputs, as in decoder.c
 BLOCK = 64  # codes whose probabilities are summed at once, as in draws.c
@@ -71,29 +71,29 @@ class Traversal(Structure):
 
 
 class NativeHead:
-    """A linear head of guided features; it keeps a second copy of the weights."""
+    """A linear head of guided features."""
 
     active: ClassVar[bool] = True  # False while what PyTorch would compute is recorded
 
-    def __init__(self, head: Weights, library: ctypes.CDLL):
-        self.library = library
-        self.dense, self._kept = packed_dense(*head)
+    def __init__(self, head: PackedDense, library: ctypes.CDLL):
+        self.library, self.packed = library, head
 
     def takes(self, features: Tensor) -> bool:
         """Whether it computes the logits of features [R, N, D]."""
         few = features.shape[0] * features.shape[1] <= MOST_ROWS
-        return self.active and few and features.dtype == torch.bfloat16
+        return self.active and few and on_host(features) and features.dtype == torch.bfloat16
 
     def __call__(self, features: Tensor, scale: float, branches: int) -> Tensor:
         """Features [R, N, D] -> logits [B, N, V] in float32 of those guided with this scale, where there are two branches."""
         features, threads = features.contiguous(), torch.get_num_threads()
         batch, count = len(features) // branches, features.shape[1]
-        rows, inputs, vocab = batch * count, self.dense.inputs, self.dense.outputs
+        dense = self.packed.dense
+        rows, inputs, vocab = batch * count, dense.inputs, dense.outputs
         out = torch.empty(batch, count, vocab)
         scratch = features.new_empty(threads, rows + ROWS, inputs)
         given = (x.data_ptr() for x in (features, scratch, out))
         work = Logits(rows, branches, scale, *given)
-        self.library.head_logits(byref(self.dense), byref(work), threads)
+        self.library.head_logits(byref(dense), byref(work), threads)
         return out
 
 
@@ -206,7 +206,7 @@ def native_head(head: Weights | None) -> NativeHead | None:
     if head[0].dtype != torch.bfloat16 or head[0].device.type != "cpu":
         return None
     found = kernels()
-    return None if found is None else NativeHead(head, found)
+    return None if found is None else NativeHead(PackedDense(*head), found)
 
 
 def native_sampling() -> NativeSampling | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn.decoder import AttentionCache, Decoder
+from lanternpp.nn.draws import PackedDense
 from lanternpp.nn.packed import pack
 from lanternpp.nn.sources import Source
 from lanternpp.nn.stores import Store
@@ -65,6 +66,8 @@ def check_codes(target: Path, target_codes: int, tokenizer: Path, tokenizer_code
 
 class NativeHead(Protocol):
     """The interface of a linear head that is computed outside of PyTorch."""
+
+    packed: PackedDense
 
     def takes(self, features: Tensor) -> bool:
         """Whether it computes the logits of features [R, N, D]."""
