@@ -22,7 +22,8 @@
 
 #define COLUMNS 32 /* of a block of weights: twice LANES */
 #define ROWS 16    /* of a tile of inputs */
-#define MOST_ROWS 32 /* of inputs that are multiplied at once: two tiles */
+#define MOST_ROWS 128 /* of inputs that are multiplied with a block before the next one */
+#define CHUNK 128 /* inputs of a block that all rows are multiplied with before the next ones: they stay in the L1 cache */
 #define LANES 16   /* channels of a head that are handled at once */
 #define MOST_LANES 16 /* of such vectors in a head */
 #define CHANNELS 4 /* of such vectors that attention sums at once */
@@ -121,18 +122,24 @@ static inline floats silu(floats x) {
     return x / (1 + exponential(-x));
 }
 
-/* RMSNorm of x [count] as bfloat16; without a weight, x itself. */
-static void normalise(const float *x, const float *weight, float eps, int64_t count, half *out) {
-    if (!weight) {
-        for (int64_t i = 0; i < count; i++) out[i] = narrow(x[i]);
-        return;
-    }
-    float sum = 0;
+/* Where inputs i to i + LANES of a row are: in [rows, inputs], or tile after tile in [rows / ROWS, inputs / 32, ROWS, 32]. */
+static inline int64_t place(int64_t row, int64_t i, int64_t inputs, int in_tiles) {
+    return in_tiles ? (row / ROWS * inputs + i / 32 * 32) * ROWS + row % ROWS * 32 + i % 32 : row * inputs + i;
+}
+
+/* RMSNorm of a row x [count] as bfloat16, to its `place` in out; without a weight, x itself. */
+static void normalise(const float *x, const float *weight, float eps, int64_t count, half *out, int64_t row, int in_tiles) {
+    float sum = 0, scale = 1;
+    if (weight) {
 #pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < count; i++) sum += x[i] * x[i];
-    float scale = 1 / sqrtf(sum / count + eps);
-#pragma omp simd
-    for (int64_t i = 0; i < count; i++) out[i] = narrow(x[i] * scale * weight[i]);
+        for (int64_t i = 0; i < count; i++) sum += x[i] * x[i];
+        scale = 1 / sqrtf(sum / count + eps);
+    }
+    for (int64_t i = 0; i < count; i += LANES) {
+        floats some = *(const floats *)(x + i);
+        if (weight) some = some * scale * *(const floats *)(weight + i);
+        *(halves *)(out + place(row, i, count, in_tiles)) = narrow_all(some);
+    }
 }
 
 static int64_t up_to(int64_t multiple, int64_t x) { return (x + multiple - 1) / multiple * multiple; }
@@ -330,37 +337,59 @@ static void whole_product(const Linear *layer, int64_t block, const Whole *x, in
 }
 
 #ifdef __AMX_BF16__
-/* `product` of more than ROWS rows: every tile is multiplied with two others. The block behind this one is fetched meanwhile,
-   an equal share of it in every call; `all` rows are multiplied with the block. */
-static void two_tiles(const half *x, int64_t inputs, const half *weight, int64_t first, int64_t all, float (*out)[COLUMNS]) {
-    const int64_t calls = (all + ROWS - 1) / MOST_ROWS, share = up_to(64, 64 * COLUMNS / calls);
-    const char *next = (const char *)(weight + inputs * COLUMNS) + first / MOST_ROWS * (inputs / 32) * share;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(5);
-    _tile_zero(7);
-    for (int64_t i = 0; i < inputs; i += 32, next += share) {
+/* Add the products of inputs `from` to `to` of one or two tiles of rows to out; `spread` is ROWS where x is in tiles, else 1. */
+static inline __attribute__((always_inline)) void add_tiles(int two, const half *x, int64_t inputs, int64_t spread, const half *weight,
+                                                            int64_t from, int64_t to, const char *next, int64_t share,
+                                                            float (*out)[COLUMNS]) {
+    const int64_t pitch = spread > 1 ? 64 : 2 * inputs;
+    if (from) {
+        _tile_loadd(0, out[0], 4 * COLUMNS);
+        _tile_loadd(1, out[0] + COLUMNS / 2, 4 * COLUMNS);
+        if (two) _tile_loadd(5, out[ROWS], 4 * COLUMNS);
+        if (two) _tile_loadd(7, out[ROWS] + COLUMNS / 2, 4 * COLUMNS);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(5);
+        _tile_zero(7);
+    }
+    for (int64_t i = from; i < to; i += 32, next += share) {
         for (int64_t j = 0; j < share; j += 64) _mm_prefetch(next + j, _MM_HINT_T1);
-        _tile_loadd(2, x + i, 2 * inputs);
+        _tile_loadd(2, x + i * spread, pitch);
         _tile_loadd(3, weight + i * COLUMNS, 4 * COLUMNS);
         _tile_loadd(4, weight + i * COLUMNS + COLUMNS, 4 * COLUMNS);
-        _tile_loadd(6, x + ROWS * inputs + i, 2 * inputs);
+        if (two) _tile_loadd(6, x + ROWS * inputs + i * spread, pitch);
         _tile_dpbf16ps(0, 2, 3);
         _tile_dpbf16ps(1, 2, 4);
-        _tile_dpbf16ps(5, 6, 3);
-        _tile_dpbf16ps(7, 6, 4);
+        if (two) _tile_dpbf16ps(5, 6, 3);
+        if (two) _tile_dpbf16ps(7, 6, 4);
     }
     _tile_stored(0, out[0], 4 * COLUMNS);
     _tile_stored(1, out[0] + COLUMNS / 2, 4 * COLUMNS);
-    _tile_stored(5, out[ROWS], 4 * COLUMNS);
-    _tile_stored(7, out[ROWS] + COLUMNS / 2, 4 * COLUMNS);
+    if (two) _tile_stored(5, out[ROWS], 4 * COLUMNS);
+    if (two) _tile_stored(7, out[ROWS] + COLUMNS / 2, 4 * COLUMNS);
+}
+
+/* `product` of more than ROWS rows: every tile of weights is multiplied with two others. The block behind this one is fetched
+   meanwhile, an equal share of it in every step. */
+static void many_rows(const half *x, int64_t inputs, int in_tiles, const half *weight, int rows, float (*out)[COLUMNS]) {
+    const int64_t pairs = (rows + 2 * ROWS - 1) / (2 * ROWS), share = up_to(64, 64 * COLUMNS / pairs), spread = in_tiles ? ROWS : 1;
+    const char *next = (const char *)(weight + inputs * COLUMNS);
+    for (int64_t from = 0, to; from < inputs; from = to) {
+        to = inputs < from + CHUNK ? inputs : from + CHUNK;
+        for (int64_t r = 0; r < rows; r += 2 * ROWS, next += (to - from) / 32 * share) {
+            if (rows - r > ROWS) add_tiles(1, x + r * inputs, inputs, spread, weight, from, to, next, share, out + r);
+            else add_tiles(0, x + r * inputs, inputs, spread, weight, from, to, next, share, out + r);
+        }
+    }
 }
 #endif
 
 /* out [MOST_ROWS, COLUMNS] = rows `first` and following of x times one block of weights, rows <= MOST_ROWS.
 
-   `whole` is x by `quantise`. x has `all` rows, and is readable up to a multiple of ROWS. */
-static void product(const Linear *layer, int64_t block, const half *x, const Whole *whole, int64_t first, int rows, int64_t all,
+   `whole` is x by `quantise`; else more than ROWS rows of x may be `in_tiles`. x is readable, and out can be written, up to a multiple
+   of ROWS where there are more than ROWS rows, and of 4. */
+static void product(const Linear *layer, int64_t block, const half *x, int in_tiles, const Whole *whole, int64_t first, int rows,
                     float (*out)[COLUMNS]) {
     const int64_t inputs = layer->inputs;
     const half *weight = (const half *)layer->weight + block * inputs * COLUMNS;
@@ -369,7 +398,7 @@ static void product(const Linear *layer, int64_t block, const half *x, const Who
         for (int r = 0; r < rows; r += ROWS) whole_product(layer, block, whole, first + r, rows - r < ROWS ? rows - r : ROWS, out + r);
     else
 #ifdef __AMX_BF16__
-    if (tiles && rows > ROWS) two_tiles(x, inputs, weight, first, all, out);
+    if (tiles && rows > ROWS) many_rows(x, inputs, in_tiles, weight, rows, out);
     else if (tiles) {
         _tile_zero(0);
         _tile_zero(1);
@@ -395,6 +424,12 @@ static void product(const Linear *layer, int64_t block, const half *x, const Who
 static void add_block(float (*out)[COLUMNS], int64_t rows, int64_t block, int64_t width, float *y) {
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < COLUMNS; c += LANES) *(floats *)(y + r * width + block * COLUMNS + c) += *(floats *)(out[r] + c);
+}
+
+/* Channels `from` to `from` + d of a row of x [blocks, lines, COLUMNS], one after the other; both are multiples of LANES. */
+static inline void channels(const float *x, int64_t lines, int64_t row, int64_t from, int64_t d, float *out) {
+    for (int64_t c = from; c < from + d; c += LANES, out += LANES)
+        *(floats *)out = *(const floats *)(x + (c / COLUMNS * lines + row) * COLUMNS + c % COLUMNS);
 }
 
 /* y [head_dim] = x rotated by a row of the rotary table [2, head_dim]. */
@@ -468,6 +503,26 @@ static void attend(const float *query, int64_t count, const half *keys, const ha
 }
 
 #ifdef __AMX_BF16__
+/* Rows of 16 numbers of 32 bits as columns. */
+static void transpose(__m512i x[16]) {
+#pragma GCC unroll 4
+    for (int step = 1; step < 16; step *= 2) {
+        int32_t left[16], right[16];
+        for (int i = 0; i < 16; i++) {
+            left[i] = i & step ? 16 + i - step : i;
+            right[i] = i & step ? 16 + i : i + step;
+        }
+        const __m512i first = _mm512_loadu_si512(left), second = _mm512_loadu_si512(right);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++)
+            if (!(i & step)) {
+                const __m512i row = x[i];
+                x[i] = _mm512_permutex2var_epi32(row, first, x[i + step]);
+                x[i + step] = _mm512_permutex2var_epi32(row, second, x[i + step]);
+            }
+    }
+}
+
 /* Values [size, d] as tiles of weights: [up to 32 / 2, d, 2], slots in pairs, with zeros behind the last. */
 static void pair_up(const half *values, int64_t size, int64_t d, half *pairs) {
     int16_t order[64];
@@ -484,21 +539,26 @@ static void pair_up(const half *values, int64_t size, int64_t d, half *pairs) {
 
 /* `attend` for up to 16 queries, `step` floats apart, with the CPU's tiles; d is a multiple of 32.
 
-   pairs: the values by `pair_up`. bias [size], `apart` floats apart, of 16: 0 where a query's mask is set, else -infinity.
+   pairs: the values by `pair_up`. bias [size], `apart` floats apart, of 16: 0 where a query's mask is set, else -infinity. Each 32
+   channels of out are `spread` times as far apart as in order.
    scratch: 32 d halves, and of up to 32 slots each 16 floats and 16 halves. */
 static void attend_in_tiles(const float *query, int64_t step, int64_t count, const half *keys, const half *pairs,
-                            const float *bias, int64_t apart, int64_t size, int64_t d, char *scratch, half **out) {
+                            const float *bias, int64_t apart, int64_t size, int64_t d, char *scratch, half **out, int64_t spread) {
     const int64_t stride = up_to(32, size);
     half *packed = (half *)scratch, *tail = packed + 16 * d, *weights;
     float *scores = (float *)(tail + 16 * d), totals[16]; /* of these 1 over the sum */
     weights = (half *)(scores + 16 * stride);
-    memset(packed, 0, 32 * d);
-    for (int64_t q = 0; q < count; q++)
-        for (int64_t i = 0; i < d; i += LANES) { /* [d / 2, 16, 2] */
-            half some[LANES];
-            *(halves *)some = narrow_all(*(const floats *)(query + q * step + i));
-            for (int64_t j = 0; j < LANES; j += 2) memcpy(packed + (i + j) * 16 + 2 * q, some + j, 4);
+    for (int64_t i = 0; i < d; i += 32) { /* [d / 2, 16, 2] */
+        __m512i some[16];
+        for (int64_t q = 0; q < 16; q++) {
+            half two[2 * LANES] = {0};
+            for (int64_t j = 0; j < 32 && q < count; j += LANES)
+                *(halves *)(two + j) = narrow_all(*(const floats *)(query + q * step + i + j));
+            some[q] = _mm512_loadu_si512(two);
         }
+        transpose(some);
+        for (int64_t j = 0; j < 16; j++) _mm512_storeu_si512(packed + 16 * i + 32 * j, some[j]);
+    }
     for (int64_t j = 0; j < size; j += 16) {
         const half *some = keys + j * d;
         if (size - j < 16) {
@@ -528,21 +588,19 @@ static void attend_in_tiles(const float *query, int64_t step, int64_t count, con
     *(floats *)totals = 1 / (total + 1e-30f);
     /* From slots by queries to queries by slots, two slots at a time. */
     int16_t order[32];
-    int32_t column[16], block[16][16];
     for (int i = 0; i < 16; i++) {
         order[2 * i] = i;
         order[2 * i + 1] = 16 + i;
-        column[i] = 16 * i;
     }
     for (int64_t j = 0; j < stride; j += 32) {
+        __m512i some[16];
         for (int64_t k = 0; k < 16; k++) {
             const float *two = scores + 16 * (j + 2 * k);
             __m512i both = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(two + 16), _mm512_loadu_ps(two));
-            _mm512_storeu_si512(block[k], _mm512_permutexvar_epi16(_mm512_loadu_si512(order), both));
+            some[k] = _mm512_permutexvar_epi16(_mm512_loadu_si512(order), both);
         }
-        for (int64_t q = 0; q < count; q++)
-            _mm512_storeu_si512(weights + q * stride + j,
-                                _mm512_i32gather_epi32(_mm512_loadu_si512(column), block[0] + q, 4));
+        transpose(some);
+        for (int64_t q = 0; q < count; q++) _mm512_storeu_si512(weights + q * stride + j, some[q]);
     }
     for (int64_t c = 0; c < d; c += 16) {
         float sums[16][16];
@@ -554,7 +612,7 @@ static void attend_in_tiles(const float *query, int64_t step, int64_t count, con
         }
         _tile_stored(7, sums, 64);
         for (int64_t q = 0; q < count; q++)
-            *(halves *)(out[q] + c) = narrow_all(*(floats *)sums[q] * totals[q]);
+            *(halves *)(out[q] + c / 32 * 32 * spread + c % 32) = narrow_all(*(floats *)sums[q] * totals[q]);
     }
 }
 #endif
@@ -577,7 +635,7 @@ static int64_t bytes_of_a_thread(const Shape *s, int64_t m, int64_t nodes, int64
 
 int64_t scratch_bytes(const Shape *s, int64_t rows, int64_t nodes, int64_t slots, int64_t threads) {
     int64_t m = rows * nodes, heads = s->heads + 2 * s->kv_heads, most = up_to(ROWS, m);
-    return padded(4 * m * s->dim) + padded(4 * m * heads * s->head_dim) + padded(2 * most * s->heads * s->head_dim) +
+    return padded(4 * m * s->dim) + padded(4 * most * up_to(COLUMNS, heads * s->head_dim)) + padded(2 * most * s->heads * s->head_dim) +
            padded(2 * most * s->hidden) + padded(4 * rows * slots * up_to(16, nodes)) + threads * bytes_of_a_thread(s, m, nodes, slots);
 }
 
@@ -594,16 +652,19 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
     const int64_t width = (s.heads + 2 * s.kv_heads) * d, queries = p.nodes * group;
     char *at = p.scratch;
     float *stream = take(&at, 4 * m * s.dim);        /* the residual stream */
-    float *qkv = take(&at, 4 * m * width);
+    float *qkv = take(&at, 4 * most * up_to(COLUMNS, width)); /* [blocks, lines, COLUMNS] */
     half *mixed = take(&at, 2 * most * s.heads * d); /* what attention returns */
     half *active = take(&at, 2 * most * s.hidden);   /* silu(gate) * up */
-    const int64_t lanes = up_to(16, p.nodes);
+    const float root = sqrtf((float)d);
+    const int even = d == 16 || d == 64 || d == 256; /* the root is a power of 2, by which products are as exact as quotients */
+    const int64_t lanes = up_to(16, p.nodes), lines = m > ROWS ? most : up_to(4, m);
     float *bias = take(&at, 4 * p.rows * p.slots * lanes); /* [rows, slots, lanes]: 0 where a node attends, else -infinity */
 #ifdef __AMX_BF16__
     const int tiled = tiles && d % 32 == 0;
 #else
     const int tiled = 0;
 #endif
+    const int in_tiles = tiled && m > ROWS && !layers->wqkv.scale; /* the inputs of products */
 
 #pragma omp parallel num_threads((int)threads)
     {
@@ -614,26 +675,41 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
 #endif
         char *own = at + me * bytes_of_a_thread(shape, m, p.nodes, p.slots);
         half *normed = take(&own, 2 * most * s.dim);
+        const int apart = m > ROWS; /* whether each thread normalises some of the rows for all */
+        if (apart) normed = (half *)at;
+        /* A thread attends with heads whose queries, keys and values it has computed itself, where all have as many. */
+        const int by_head = d % COLUMNS == 0 && s.kv_heads % team == 0;
+        const int64_t some_heads = by_head ? s.kv_heads / team : s.kv_heads;
         Whole whole = {take(&own, 2 * most * widest(shape)), take(&own, 4 * most)};
         float *query = take(&own, 4 * queries * d);
         float *weights = take(&own, 4 * queries * up_to(LANES, p.slots));
         half *pairs = take(&own, 2 * up_to(32, p.slots) * d);
         char *scratch = take(&own, 64 * d + 96 * up_to(32, p.slots));
-        float out[MOST_ROWS][COLUMNS];
+        float block[MOST_ROWS][COLUMNS];
         const uint8_t *mask[queries];
         half *where[queries];
 #ifdef __AMX_BF16__
         const int64_t tile_rows = layers->wqkv.scale ? 2 * m : m; /* with weights in 8 bits, a row of inputs takes two */
         if (tiles) configure(tile_rows < ROWS ? (int)tile_rows : ROWS);
 #endif
-/* For the blocks of a layer that are this thread's, and rows `first` to `first + rows` of x: their product is in `out`. */
-#define PRODUCTS(linear, x)                                                                                   \
-    if ((linear).scale) quantise(x, m, (linear).inputs, &whole);                                              \
-    for (int64_t blocks = ((linear).outputs + COLUMNS - 1) / COLUMNS, b = blocks * me / team;                 \
-         b < blocks * (me + 1) / team; b++)                                                                   \
+/* For blocks of a layer, and rows `first` to `first + rows` of x: their product is in `out`, which is `to`. */
+#define BLOCKS(linear, x, to, begin, end)                                                                     \
+    for (int64_t b = begin, until = end; b < until; b++)                                                      \
         for (int64_t first = 0, rows; first < m; first += MOST_ROWS)                                          \
-            if (rows = m - first < MOST_ROWS ? m - first : MOST_ROWS,                                         \
-                product(&(linear), b, x, &whole, first, (int)rows, m, out), 1)
+            for (float (*out)[COLUMNS] = (rows = m - first < MOST_ROWS ? m - first : MOST_ROWS,               \
+                                          product(&(linear), b, x, in_tiles, &whole, first, (int)rows, to), to); out; out = NULL)
+#define BLOCKS_OF(linear) (((linear).outputs + COLUMNS - 1) / COLUMNS)
+/* The same for those blocks that are this thread's. */
+#define PRODUCTS(linear, x, to)                                                                               \
+    if ((linear).scale) quantise(x, m, (linear).inputs, &whole);                                              \
+    BLOCKS(linear, x, to, BLOCKS_OF(linear) * me / team, BLOCKS_OF(linear) * (me + 1) / team)
+/* This thread's rows of the residual stream, or all, to `normed`. */
+#define NORMALISE(weight)                                                                                     \
+    for (int64_t i = apart ? m * me / team : 0; i < (apart ? m * (me + 1) / team : m); i++)                   \
+        normalise(stream + i * s.dim, weight, s.eps, s.dim, normed, i, in_tiles);                             \
+    if (apart) {                                                                                              \
+        _Pragma("omp barrier")                                                                                \
+    }
 
         for (int64_t i = m * me / team; i < m * (me + 1) / team; i++)
             for (int64_t j = 0; j < s.dim; j++) stream[i * s.dim + j] = widen(p.x[i * s.dim + j]);
@@ -658,38 +734,51 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
 /* This thread's rows of the residual stream, normalised where there is a weight, to a part of `out`. */
 #define WRITE(weight, number)                                                                                 \
     for (int64_t i = m * me / team; i < m * (me + 1) / team; i++)                                             \
-        normalise(stream + i * s.dim, weight, s.eps, s.dim, p.out + (i * p.parts + (number)) * s.dim)
+        normalise(stream + i * s.dim, weight, s.eps, s.dim, p.out, i * p.parts + (number), 0)
 
         for (int64_t l = 0; l < s.layers; l++) {
             const Layer layer = layers[l];
 #pragma omp barrier
             if (l && p.part[l - 1]) WRITE(NULL, p.part[l - 1]);
-            for (int64_t i = 0; i < m; i++)
-                normalise(stream + i * s.dim, layer.attention_norm, s.eps, s.dim, normed + i * s.dim);
-            PRODUCTS(layer.wqkv, normed)
-                for (int64_t r = 0; r < rows; r++) memcpy(qkv + (first + r) * width + b * COLUMNS, out[r], sizeof out[r]);
+            NORMALISE(layer.attention_norm)
+            if (layer.wqkv.scale) quantise(normed, m, s.dim, &whole);
+            for (int64_t part = 0, begin = 0, end; part < 3; part++, begin = end) { /* queries, keys, values */
+                end = begin + (part ? s.kv_heads : s.heads) * d / COLUMNS;
+                int64_t mine = begin + (end - begin) * me / team, last = begin + (end - begin) * (me + 1) / team;
+                if (!by_head) mine = part ? 0 : BLOCKS_OF(layer.wqkv) * me / team, last = part ? 0 : BLOCKS_OF(layer.wqkv) * (me + 1) / team;
+                BLOCKS(layer.wqkv, normed, (float (*)[COLUMNS])(qkv + (b * lines + first) * COLUMNS), mine, last)
+                    ;
+            }
+            if (!by_head) {
 #pragma omp barrier
+            }
             /* One key-value head of one row at a time: its keys and values go to the cache, then its queries attend. */
-            for (int64_t task = me; task < p.rows * s.kv_heads; task += team) {
-                int64_t row = task / s.kv_heads, head = task % s.kv_heads, from = span[row][0], to = span[row][1];
+            for (int64_t task = by_head ? 0 : me; task < p.rows * some_heads; task += by_head ? 1 : team) {
+                int64_t row = task / some_heads, head = task % some_heads + (by_head ? me * some_heads : 0);
+                int64_t from = span[row][0], to = span[row][1];
                 half *keys = p.kv + ((l * 2 * p.rows + row) * s.kv_heads + head) * p.slots * d;
                 half *values = keys + p.rows * s.kv_heads * p.slots * d;
-                float turned[d];
+                float given[d], turned[d];
                 for (int64_t n = 0; n < p.nodes; n++) {
                     int64_t i = row * p.nodes + n, slot = p.slot[i];
-                    const float *k = qkv + i * width + (s.heads + head) * d, *v = k + s.kv_heads * d;
                     const uint8_t *seen = p.mask + i * p.slots;
-                    rotate(k, p.rotation + i * 2 * d, d, turned);
+                    channels(qkv, lines, i, (s.heads + head) * d, d, given);
+                    rotate(given, p.rotation + i * 2 * d, d, turned);
+                    channels(qkv, lines, i, (s.heads + s.kv_heads + head) * d, d, given);
                     for (int64_t j = 0; j < d; j += LANES) {
                         *(halves *)(keys + slot * d + j) = narrow_all(*(floats *)(turned + j));
-                        *(halves *)(values + slot * d + j) = narrow_all(*(const floats *)(v + j));
+                        *(halves *)(values + slot * d + j) = narrow_all(*(floats *)(given + j));
                     }
                     for (int64_t g = 0; g < group; g++) {
                         int64_t q = n * group + g, h = head * group + g;
-                        rotate(qkv + i * width + h * d, p.rotation + i * 2 * d, d, query + q * d);
-                        for (int64_t j = 0; j < d; j += LANES) *(floats *)(query + q * d + j) /= sqrtf((float)d);
+                        channels(qkv, lines, i, h * d, d, given);
+                        rotate(given, p.rotation + i * 2 * d, d, query + q * d);
+                        for (int64_t j = 0; j < d; j += LANES) {
+                            floats *some = (floats *)(query + q * d + j);
+                            *some = even ? *some * (1 / root) : *some / root;
+                        }
                         mask[q] = seen;
-                        where[q] = mixed + (i * s.heads + h) * d;
+                        where[q] = mixed + place(i, h * d, s.heads * d, in_tiles);
                     }
                 }
 #ifdef __AMX_BF16__
@@ -701,7 +790,8 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
                             int64_t count = p.nodes - n < 16 ? p.nodes - n : 16;
                             for (int64_t q = 0; q < count; q++) some[q] = where[(n + q) * group + g];
                             attend_in_tiles(query + (n * group + g) * d, group * d, count, keys + from * d, pairs,
-                                            bias + (row * p.slots + from) * lanes + n, lanes, to - from, d, scratch, some);
+                                            bias + (row * p.slots + from) * lanes + n, lanes, to - from, d, scratch, some,
+                                            in_tiles ? ROWS : 1);
                         }
                     continue;
                 }
@@ -711,18 +801,17 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
                        up_to(LANES, to - from), where);
             }
 #pragma omp barrier
-            PRODUCTS(layer.wo, mixed)
+            PRODUCTS(layer.wo, mixed, block)
                 add_block(out, rows, b, s.dim, stream + first * s.dim);
 #pragma omp barrier
-            for (int64_t i = 0; i < m; i++)
-                normalise(stream + i * s.dim, layer.ffn_norm, s.eps, s.dim, normed + i * s.dim);
-            PRODUCTS(layer.w13, normed)
+            NORMALISE(layer.ffn_norm)
+            PRODUCTS(layer.w13, normed, block)
                 for (int64_t r = 0; r < rows; r++) {
                     floats gate = *(floats *)out[r], up = *(floats *)(out[r] + LANES);
-                    *(halves *)(active + (first + r) * s.hidden + b * LANES) = narrow_all(silu(gate) * up);
+                    *(halves *)(active + place(first + r, b * LANES, s.hidden, in_tiles)) = narrow_all(silu(gate) * up);
                 }
 #pragma omp barrier
-            PRODUCTS(layer.w2, active)
+            PRODUCTS(layer.w2, active, block)
                 add_block(out, rows, b, s.dim, stream + first * s.dim);
         }
 #pragma omp barrier

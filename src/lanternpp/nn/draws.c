@@ -128,11 +128,17 @@ static void keep_largest(float *x, int64_t size, double limit, int counted) {
         for (int32_t bit = 1 << 30; bit; bit >>= 1)
             if (sum_above(x, size, least & ~bit) < limit) least &= ~bit;
     double sum = counted ? (double)count_above((const bits32 *)x, size, least) : sum_above(x, size, least);
-    for (int64_t i = 0; i < size; i++) {
-        int32_t bits;
-        memcpy(&bits, x + i, 4);
-        if (bits == least && sum < limit) sum += counted ? 1 : x[i];
-        else if (bits <= least) x[i] = 0;
+    for (int64_t i = 0; i < size; i += LANES) {
+        const floats some = *(const floats *)(x + i);
+        const ints equal = (ints)some == least;
+        int any = 0;
+        for (int j = 0; j < LANES; j++) any |= equal[j];
+        *(floats *)(x + i) = (floats)((ints)some & ((ints)some >= least));
+        for (int j = 0; any && j < LANES; j++)
+            if (equal[j]) {
+                if (sum < limit) sum += counted ? 1 : some[j];
+                else x[i + j] = 0;
+            }
     }
 }
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lanternpp.nn.native import COLUMNS, MOST_WEIGHTS, kernels, pad
+from lanternpp.nn.native import COLUMNS, MOST_WEIGHTS, LargePages, kernels, pad
 from lanternpp.types import Draft, on_host
 
 GROUP = 4  # blocks of weights, as in draws.c
@@ -77,7 +77,7 @@ class PackedDense:
     def __init__(self, weight: Tensor, bias: Tensor | None):
         outputs, inputs = weight.shape
         blocks = pad(weight.detach(), GROUP * COLUMNS).view(-1, COLUMNS, inputs // 2, 2).transpose(1, 2)
-        self.blocks = blocks.contiguous()
+        self.blocks = LargePages().put(blocks)
         self.bias = None if bias is None else pad(bias.detach().float()[:, None], GROUP * COLUMNS)
         row = None if self.bias is None else self.bias.data_ptr()
         self.dense = Dense(self.blocks.data_ptr(), row, inputs, outputs)

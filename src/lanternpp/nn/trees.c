@@ -59,6 +59,7 @@ typedef struct {
 void head_logits(const Dense *head, const Logits *work, int64_t threads) {
     const Logits w = *work;
     const int64_t inputs = head->inputs, most = up_to(ROWS, w.rows), blocks = up_to(COLUMNS, head->outputs) / COLUMNS;
+    const int in_tiles = tiles && w.rows > ROWS;
     const Linear layer = {.weight = head->weight, .bias = head->bias, .inputs = inputs, .outputs = head->outputs};
 #pragma omp parallel num_threads(threads)
     {
@@ -76,7 +77,7 @@ void head_logits(const Dense *head, const Logits *work, int64_t threads) {
                 floats other = widen_all(w.features + w.rows * inputs + i);
                 sum = other + scale * (sum - other);
             }
-            *(halves *)(x + i) = narrow_all(sum);
+            *(halves *)(x + place(i / inputs, i % inputs, inputs, in_tiles)) = narrow_all(sum);
         }
 #ifdef __AMX_BF16__
         if (tiles) configure(w.rows < ROWS ? (int)w.rows : ROWS);
@@ -85,7 +86,7 @@ void head_logits(const Dense *head, const Logits *work, int64_t threads) {
             for (int64_t first = 0; first < w.rows; first += MOST_ROWS) {
                 const int64_t rows = w.rows - first < MOST_ROWS ? w.rows - first : MOST_ROWS;
                 const int64_t columns = head->outputs - b * COLUMNS < COLUMNS ? head->outputs - b * COLUMNS : COLUMNS;
-                product(&layer, b, x, NULL, first, (int)rows, w.rows, out);
+                product(&layer, b, x, in_tiles, NULL, first, (int)rows, out);
                 for (int64_t r = 0; r < rows; r++)
                     memcpy(w.logits + (first + r) * head->outputs + b * COLUMNS, out[r], 4 * columns);
             }
