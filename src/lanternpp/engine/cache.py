@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.nn.decoder import DecoderConfig
-from lanternpp.types import Nodes
+from lanternpp.types import Nodes, on_host
 
 TILES = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()  # a private probe, which may go away
 
@@ -58,9 +58,10 @@ class Cache:
 
         path None: the nodes are in these slots already, as those of a chain are.
         """
-        if path is not None:
+        if path is not None:  # the root, its first node, is in its place
+            path = path[:, 1 : int(kept.max()) if on_host(kept) else None]
             source = self.used[:, None] + path
-            target = self.used[:, None] + torch.arange(path.shape[1], device=path.device)
+            target = self.used[:, None] + torch.arange(1, path.shape[1] + 1, device=path.device)
             kv = self.kv.transpose(3, 4)
             kv[:, :, self._row, target] = kv[:, :, self._row, source]
         self.used += kept

@@ -12,7 +12,7 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#if defined(__AVX512BF16__) || defined(__AMX_BF16__)
+#if defined(__AVX512F__) || defined(__AMX_BF16__)
 #include <immintrin.h>
 #endif
 #ifdef __AMX_BF16__
@@ -23,7 +23,7 @@
 #define COLUMNS 32 /* of a block of weights: twice LANES */
 #define ROWS 16    /* of a tile of inputs */
 #define MOST_ROWS 128 /* of inputs that are multiplied with a block before the next one */
-#define CHUNK 128 /* inputs of a block that all rows are multiplied with before the next ones: they stay in the L1 cache */
+#define CHUNK 256 /* inputs of a block that all rows are multiplied with before the next ones: they stay in the L1 cache */
 #define LANES 16   /* channels of a head that are handled at once */
 #define MOST_LANES 16 /* of such vectors in a head */
 #define CHANNELS 4 /* of such vectors that attention sums at once */
@@ -355,12 +355,12 @@ static inline __attribute__((always_inline)) void add_tiles(int two, const half 
     }
     for (int64_t i = from; i < to; i += 32, next += share) {
         for (int64_t j = 0; j < share; j += 64) _mm_prefetch(next + j, _MM_HINT_T1);
-        _tile_loadd(2, x + i * spread, pitch);
+        _tile_loadd(2, x + i * spread, pitch); /* each tile is read while others are multiplied */
         _tile_loadd(3, weight + i * COLUMNS, 4 * COLUMNS);
-        _tile_loadd(4, weight + i * COLUMNS + COLUMNS, 4 * COLUMNS);
-        if (two) _tile_loadd(6, x + ROWS * inputs + i * spread, pitch);
         _tile_dpbf16ps(0, 2, 3);
+        _tile_loadd(4, weight + i * COLUMNS + COLUMNS, 4 * COLUMNS);
         _tile_dpbf16ps(1, 2, 4);
+        if (two) _tile_loadd(6, x + ROWS * inputs + i * spread, pitch);
         if (two) _tile_dpbf16ps(5, 6, 3);
         if (two) _tile_dpbf16ps(7, 6, 4);
     }

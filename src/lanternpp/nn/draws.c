@@ -109,10 +109,19 @@ static int32_t least_of(const float *x, int64_t size, int64_t limit) {
             const int32_t low = least & ~(2 * bit - 1);
             int64_t count = 0;
             above = count_above(from, size, least);
+#ifdef __AVX512F__
+            for (int64_t i = 0; i < size; i += LANES) {
+                const __m512i each = _mm512_loadu_si512(from + i), bottom = _mm512_set1_epi32(low), top = _mm512_set1_epi32(least);
+                const __mmask16 kept = _mm512_cmpgt_epi32_mask(each, bottom) & _mm512_cmple_epi32_mask(each, top);
+                _mm512_mask_compressstoreu_epi32(some + count, kept, each);
+                count += __builtin_popcount(kept);
+            }
+#else
             for (int64_t i = 0; i < size; i++) {
                 some[count] = from[i];
                 count += from[i] > low && from[i] <= least;
             }
+#endif
             from = some;
             size = count;
         }

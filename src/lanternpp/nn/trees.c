@@ -79,6 +79,8 @@ void head_logits(const Dense *head, const Logits *work, int64_t threads) {
             }
             *(halves *)(x + place(i / inputs, i % inputs, inputs, in_tiles)) = narrow_all(sum);
         }
+        /* Of many rows few are read again soon: they go past the caches, in which reading them first would take time. */
+        const int past = w.rows > 2 * ROWS && head->outputs % LANES == 0 && (intptr_t)w.logits % 64 == 0;
 #ifdef __AMX_BF16__
         if (tiles) configure(w.rows < ROWS ? (int)w.rows : ROWS);
 #endif
@@ -87,9 +89,20 @@ void head_logits(const Dense *head, const Logits *work, int64_t threads) {
                 const int64_t rows = w.rows - first < MOST_ROWS ? w.rows - first : MOST_ROWS;
                 const int64_t columns = head->outputs - b * COLUMNS < COLUMNS ? head->outputs - b * COLUMNS : COLUMNS;
                 product(&layer, b, x, in_tiles, NULL, first, (int)rows, out);
-                for (int64_t r = 0; r < rows; r++)
-                    memcpy(w.logits + (first + r) * head->outputs + b * COLUMNS, out[r], 4 * columns);
+                for (int64_t r = 0; r < rows; r++) {
+                    float *y = w.logits + (first + r) * head->outputs + b * COLUMNS;
+#ifdef __AVX512F__
+                    if (past && columns == COLUMNS) {
+                        _mm512_stream_ps(y, _mm512_loadu_ps(out[r]));
+                        _mm512_stream_ps(y + LANES, _mm512_loadu_ps(out[r] + LANES));
+                    } else
+#endif
+                        memcpy(y, out[r], 4 * columns);
+                }
             }
+#ifdef __AVX512F__
+        _mm_sfence();
+#endif
 #ifdef __AMX_BF16__
         if (tiles) _tile_release();
 #endif
