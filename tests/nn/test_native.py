@@ -127,19 +127,33 @@ def test_so_is_what_it_returns_of_the_layers_below_the_last(library: object, tap
 
 
 @pytest.mark.parametrize("stored", WEIGHTS)
-def test_a_row_does_not_depend_on_its_neighbours_nor_on_how_many_there_are(library: object, stored: Stored):
-    network = in_c(stored(decoder(64, 2, 4, 96)), library)
-    x = torch.randn(3, 41, 64).to(HALF)
+@pytest.mark.parametrize("sizes", [(64, 2, 4, 96), (384, 2, 6, 288)], ids=str)
+def test_a_row_does_not_depend_on_its_neighbours_nor_on_how_many_there_are(
+    library: object, sizes: tuple[int, ...], stored: Stored
+):
+    """Nor on the number of threads, with heads that they can share evenly and with others."""
+    network = in_c(stored(decoder(*sizes)), library)
+    x = torch.randn(3, 41, sizes[0]).to(HALF)
     alone = features(network, x[:1].repeat(2, 1, 1), 1)[0]
-    for nodes in (1, 4, 19):
+    for nodes in (1, 4, 19, 38):
         assert torch.equal(features(network, x, nodes)[0], alone)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             assert torch.equal(features(network, x, 7)[0], alone)
+            assert torch.equal(features(network, x, 19)[0], alone)
     finally:
         torch.set_num_threads(before)
+
+
+def test_weights_in_large_pages_are_copies_one_behind_the_other():
+    pages = native.LargePages()
+    given = [torch.randn(3, 5).to(HALF).T, torch.randn(7), torch.randn(native.ROOM // 4 + 1), torch.ones(2)]
+    kept = [pages.put(x) for x in given]
+    for x, copied in zip(given, kept, strict=True):
+        assert torch.equal(x, copied) and copied.is_contiguous() and copied.data_ptr() % 64 == 0
+    assert kept[1].data_ptr() - kept[0].data_ptr() == native.ALIGNED
 
 
 def test_sums_of_equal_weights_and_inputs_stay_within_32_bits(library: object):

@@ -45,7 +45,8 @@ FLAGS = (
 COLUMNS = 32  # of a block of weights, as in decoder.c
 DEPTH = 64  # weights in 8 bits have a multiple of so many inputs, as in decoder.c
 MOST_ROWS = 128  # of a pass; products of more rows are PyTorch's, which uses tiles of the CPU
-PAGE, ROOM, ALIGNED = 1 << 21, 1 << 24, 64  # bytes of a large page, of what is allocated at once, and before the next tensor
+PAGE, ROOM = 1 << 21, 1 << 24  # bytes of a large page, and of what is allocated at once
+ALIGNED = 64  # tensors begin at multiples of so many bytes
 MOST_WEIGHTS = 1 << 27  # of a decoder: they are kept a second time, and larger ones gain little
 
 
