@@ -20,7 +20,14 @@ from lanternpp.schema import checked, hints
 from lanternpp.training.first_weights import init_weights
 from lanternpp.training.material.codes import read_codes, tokenizer_of
 from lanternpp.training.run import TrainingOptions, run
-from lanternpp.training.target import TargetSettings, TargetTask, check_shape, code_logits, vocabulary
+from lanternpp.training.target import (
+    TargetSettings,
+    TargetTask,
+    check_shape,
+    code_logits,
+    read_start,
+    vocabulary,
+)
 from lanternpp.vq.folder import read_kl
 from lanternpp.vq.kl import KL
 
@@ -120,6 +127,7 @@ def train(
     crops: int = 2,
     limit: int | None = None,
     diffusion: bool = False,
+    weights_of: Path | None = None,
     **head: int,
 ) -> bool:
     """Train `model/target` on the latents of `data`; False if interrupted. As `target.train`. InputError.
@@ -135,8 +143,9 @@ def train(
     kind, task = (DiffusionConfig, DiffusionTask) if diffusion else (ContinuousConfig, ContinuousTask)
     for name, value in head.items():
         checked(name.replace("_", " "), value, hints(kind)[name])
+    start, settings = read_start(weights_of, settings)
     kl = read_kl(tokenizer_of(model))
     codes = read_codes(data, model, crops, options.device, limit)
     fields = {"slots": 8, **shape, **vocabulary(codes, shape.get("slots", 8)), **head}
     fields |= {"grid": kl.config.grid, "channels": kl.config.dim}
-    return run(task(kind(**fields), settings, codes, kl, options.device), options)
+    return run(task(kind(**fields), settings, codes, kl, options.device, start), options)
