@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
-from lanternpp.continuous.diffusion import DiffusionSampling
+from lanternpp.continuous.diffusion import DiffusionDrafter, DiffusionSampling
 from lanternpp.continuous.mixture import Mixture
 from lanternpp.continuous.verify import draw_beyond, kept_levels, verdict_at
 from lanternpp.engine.noise import Noise
@@ -31,6 +31,7 @@ APART = 1 << 19  # added to the purpose of a trajectory's noise, where the targe
 class TrajectoryProposer(TreeProposer):
     """Drafts a chain of latents by a diffusion head. `probs` of its drafts are the Gaussians that the trajectories ended with."""
 
+    drafter: DiffusionDrafter
     sampling: DiffusionSampling
 
     def grow(self, q: Tensor, extend: Callable[[Frontier], Tensor], noise: Noise) -> Draft:

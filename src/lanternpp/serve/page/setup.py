@@ -20,7 +20,9 @@ from lanternpp.trees import TREES
 EXAMPLES = 5  # prompts
 
 DIALS = tuple(dial for dial in dials(*EVERY) if dial.label)
-WITHOUT_DIALS = tuple(name for name, rule in RULES.items() if rule.dials == frozenset())  # rules
+WITHOUT_DIALS = tuple(
+    name for name, rule in RULES.items() if getattr(rule, "dials", None) == frozenset()
+)  # rules
 
 
 def setup(pipe: Pipeline, config: ServerConfig) -> dict[str, Any]:
