@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import avg_pool2d
 
 from lanternpp.continuous.diffusion import DiffusionConfig, DiffusionDrafter
 from lanternpp.continuous.target import ContinuousConfig, ContinuousTarget
@@ -28,6 +29,7 @@ from lanternpp.training.target import TargetSettings
 from lanternpp.training.tokenizer import TokenizerSettings, train
 from lanternpp.vq.folder import read_kl, read_vq
 from lanternpp.vq.kl import KLConfig
+from lanternpp.vq.model import VQ
 
 TINY = KLConfig(32, 4, (16, 16, 32), (1,) * 3, (1,) * 3)
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "hidden": 48}
@@ -166,6 +168,11 @@ def test_the_tokenizer_learns_and_tells_its_noise(data: Path, tmp_path: Path) ->
     assert moments.shape == (2, 16, 8) and kl.redraw(moments).shape == (2, 3, 32, 32)
 
 
+def by_brightness(vq: VQ, images: torch.Tensor) -> torch.Tensor:
+    """Codes [B, length] that depend on every place's mean."""
+    return (avg_pool2d(images.mean(1, keepdim=True), 8).flatten(1) * 1000).long() % 64
+
+
 def shares(one: Path, two: Path, part: str) -> set[str]:
     """The names of the weights of two models that are nearly the same and not zero."""
     mine, theirs = (load_file(place / part / "model.safetensors") for place in (one, two))
@@ -174,7 +181,11 @@ def shares(one: Path, two: Path, part: str) -> set[str]:
 
 
 def test_a_tokenizer_of_latents_begins_with_the_weights_of_one_of_codes(
-    data: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data: Path,
+    model: Path,
+    latent_model: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = replace(TINY, dim=8)  # as wide as the codes, and yet what lies at the latent is new
     assert tokenizer(data, tmp_path / "kl", 1, weights_of=model, config=config, lr=1e-6)
@@ -189,6 +200,9 @@ def test_a_tokenizer_of_latents_begins_with_the_weights_of_one_of_codes(
     assert {"encoder.10.weight", "decoder.0.weight"} <= shares(tmp_path / "on", tmp_path / "kl", "tokenizer")
     with pytest.raises(InputError, match="weights_of"):
         tokenizer(data, tmp_path / "kl", 2, config=config, lr=1e-6)
+    with pytest.raises(InputError, match="not a model of codes"):
+        made = TrainingOptions(tmp_path / "t", 1)
+        codes.train(data, model, SHAPE, TargetSettings(), made, weights_of=latent_model[1])
     coarser = KLConfig(32, 8, (16, 32), (1,) * 2, (1,) * 2)
     with pytest.raises(InputError, match=r"give --down 8$"):
         tokenizer(data, tmp_path / "other", 1, weights_of=model, config=coarser)
@@ -196,15 +210,20 @@ def test_a_tokenizer_of_latents_begins_with_the_weights_of_one_of_codes(
 
 @pytest.mark.parametrize("made", [target, diffusion])
 def test_a_target_of_latents_begins_with_the_weights_of_one_of_codes(
-    made: Callable[..., bool], latent_model: tuple[Path, Path], model: Path, tmp_path: Path
+    made: Callable[..., bool],
+    latent_model: tuple[Path, Path],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data, ready = latent_model
+    monkeypatch.setattr(VQ, "encode", by_brightness)  # an untrained tokenizer finds the same code everywhere
     assert codes.train(
         data, model, SHAPE, TargetSettings(batch_size=4), options(model / "target", 1), crops=1
     )
     shutil.copytree(ready / "tokenizer", tmp_path / "mine" / "tokenizer")
     assert made(data, tmp_path / "mine", 1, weights_of=model, lr=1e-6, muon_lr=1e-6)
-    head = "latent_out" if made is target else "denoiser.inputs"
+    head = "latent_out" if made is target else "denoiser"
     said = facts(tmp_path / "mine", "target", "first_weights")
     assert (
         said.startswith("taken from another model: decoder, ")
@@ -212,10 +231,21 @@ def test_a_target_of_latents_begins_with_the_weights_of_one_of_codes(
     )
     same = shares(tmp_path / "mine", model, "target")
     assert {"decoder.blocks.1.wqkv.weight", "word_table", "slot_table", "null_prefix"} <= same
+    assert said.endswith("latent_in is fitted to the vectors that the other model reads of 12 pictures")
+    begun, start = (read_target(place, torch.float32) for place in (tmp_path / "mine", model))
+    (cached,) = (tmp_path / "mine" / "codes").glob("*.safetensors")
+    moments, generator = load_file(cached)["train"][:, 0].float(), torch.Generator().manual_seed(0)
+    latents = begun.from_cache(moments, generator)
+    vectors = start.embed(start.vq.encode(begun.vq.decode(moments[..., :4])))
+    left = (vectors - begun.embed(latents)).flatten(0, 1)
+    # what least squares leaves has no mean and nothing in common with the latents
+    assert left.mean(0).abs().max() < 1e-4
+    assert (latents.flatten(0, 1).T @ left / len(left)).abs().max() < 1e-4 < left.abs().mean()
     again = tmp_path / "again"
     shutil.copytree(ready / "tokenizer", again / "tokenizer")
     assert made(data, again, 1, weights_of=tmp_path / "mine", lr=1e-6, muon_lr=1e-6)
-    assert {"latent_in.weight", f"{head}.weight"} <= shares(again, tmp_path / "mine", "target")
+    weight = "latent_out.weight" if made is target else "denoiser.inputs.weight"
+    assert {"latent_in.weight", weight} <= shares(again, tmp_path / "mine", "target")
 
 
 @pytest.mark.parametrize("kind", [continuous.ContinuousTask, continuous.DiffusionTask])

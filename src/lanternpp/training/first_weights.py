@@ -51,9 +51,12 @@ def take_over(model: nn.Module, tensors: Mapping[str, Tensor], *more: str) -> st
         raise InputError("no weights of the model to begin with have the names and shapes of this one's.")
     model.load_state_dict(taken, strict=False)
     parts = dict.fromkeys(name.split(".")[0] for name in taken)
-    known = {*PROMPTS, *(name.rpartition(".")[0] for name in taken)}
-    new = dict.fromkeys(name.rpartition(".")[0] or name for name in own if name not in taken)
-    rest = ", ".join(name for name in new if name not in known) or "nothing"
+    known = {name.rpartition(".")[0] for name in taken}
+    new = (name for name in own if name not in taken and name.split(".")[0] not in PROMPTS)
+    named = {
+        name.rpartition(".")[0] if name.split(".")[0] in parts else name.split(".")[0]: None for name in new
+    }
+    rest = ", ".join(name for name in named if name not in known) or "nothing"
     return f"taken from another model: {', '.join((*parts, *more))}; new: {rest}"
 
 

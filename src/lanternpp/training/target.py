@@ -95,7 +95,7 @@ class TargetTask(Task):
         self.vq = vq.to(device)
         model = self.make()
         if start is not None:
-            self.first_weights = begin_target(model, start)
+            self.first_weights = self.begin(model, start)
         self.model = model.to(device).train()
         self.average = averaged(self.model)  # type: ignore[assignment]
         self.dtype = torch.bfloat16 if half_width(device) else torch.float32
@@ -121,6 +121,10 @@ class TargetTask(Task):
         init_tables(model)
         init_weights(model)
         return model
+
+    def begin(self, model: PromptedTarget, start: PromptedTarget) -> str:
+        """Give the target weights of another one; which are taken and which are new."""
+        return begin_target(model, start)
 
     def simplest(self) -> dict[str, float]:
         """The validation loss of a model without context, for comparison."""
@@ -244,7 +248,7 @@ def train(
     shape: dim, layers, heads ... weights_of: the folder of a model of that shape, whose target's weights it begins with.
     """
     check_shape(shape)
-    start, settings = read_start(weights_of, settings)
+    start, settings = read_start(weights_of, settings, WordsTarget)
     vq = read_vq(tokenizer_of(model))
     codes = read_codes(data, model, crops, options.device, limit)
     config = WordsConfig(
@@ -258,14 +262,15 @@ def train(
 
 
 def read_start(
-    weights_of: Path | None, settings: TargetSettings
+    weights_of: Path | None, settings: TargetSettings, kind: type[PromptedTarget]
 ) -> tuple[PromptedTarget | None, TargetSettings]:
-    """The target of a model to begin with, if one is named, and the settings with a hash of its weights. InputError."""
+    """The target of a model to begin with, of this kind, if one is named; the settings with a hash of its weights. InputError."""
     if weights_of is None:
         return None, settings
     found = read_target(weights_of, torch.float32)
-    if not isinstance(found, PromptedTarget):
-        raise InputError(f"{weights_of} is not a model that `lanternpp train target` trains.")
+    if not isinstance(found, kind):
+        codes = " of codes" if kind is WordsTarget else ""
+        raise InputError(f"{weights_of} is not a model{codes} that `lanternpp train target` trains.")
     return found, replace(settings, weights_of=digest(map(checksum, found.state_dict().values())))
 
 
