@@ -163,7 +163,7 @@ def train(
     kind, task = (DiffusionConfig, DiffusionTask) if diffusion else (ContinuousConfig, ContinuousTask)
     for name, value in head.items():
         checked(name.replace("_", " "), value, hints(kind)[name])
-    start, settings = read_start(weights_of, settings, PromptedTarget)
+    start, settings = read_start(weights_of, settings)
     kl = read_kl(tokenizer_of(model))
     codes = read_codes(data, model, crops, options.device, limit)
     fields = {"slots": 8, **shape, **vocabulary(codes, shape.get("slots", 8)), **head}

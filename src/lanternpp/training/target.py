@@ -248,7 +248,7 @@ def train(
     shape: dim, layers, heads ... weights_of: the folder of a model of that shape, whose target's weights it begins with.
     """
     check_shape(shape)
-    start, settings = read_start(weights_of, settings, WordsTarget)
+    start, settings = read_start(weights_of, settings, codes=True)
     vq = read_vq(tokenizer_of(model))
     codes = read_codes(data, model, crops, options.device, limit)
     config = WordsConfig(
@@ -262,15 +262,18 @@ def train(
 
 
 def read_start(
-    weights_of: Path | None, settings: TargetSettings, kind: type[PromptedTarget]
+    weights_of: Path | None, settings: TargetSettings, codes: bool = False
 ) -> tuple[PromptedTarget | None, TargetSettings]:
-    """The target of a model to begin with, of this kind, if one is named; the settings with a hash of its weights. InputError."""
+    """The target to begin with if a model is named, and the settings with a hash of its weights. InputError.
+
+    codes: whether it must be one of codes.
+    """
     if weights_of is None:
         return None, settings
     found = read_target(weights_of, torch.float32)
-    if not isinstance(found, kind):
-        codes = " of codes" if kind is WordsTarget else ""
-        raise InputError(f"{weights_of} is not a model{codes} that `lanternpp train target` trains.")
+    if not isinstance(found, WordsTarget if codes else PromptedTarget):
+        what = "a model of codes" if codes else "a model"
+        raise InputError(f"{weights_of} is not {what} that `lanternpp train target` trains.")
     return found, replace(settings, weights_of=digest(map(checksum, found.state_dict().values())))
 
 
