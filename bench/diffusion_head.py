@@ -58,11 +58,12 @@ def verified(
     for first in range(0, draws, PART):
         noise = Noise(torch.arange(first, min(first + PART, draws)), torch.ones((), dtype=torch.int64))
         noise = Noise(noise.seed, noise.step.expand_as(noise.seed))
-        law = torch.zeros(len(noise.seed), 2, 1)
-        drafted = drafter.children(law[:, :1], 1, noise, Noise.DRAFT)[:, 0]
+        law, every = torch.zeros(len(noise.seed), 2, 1), drafter.noise(noise, Noise.DRAFT, 1)
+        last = drafter.last_step(law[:, :1], every)
+        drafted = drafter.end(last, every)
         codes = torch.cat((torch.zeros_like(drafted), drafted), 1)
-        draft = Draft(chain_tree(len(codes), 1, codes.device), codes, law)
-        verdict = verify_trajectories(draft, law, target, rule, noise, drafter=drafter, aligned=aligned)
+        draft = Draft(chain_tree(len(codes), 1, codes.device), codes, last.expand(-1, 2, -1))
+        verdict = verify_trajectories(draft, law, target, rule, noise, aligned=aligned)
         found.append(verdict.next_codes[:, 0])
         kept += int((verdict.kept == 2).sum())
     return torch.cat(found), kept / draws

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from lanternpp.continuous.diffusion import DRAFTER, DiffusionDrafter, DiffusionTarget
+from lanternpp.continuous.diffusion import KIND as DIFFUSION
 from lanternpp.continuous.engine import LatentEngine
 from lanternpp.continuous.target import LatentTarget
 from lanternpp.drafters.eagle import EagleDrafter
+from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.vq.kl import KL, KLConfig
 
@@ -53,6 +58,21 @@ def eagle(target: LatentTarget, kind: type[EagleDrafter] = EagleDrafter, **field
     shape = target.decoder.config
     config = kind.config_class.like(DecoderConfig(shape.dim, 1, shape.heads, shape.hidden), **fields)
     return frozen(kind(config, target.decoder.rotary_table))
+
+
+def write_diffusion(folder: Path) -> Path:
+    """A model whose latents are drawn by a diffusion head of three steps, with a drafter; of random weights."""
+    target = tiny(DiffusionTarget, "denoiser", denoiser_width=16, denoiser_blocks=1, denoising_steps=3)
+    drafter = eagle(target, DiffusionDrafter, channels=2, denoiser_width=8)
+    kinds = {"tokenizer": "kl", "target": DIFFUSION, "drafter": DRAFTER}
+    configs = {
+        "tokenizer": asdict(target.vq.config),
+        "target": asdict(target.config),
+        "drafter": drafter.config.flat(),
+    }
+    for part, network in (("tokenizer", target.vq), ("target", target), ("drafter", drafter)):
+        checkpoints.save(folder / part, {"kind": kinds[part], **configs[part]}, network.float().state_dict())
+    return folder
 
 
 def first_latents(engine: LatentEngine, first: int) -> Tensor:

@@ -16,6 +16,7 @@ from lanternpp import arguments
 from lanternpp.accept import RULES
 from lanternpp.accept.base import check_relax
 from lanternpp.compiled import check_compiler, compile_steps, compiled_folder, warm_up
+from lanternpp.continuous.diffusion import DiffusionTarget
 from lanternpp.continuous.engine import engine_for
 from lanternpp.default_method import Chosen, choose
 from lanternpp.devices import INT8, pick_device, pick_dtype
@@ -32,6 +33,7 @@ from lanternpp.nn.checkpoints import digest, write_text
 from lanternpp.nn.draws import native_laws, native_stops
 from lanternpp.nn.int8 import Effect
 from lanternpp.nn.trees import native_sampling, native_tree_stops, native_walk
+from lanternpp.registry import find
 from lanternpp.settings import (
     Settings,
     build_proposer,
@@ -181,7 +183,7 @@ class LoadedModel:
         return where | {name: getattr(settings, name) for name in CONDITIONS if name not in where}
 
     def can_draft(self, settings: Settings) -> bool:
-        """Whether this model has what the settings need: the network that drafts, a codebook for rules with neighbours.
+        """Whether this model has what the settings need: the network that drafts, a codebook or a diffusion head for some rules.
 
         No weights are read.
         """
@@ -189,7 +191,9 @@ class LoadedModel:
         kind = network_needed(settings)
         there = kind is None or self._models[False].holds(kind)
         fits = not self.target.channels or suits_latents(settings)
-        return there and fits and not (lends and self.target.codebook is None)
+        rule = find("acceptance rule", settings.accept, RULES)
+        able = isinstance(self.target, DiffusionTarget) or not rule.trajectories
+        return there and fits and able and not (lends and self.target.codebook is None)
 
     def engine(self, settings: Settings) -> Engine:
         """The cached engine for these settings, which calls use too; `new_engine` makes one of your own."""

@@ -59,7 +59,10 @@ def test_a_model_with_a_diffusion_head_from_photos_to_a_comparison(run, photos: 
         (("--head", "mixture", "--denoising-steps", 3), "--denoising-steps 3 is of --head diffusion"),
         (("--denoiser-width", 16), "--denoiser-width 16 is of --head diffusion"),
         (("--head", "diffusion", "--denoising-steps", 0), "denoising steps 0"),
-        (("--head", "diffusion", "--weights-of", "nature-128"), "--weights-of is for targets of codes"),
+        (
+            ("--head", "diffusion", "--weights-of", "nature-128"),
+            "--dim 384 --layers 14 --heads 6 --hidden 1024",
+        ),
     ):
         outcome = run("train", "target", *base, *shape, *SMALL, *wrong)
         assert outcome.code == 2 and said in outcome.err, outcome.err

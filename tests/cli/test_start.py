@@ -15,6 +15,7 @@ import pytest
 
 import lanternpp
 from lanternpp import Pipeline
+from lanternpp.accept import RULES
 from lanternpp.accept.base import RESIDUALS
 from lanternpp.cli.terminal import progress_bar
 from lanternpp.dials import DIALS
@@ -48,6 +49,7 @@ except SystemExit as end:
     ("dial", "known"),
     [
         ("proposer", PROPOSERS),
+        ("accept", RULES),
         ("residual", RESIDUALS),
         ("coupling", COUPLINGS),
         ("fresh", FRESH),

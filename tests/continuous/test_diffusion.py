@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from latents import eagle, energies, first_latents, same_in_any_batch, tiny
@@ -16,7 +18,7 @@ from lanternpp.continuous.denoiser import Denoiser, denoising_loss, variational_
 from lanternpp.continuous.diffusion import DiffusionDrafter, DiffusionSampling, DiffusionTarget
 from lanternpp.continuous.engine import LatentEngine, engine_for
 from lanternpp.continuous.target import ContinuousTarget
-from lanternpp.continuous.trajectories import verify_trajectories
+from lanternpp.continuous.trajectories import TrajectoryProposer, verify_trajectories
 from lanternpp.continuous.verify import draw_beyond
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
@@ -73,12 +75,13 @@ def verified(
     p: Tensor, q: Tensor, rule: Acceptance | None = None, aligned: bool = True, depth: int = 1
 ) -> Verdict:
     """DRAWS chains of latents drawn under q and verified against p."""
-    head, law = sampling(), q.expand(DRAWS, 1, -1)
-    drafted = [head.children(law, 1, noise(), Noise.DRAFT + level)[:, 0] for level in range(depth)]
-    codes = torch.cat((torch.zeros(DRAWS, 1, 1), *drafted), 1)
-    draft = Draft(chain_tree(DRAWS, depth, codes.device), codes, law.expand(-1, depth + 1, -1))
+    head = sampling()
+    every = torch.stack([head.noise(noise(), Noise.DRAFT + level) for level in range(depth)], 1)
+    last = head.last_step(q.expand(DRAWS, depth, -1), every)
+    codes = torch.cat((torch.zeros(DRAWS, 1, 1), head.end(last, every)), 1)
+    draft = Draft(chain_tree(DRAWS, depth, codes.device), codes, torch.cat((last, last[:, :1]), 1))
     laws = p.expand(DRAWS, depth + 1, -1)
-    return verify_trajectories(draft, laws, head, rule or Exact(), noise(), drafter=head, aligned=aligned)
+    return verify_trajectories(draft, laws, head, rule or Exact(), noise(), aligned=aligned)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 8])
@@ -182,7 +185,7 @@ def own_drafter(target: DiffusionTarget) -> DiffusionDrafter:
 
 
 def diffusion_for(target: DiffusionTarget, batch: int, tree: str | None) -> LatentEngine:
-    proposer = TreeProposer(own_drafter(target), build_tree(tree)) if tree else NoDraft()
+    proposer = TrajectoryProposer(own_drafter(target), build_tree(tree)) if tree else NoDraft()
     made = engine_for(target, proposer, Exact(), Sampling(0.9), Guidance(2.0), batch)
     assert isinstance(made, LatentEngine)
     return made
@@ -200,6 +203,22 @@ def test_drafted_pictures_follow_the_law_of_plain_decoding(monkeypatch: pytest.M
     monkeypatch.setattr(trajectories, "draw_beyond", fresh)
     found, chance = energies(plain, drawn("chain-2", 10_000))
     assert found > chance[-1] > 0
+
+
+def test_a_step_computes_every_trajectory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, calls = diffusion_for(diffusion(3), 2, "chain-2"), [0, 0]
+    heads = (engine.target.denoiser, engine.proposer.drafter.denoiser)
+    for slot in range(2):
+        engine.admit(slot, "tulip", slot)
+    for i, head in enumerate(heads):
+
+        def counted(*args: Tensor, i: int = i, plain: Any = head.forward) -> Any:
+            calls[i] += 1
+            return plain(*args)
+
+        monkeypatch.setattr(head, "forward", counted)
+    engine.step()
+    assert calls == [3, 2 * 3]  # the target's all at once, the drafter's one after another
 
 
 @pytest.mark.parametrize("tree", [None, "chain-2"])

@@ -13,8 +13,9 @@ import httpx
 import openai
 import pytest
 from fastapi.testclient import TestClient
+from latents import write_diffusion
 from PIL import Image
-from served import PacedPipe, SlowPipe, batcher_of, listening, until
+from served import PacedPipe, SlowPipe, batcher_of, listening, tiny, until
 
 from lanternpp import Pipeline
 from lanternpp.serve import streaming
@@ -111,6 +112,25 @@ def test_the_openai_client_streams(pipe, monkeypatch):
         assert opened(event.b64_json).tobytes() == half.tobytes()
     first = opened(events[0].b64_json)
     assert first.getpixel((15, 15)) == (128, 128, 128) != opened(events[-1].b64_json).getpixel((15, 15))
+
+
+def test_the_rule_is_a_field_like_the_tree(http, tmp_path):
+    pipe = tiny(write_diffusion(tmp_path))
+    fields = {"method": "eagle", "accept": "cspd"}
+    with batcher_of(pipe) as batcher, TestClient(create_app(batcher, page=False)) as latents:
+        answer = latents.post(IMAGES, json={"prompt": "a red tulip", "seed": 3, **fields})
+        assert answer.status_code == 200, answer.text
+        (one,) = answer.json()["data"]
+        assert one["lanternpp"]["settings"]["accept"] == "cspd"
+        expected = pipe("a red tulip", seed=3, **fields).images[0]
+        assert opened(one["b64_json"]).tobytes() == expected.tobytes()
+        wrong = latents.post(IMAGES, json={"prompt": "a red tulip", "accept": "os:system"})
+        status, message = refusal(wrong)
+        assert status == 400 and message.startswith("acceptance rule 'os:system'")
+    status, message = refusal(http.post(IMAGES, json={"prompt": "a red tulip", **fields}))
+    assert status == 400 and "the rule cspd is for latents of a diffusion head" in message
+    exact = http.post(IMAGES, json={"prompt": "a red tulip", "method": "lantern", "accept": "exact"})
+    assert exact.json()["data"][0]["lanternpp"]["settings"]["delta"] is None
 
 
 def test_several_pictures_stream_and_each_is_told_from_the_others(client):

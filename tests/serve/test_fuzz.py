@@ -58,6 +58,7 @@ FIELDS = (
         "top_k",
         "top_p",
         "method",
+        "accept",
         "neighbours",
         "delta",
         "lam",

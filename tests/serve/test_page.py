@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 from fastapi.testclient import TestClient
+from latents import write_diffusion
 from models import write_model
 from served import SlowPipe, batcher_of, tiny
 
@@ -29,6 +30,13 @@ def test_a_method_shows_the_dials_that_it_reads_at_its_own_values(pipe: Pipeline
     assert shown["lantern++"]["dials"]["neighbours"] == 8
     assert shown["lantern++"]["dials"]["cfg"] == 2.0
     assert all(ImagesRequest.model_fields.keys() >= {dial.name} for dial in DIALS)
+
+
+def test_the_rule_can_be_chosen_where_the_model_has_a_diffusion_head(tmp_path: Path) -> None:
+    shown = setup(tiny(write_diffusion(tmp_path)), ServerConfig())
+    assert shown["methods"]["eagle"]["dials"]["accept"] == "exact"
+    (rule,) = (row for row in shown["dials"] if row["name"] == "accept")
+    assert rule["choices"] == ("exact", "cspd")
 
 
 def test_what_the_server_was_started_with_holds_on_the_page(pipe: Pipeline) -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import avg_pool2d
 
 from lanternpp.continuous.diffusion import DiffusionConfig, DiffusionDrafter
 from lanternpp.continuous.target import ContinuousConfig, ContinuousTarget
@@ -17,6 +19,7 @@ from lanternpp.errors import InputError
 from lanternpp.models import read_target
 from lanternpp.nn.sources import Source
 from lanternpp.training import continuous, drafter
+from lanternpp.training import target as codes
 from lanternpp.training.drafter import DrafterSettings
 from lanternpp.training.kl import KLTask
 from lanternpp.training.laws import TIMES, DiffusionLaws, LatentLaws
@@ -26,6 +29,7 @@ from lanternpp.training.target import TargetSettings
 from lanternpp.training.tokenizer import TokenizerSettings, train
 from lanternpp.vq.folder import read_kl, read_vq
 from lanternpp.vq.kl import KLConfig
+from lanternpp.vq.model import VQ
 
 TINY = KLConfig(32, 4, (16, 16, 32), (1,) * 3, (1,) * 3)
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "hidden": 48}
@@ -35,9 +39,18 @@ def options(folder: Path, steps: int, stop: int | None = None, compiled: bool = 
     return TrainingOptions(folder, steps, stop_after=stop, log_steps=1, checks=2, compile=compiled)
 
 
-def tokenizer(data: Path, model: Path, steps: int = 4, stop: int | None = None, **more: Any) -> bool:
+def tokenizer(
+    data: Path,
+    model: Path,
+    steps: int = 4,
+    stop: int | None = None,
+    weights_of: Path | None = None,
+    config: KLConfig = TINY,
+    **more: Any,
+) -> bool:
     settings = TokenizerSettings(**{"batch_size": 4, "lr": 3e-3, "warmup": 2, **more})
-    return train(data, model, TINY, settings, options(model / "tokenizer", steps, stop), kind=KLTask)
+    where = options(model / "tokenizer", steps, stop)
+    return train(data, model, config, settings, where, weights_of=weights_of, kind=KLTask)
 
 
 def target(
@@ -46,20 +59,29 @@ def target(
     steps: int = 4,
     stop: int | None = None,
     compiled: bool = False,
+    weights_of: Path | None = None,
     **more: Any,
 ) -> bool:
     settings = TargetSettings(**{"batch_size": 4, "warmup": 2, **more})
     where = options(model / "target", steps, stop, compiled)
-    return continuous.train(data, model, SHAPE, settings, where, crops=1, components=3)
+    return continuous.train(data, model, SHAPE, settings, where, crops=1, weights_of=weights_of, components=3)
 
 
 def diffusion(
-    data: Path, model: Path, steps: int = 4, stop: int | None = None, compiled: bool = False
+    data: Path,
+    model: Path,
+    steps: int = 4,
+    stop: int | None = None,
+    compiled: bool = False,
+    weights_of: Path | None = None,
+    **rates: float,
 ) -> bool:
-    settings = TargetSettings(batch_size=4, warmup=2)
+    settings = TargetSettings(**{"batch_size": 4, "warmup": 2, **rates})
     where = options(model / "target", steps, stop, compiled)
     more = {"denoising_steps": 3, "denoiser_width": 16, "denoiser_blocks": 1}
-    return continuous.train(data, model, SHAPE, settings, where, crops=1, diffusion=True, **more)
+    return continuous.train(
+        data, model, SHAPE, settings, where, crops=1, diffusion=True, weights_of=weights_of, **more
+    )
 
 
 def eagle(data: Path, model: Path, steps: int = 4, stop: int | None = None, compiled: bool = False) -> bool:
@@ -70,9 +92,8 @@ def eagle(data: Path, model: Path, steps: int = 4, stop: int | None = None, comp
     return drafter.train(data, model, 1, settings, where, crops=1)
 
 
-def facts(model: Path, part: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((model / part / "provenance.json").read_text())["validation"]
-    return found
+def facts(model: Path, part: str, name: str = "validation") -> Any:
+    return json.loads((model / part / "provenance.json").read_text())[name]
 
 
 @pytest.fixture(scope="session")
@@ -147,6 +168,86 @@ def test_the_tokenizer_learns_and_tells_its_noise(data: Path, tmp_path: Path) ->
     assert moments.shape == (2, 16, 8) and kl.redraw(moments).shape == (2, 3, 32, 32)
 
 
+def by_brightness(vq: VQ, images: torch.Tensor) -> torch.Tensor:
+    """Codes [B, length] that depend on every place's mean."""
+    return (avg_pool2d(images.mean(1, keepdim=True), 8).flatten(1) * 1000).long() % 64
+
+
+def shares(one: Path, two: Path, part: str) -> set[str]:
+    """The names of the weights of two models that are nearly the same and not zero."""
+    mine, theirs = (load_file(place / part / "model.safetensors") for place in (one, two))
+    both = {name for name in mine if name in theirs and mine[name].shape == theirs[name].shape}
+    return {name for name in both if mine[name].any() and (mine[name] - theirs[name]).abs().max() < 1e-3}
+
+
+def test_a_tokenizer_of_latents_begins_with_the_weights_of_one_of_codes(
+    data: Path,
+    model: Path,
+    latent_model: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = replace(TINY, dim=8)  # as wide as the codes, and yet what lies at the latent is new
+    assert tokenizer(data, tmp_path / "kl", 1, weights_of=model, config=config, lr=1e-6)
+    said = "taken from another model: encoder, decoder; new: encoder.10, decoder.0"
+    assert f"tokenizer: {said}\n" in capsys.readouterr().err
+    assert facts(tmp_path / "kl", "tokenizer", "first_weights") == said
+    same = shares(tmp_path / "kl", model, "tokenizer")
+    assert {"encoder.1.weight", "decoder.11.weight"} <= same
+    assert not any(name.startswith(("encoder.10", "decoder.0.")) for name in same)
+    assert tokenizer(data, tmp_path / "on", 1, weights_of=tmp_path / "kl", config=config, lr=1e-6)
+    assert facts(tmp_path / "on", "tokenizer", "first_weights").endswith("new: nothing")
+    assert {"encoder.10.weight", "decoder.0.weight"} <= shares(tmp_path / "on", tmp_path / "kl", "tokenizer")
+    with pytest.raises(InputError, match="weights_of"):
+        tokenizer(data, tmp_path / "kl", 2, config=config, lr=1e-6)
+    with pytest.raises(InputError, match="not a model of codes"):
+        made = TrainingOptions(tmp_path / "t", 1)
+        codes.train(data, model, SHAPE, TargetSettings(), made, weights_of=latent_model[1])
+    coarser = KLConfig(32, 8, (16, 32), (1,) * 2, (1,) * 2)
+    with pytest.raises(InputError, match=r"give --down 8$"):
+        tokenizer(data, tmp_path / "other", 1, weights_of=model, config=coarser)
+
+
+@pytest.mark.parametrize("made", [target, diffusion])
+def test_a_target_of_latents_begins_with_the_weights_of_one_of_codes(
+    made: Callable[..., bool],
+    latent_model: tuple[Path, Path],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data, ready = latent_model
+    monkeypatch.setattr(VQ, "encode", by_brightness)  # an untrained tokenizer finds the same code everywhere
+    assert codes.train(
+        data, model, SHAPE, TargetSettings(batch_size=4), options(model / "target", 1), crops=1
+    )
+    shutil.copytree(ready / "tokenizer", tmp_path / "mine" / "tokenizer")
+    assert made(data, tmp_path / "mine", 1, weights_of=model, lr=1e-6, muon_lr=1e-6)
+    head = "latent_out" if made is target else "denoiser"
+    said = facts(tmp_path / "mine", "target", "first_weights")
+    assert (
+        said.startswith("taken from another model: decoder, ")
+        and f"new: latent_mean, latent_std, latent_in, {head}" in said
+    )
+    same = shares(tmp_path / "mine", model, "target")
+    assert {"decoder.blocks.1.wqkv.weight", "word_table", "slot_table", "null_prefix"} <= same
+    assert said.endswith("latent_in is fitted to the vectors that the other model reads of 12 pictures")
+    begun, start = (read_target(place, torch.float32) for place in (tmp_path / "mine", model))
+    (cached,) = (tmp_path / "mine" / "codes").glob("*.safetensors")
+    moments, generator = load_file(cached)["train"][:, 0].float(), torch.Generator().manual_seed(0)
+    latents = begun.from_cache(moments, generator)
+    vectors = start.embed(start.vq.encode(begun.vq.decode(moments[..., :4])))
+    left = (vectors - begun.embed(latents)).flatten(0, 1)
+    # what least squares leaves has no mean and nothing in common with the latents
+    assert left.mean(0).abs().max() < 1e-4
+    assert (latents.flatten(0, 1).T @ left / len(left)).abs().max() < 1e-4 < left.abs().mean()
+    again = tmp_path / "again"
+    shutil.copytree(ready / "tokenizer", again / "tokenizer")
+    assert made(data, again, 1, weights_of=tmp_path / "mine", lr=1e-6, muon_lr=1e-6)
+    weight = "latent_out.weight" if made is target else "denoiser.inputs.weight"
+    assert {"latent_in.weight", weight} <= shares(again, tmp_path / "mine", "target")
+
+
 @pytest.mark.parametrize("kind", [continuous.ContinuousTask, continuous.DiffusionTask])
 def test_the_target_learns_six_pictures_by_heart(
     kind: type[continuous.LatentTask], latent_model: tuple[Path, Path]
@@ -164,8 +265,8 @@ def test_the_target_learns_six_pictures_by_heart(
     )
     settings = TargetSettings(batch_size=6, lr=1e-2, muon_lr=1e-2, warmup=2, drop_captions=0.0)
     kl = read_kl(latent_model[1] / "tokenizer")
-    codes = Codes(split, split, {"codes": "made"})
-    made = kind(config, settings, codes, kl, torch.device("cpu"))
+    cached = Codes(split, split, {"codes": "made"})
+    made = kind(config, settings, cached, kl, torch.device("cpu"))
     before = made.validate_on(torch.arange(6))
     for step in range(80):
         made.step(step, step / 80)

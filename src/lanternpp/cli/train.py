@@ -90,6 +90,12 @@ def tokenizer(
     codes_of: Annotated[
         str | None, typer.Option(help="A model whose codes are kept: only its decoder is trained further.")
     ] = None,
+    weights_of: Annotated[
+        str | None,
+        typer.Option(
+            help="A model with stages of the same shape whose weights it begins with, of either kind."
+        ),
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 32,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 5e-4,
     adversarial: Annotated[bool, typer.Option(help="Sharpen the decoder against a discriminator.")] = True,
@@ -116,6 +122,10 @@ def tokenizer(
 
     if codes_of is not None and not (size is down is codes is None):
         raise InputError("--size, --down and --codes are those of --codes-of's model; leave them out.")
+    if codes_of is not None and weights_of is not None:
+        raise InputError(
+            "--codes-of keeps all weights of its model but the decoder's: leave --weights-of out."
+        )
     shape = stages(8 if down is None else down)
     config: Stacks
     task: type[TokenizerTask] | None = None
@@ -132,8 +142,9 @@ def tokenizer(
     )
     where = plan(model / "tokenizer")
     kept = None if codes_of is None else model_folder(codes_of)
+    start = None if weights_of is None else model_folder(weights_of)
     judged = model_folder(classifier_of) if perceptual else None
-    leave(train(data, model, config, settings, where, limit, kept, judged, task))
+    leave(train(data, model, config, settings, where, limit, kept, start, judged, task))
 
 
 @app.command()
@@ -166,7 +177,7 @@ def target(
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 6,
     hidden: Annotated[int, typer.Option(help="Width inside a block's SwiGLU.")] = 1024,
     weights_of: Annotated[
-        str | None, typer.Option(help="A model of the same shape whose weights it begins with.")
+        str | None, typer.Option(help="A model of the same width and depth whose weights it begins with.")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 32,
     lr: Annotated[float, typer.Option(help="Peak rate of AdamW (tables, prefix, norms).")] = 1.5e-3,
@@ -206,13 +217,11 @@ def target(
             option, value = next(iter(given.items()))
             raise InputError(f"--{option.replace('_', '-')} {value} is of --head {name}: leave it out.")
         own |= given
-    if head != "softmax":
-        if weights_of is not None:
-            raise InputError(f"--weights-of is for targets of codes: leave it out with --head {head}.")
-        diffusion = head == "diffusion"
-        leave(continuous.train(data, model, shape, settings, where, crops, limit, diffusion, **own))
-        return
     start = None if weights_of is None else model_folder(weights_of)
+    if head != "softmax":
+        diffusion = head == "diffusion"
+        leave(continuous.train(data, model, shape, settings, where, crops, limit, diffusion, start, **own))
+        return
     leave(train(data, model, shape, settings, where, crops, limit, start))
 
 

@@ -2,7 +2,8 @@
 
 What stands for a latent's law are the features that the head reads: D numbers, or under guidance 2 D, the conditional ones first.
 The draw of a latent is a function of these and of T + 1 vectors of noise for T steps: the noise that the trajectory begins with,
-then that of every step.
+then that of every step. Given all of this but the last step's, the latent's law is the Gaussian of the last step: the parameters of a mixture
+of one component. Its logit, of which that law does not depend, has the sum of the logarithms of the standard deviations of all earlier steps.
 """
 
 from __future__ import annotations
@@ -29,15 +30,6 @@ from lanternpp.targets.base import Target
 KIND, DRAFTER = "diffusion", "eagle-diffusion"  # a config's `kind`
 DenoiserBlocks = Annotated[int, Between(1, 64)]
 DenoisingSteps = Annotated[int, Between(1, 1000)]
-
-
-@dataclass(frozen=True)
-class LastStep:
-    """The Gaussian of the last step of a trajectory, and how wide the steps before it were."""
-
-    mean: Tensor  # [..., C]
-    std: Tensor  # [..., C]
-    log_width: Tensor  # [...] the sum of the logarithms of the standard deviations of all earlier steps
 
 
 @dataclass(frozen=True)
@@ -75,11 +67,16 @@ class DiffusionSampling(MixtureSampling):
     def children(self, q: Tensor, count: int, noise: Noise, purpose: int) -> Tensor:
         """Features [B, W, branches D] -> latents [B, W, count, C], independent draws in trial order."""
         every = self.noise(noise, purpose, q.shape[1], count)
-        last = self.last_step(q[:, :, None], every)
-        return (last.mean + last.std * every[..., -1, :]).float()
+        return self.end(self.last_step(q[:, :, None], every), every)
 
-    def last_step(self, law: Tensor, noise: Tensor) -> LastStep:
-        """Features [..., branches D], which broadcast, and noise [..., T + 1, C], the last of which is not read -> the last step."""
+    def end(self, last: Tensor, noise: Tensor) -> Tensor:
+        """The Gaussians of last steps [..., 1 + 2 C] and the noise of their trajectories [..., T + 1, C] -> latents [..., C]."""
+        mean, log_std = last[..., 1:].chunk(2, -1)
+        return (mean + log_std.exp() * noise[..., -1, :]).float()
+
+    def last_step(self, law: Tensor, noise: Tensor) -> Tensor:
+        """Features [..., branches D], which broadcast, and noise [..., T + 1, C], the last of which is not read -> the Gaussian of the
+        last step, [..., 1 + 2 C] float64."""
         conditions = self.denoiser.conditions(law.unflatten(-1, (-1, self.denoiser.dim)))
         x = noise[..., 0, :]
         log_width = torch.zeros_like(x[..., 0])
@@ -92,7 +89,7 @@ class DiffusionSampling(MixtureSampling):
             if step > 1:
                 log_width = log_width + std.log().sum(-1)
                 x = mean + std * noise[..., self.steps - step + 1, :]
-        return LastStep(mean, std, log_width)
+        return torch.cat((log_width[..., None].double(), mean.double(), std.double().log()), -1)
 
 
 @dataclass(frozen=True)
@@ -141,6 +138,7 @@ class DiffusionDrafter(EagleDrafter):
     """EAGLE's drafter, with a smaller diffusion head that reads the features that it predicts."""
 
     config_class = DiffusionDrafterConfig
+    proposer = "lanternpp.continuous.trajectories:TrajectoryProposer"
     config: DiffusionDrafterConfig
 
     def __init__(self, config: DiffusionDrafterConfig, rotary_table: Tensor):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from lanternpp.accept.base import Acceptance
@@ -15,7 +13,7 @@ from lanternpp.continuous.diffusion import (
     check_pair,
 )
 from lanternpp.continuous.mixture import MixtureGuidance, MixtureSampling
-from lanternpp.continuous.trajectories import verify_trajectories
+from lanternpp.continuous.trajectories import TrajectoryProposer, verify_trajectories
 from lanternpp.continuous.verify import verify_latents
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
@@ -50,20 +48,21 @@ class LatentEngine(Engine):
 
 def check(target: Target, proposer: Proposer, rule: Acceptance) -> None:
     """InputError where drafts of latents are not a chain by an EAGLE drafter, or nothing, under a rule that they have."""
-    chain = isinstance(proposer, NetworkProposer) and proposer.builder.chain and proposer.builder.drawn
-    if not (isinstance(proposer, NoDraft) or (isinstance(proposer, TreeProposer) and chain)):
+    diffusion = isinstance(target, DiffusionTarget)
+    if diffusion and isinstance(proposer, NetworkProposer):
+        check_pair(target, proposer.drafter)
+    kind = TrajectoryProposer if diffusion else TreeProposer
+    chain = isinstance(proposer, kind) and proposer.builder.chain and proposer.builder.drawn
+    if not (isinstance(proposer, NoDraft) or chain):
         raise InputError(
             "this model draws continuous latents, which are drafted in a chain by an EAGLE drafter or not at all: use "
             "--method eagle --tree chain-4 --verify token, or --method ar"
         )
-    diffusion = isinstance(target, DiffusionTarget)
     if not (rule.lossless or (rule.trajectories and diffusion)):
         other = " or cspd" if diffusion else ""
         raise InputError(
             f"this model draws continuous latents, for which there is no such relaxed rule: use --accept exact{other}"
         )
-    if diffusion and isinstance(proposer, NetworkProposer):
-        check_pair(target, proposer.drafter)
 
 
 def engine_for(
@@ -109,11 +108,9 @@ def diffusion_engine(
     def drawing_with(denoiser: Denoiser) -> DiffusionSampling:
         return DiffusionSampling(*sampling, target.config.denoising_steps, guidance.scale, denoiser=denoiser)
 
-    drafter = drawing_with(proposer.drafter.denoiser) if isinstance(proposer, NetworkProposer) else None
-    verifier = partial(verify_trajectories, drafter=drafter)
     latent_guidance = DiffusionGuidance(guidance.scale)
     ours = drawing_with(target.denoiser)
-    engine = LatentEngine(target, proposer, rule, ours, latent_guidance, batch, verifier)
-    if drafter is not None:
-        proposer.sampling = drafter
+    engine = LatentEngine(target, proposer, rule, ours, latent_guidance, batch, verify_trajectories)
+    if isinstance(proposer, TrajectoryProposer):
+        proposer.sampling = drawing_with(proposer.drafter.denoiser)
     return engine

@@ -1,4 +1,4 @@
-"""Verification of a chain of latents that two diffusion heads drew (continuous speculative decoding, arXiv 2411.11925).
+"""Drafts of a diffusion head, and the verification of a chain of latents that two such heads drew (continuous speculative decoding, arXiv 2411.11925).
 
 A drafted latent x_0 is the end of a trajectory x_T, ..., x_0 of the drafter's head. The target's head runs along the noise of the same
 trajectory up to its own last step (the paper's trajectory alignment), and x_0 is verified against the Gaussian of that step, p:
@@ -10,19 +10,45 @@ The rule `cspd` verifies as published, which is not exact.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
-from lanternpp.continuous.diffusion import DiffusionSampling, LastStep
+from lanternpp.continuous.diffusion import DiffusionDrafter, DiffusionSampling
 from lanternpp.continuous.mixture import Mixture
 from lanternpp.continuous.verify import draw_beyond, kept_levels, verdict_at
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
-from lanternpp.types import Draft, Verdict
+from lanternpp.proposers.tree import TreeProposer
+from lanternpp.types import Draft, Frontier, Verdict
 
 TRIES = 3  # draws of the published rule after a refusal, of which the last one stays
 APART = 1 << 19  # added to the purpose of a trajectory's noise, where the target's differs from the drafter's
+
+
+class TrajectoryProposer(TreeProposer):
+    """Drafts a chain of latents by a diffusion head. `probs` of its drafts are the Gaussians that the trajectories ended with."""
+
+    drafter: DiffusionDrafter
+    sampling: DiffusionSampling
+
+    def grow(self, q: Tensor, extend: Callable[[Frontier], Tensor], noise: Noise) -> Draft:
+        """q [B, branches D], the features of the root's child -> a draft; every trajectory is computed once."""
+        sampling = self.sampling
+        every = [sampling.noise(noise, Noise.DRAFT + level, 1) for level in range(self.depth)]
+
+        def last_step(features: Tensor, level: int) -> Tensor:
+            return sampling.last_step(features, every[level])
+
+        def children(q: Tensor, count: int, level: int) -> Tensor:
+            return sampling.end(q, every[level])[:, :, None]
+
+        def below(at: Frontier) -> Tensor:
+            return last_step(extend(at), at.level)
+
+        return self.builder.grow(self.root, last_step(q[:, None], 0)[:, 0], below, children)
 
 
 def verify_trajectories(
@@ -32,28 +58,23 @@ def verify_trajectories(
     rule: Acceptance,
     noise: Noise,
     measure: bool = False,
-    drafter: DiffusionSampling | None = None,
     aligned: bool = True,
 ) -> Verdict:
     """A chain of N latents [B, N, C] and the target's features [B, N, P] at them -> what is kept, and a latent behind it.
 
-    drafter: what the draft was drawn by, from this noise; its trajectories are computed again, all at once. None for a chain of the
-    root alone, which is plain autoregressive decoding. aligned: whether the target's trajectories share the noise.
+    draft: drawn from this noise, as `TrajectoryProposer` does; a chain of the root alone is plain autoregressive decoding. aligned:
+    whether the target's trajectories share the noise.
     """
     assert isinstance(sampling, DiffusionSampling)
     depth, batch = draft.codes.shape[1] - 1, torch.arange(len(logits), device=logits.device)
-    shared, own = (
-        torch.stack([sampling.noise(noise, Noise.DRAFT + level + apart) for level in range(depth + 1)], 1)
-        for apart in (0, 0 if aligned else APART)
-    )
-    target = sampling.last_step(sampling.probs(logits), own)
-    p = q = gaussian(target)
+    apart = 0 if aligned else APART
+    every = [sampling.noise(noise, Noise.DRAFT + level + apart) for level in range(depth + 1)]
+    p = q = sampling.last_step(sampling.probs(logits), torch.stack(every, 1))
     log_factor = None
-    if drafter is not None and draft.probs is not None:
-        drafted = drafter.last_step(draft.probs[:, :-1], shared[:, :-1])
-        q = torch.cat((gaussian(drafted), p[:, -1:]), 1)
+    if draft.probs is not None:
+        q = torch.cat((draft.probs[:, :-1], p[:, -1:]), 1)
         if not rule.lossless:
-            log_factor = (drafted.log_width - target.log_width[:, :-1]).double()
+            log_factor = (q - p)[:, :-1, 0]
     last = kept_levels(draft.codes, p, q, noise, sampling.channels, log_factor)
     here, there, refused = p[batch, last], q[batch, last], last < depth
     if log_factor is None:
@@ -62,12 +83,6 @@ def verify_trajectories(
         factor = log_factor[batch, last.clamp(max=depth - 1)]
         bonus = published_draw(here, there, refused, factor, noise, sampling.channels)
     return verdict_at(draft.codes, last, bonus)
-
-
-def gaussian(step: LastStep) -> Tensor:
-    """The Gaussian of a last step as the parameters of a mixture of one component, [..., 1 + 2 C] float64."""
-    mean, log_std = step.mean.double(), step.std.double().log()
-    return torch.cat((torch.zeros_like(mean[..., :1]), mean, log_std), -1)
 
 
 def published_draw(

@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from lanternpp.accept import RULES
 from lanternpp.errors import InputError
 from lanternpp.registry import unknown
 from lanternpp.serve import schemas
@@ -15,6 +16,7 @@ from lanternpp.serve.pictures import Previews, encode, picture_size, png_notes
 from lanternpp.serve.schemas import ImagesRequest
 from lanternpp.serve.server_config import ServerConfig
 from lanternpp.serve.tickets import FinishedImage, ImageSpec, Ticket
+from lanternpp.settings import KINDS
 from lanternpp.trees import TREES
 
 SEEDS = 1 << 31  # a seed below this is drawn where a request gives none
@@ -42,8 +44,9 @@ class RequestMapper:
             if getattr(body, name) and not body.stream:
                 raise InputError(f"{name} works only with stream; set stream to true")
         given = body.overrides()
-        if given.get("tree", next(iter(TREES))) not in TREES:
-            raise InputError(unknown("tree", given["tree"], TREES))
+        for name, known in (("tree", TREES), ("accept", RULES)):
+            if name in given and given[name] not in known:
+                raise InputError(unknown(KINDS[name], given[name], known))
         settings = self.config.settings(self.pipe, body.method, given)
         limits = [limit for limit in (body.deadline, self.config.deadline) if limit is not None]
         seed = secrets.randbelow(SEEDS) if body.seed is None else body.seed

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from lanternpp.dials import DRAFT, MEASURE, RULE, SAMPLING, Dial, dials
+from lanternpp.dials import DIALS, DRAFT, MEASURE, RULE, SAMPLING, Dial, dials
 
 Name = Annotated[str, Field(max_length=100)]
 
@@ -64,7 +64,7 @@ def field(dial: Dial) -> Any:
     return kind | None, Field(None, description=dial.about, **limits)
 
 
-REQUEST_DIALS = dials(DRAFT, RULE, MEASURE, SAMPLING)
+REQUEST_DIALS = (DIALS["accept"], *dials(DRAFT, RULE, MEASURE, SAMPLING))
 if TYPE_CHECKING:  # without the fields of dials, which are read by name
 
     class ImagesRequest(_RequestFields):

@@ -17,14 +17,23 @@ from lanternpp.continuous.mixture import Mixture
 from lanternpp.continuous.target import KIND, ContinuousConfig, ContinuousTarget, LatentTarget
 from lanternpp.errors import InputError
 from lanternpp.schema import checked, hints
-from lanternpp.training.first_weights import init_weights
+from lanternpp.targets.prompted import PromptedTarget
+from lanternpp.training.first_weights import begin_target, init_weights, same_codes
 from lanternpp.training.material.codes import read_codes, tokenizer_of
 from lanternpp.training.run import TrainingOptions, run
-from lanternpp.training.target import TargetSettings, TargetTask, check_shape, code_logits, vocabulary
+from lanternpp.training.target import (
+    TargetSettings,
+    TargetTask,
+    check_shape,
+    code_logits,
+    read_start,
+    vocabulary,
+)
 from lanternpp.vq.folder import read_kl
 from lanternpp.vq.kl import KL
 
 TIMES = 4  # at which a diffusion head learns from a latent in a step
+FITTED = 32  # pictures by which the map of latents is fitted to that of another model
 MEASURED = 4096  # training pictures whose latents give the mean and the standard deviation
 
 
@@ -39,6 +48,24 @@ class LatentTask(TargetTask):
         mean, log_var = self.codes.train.codes[:MEASURED, 0].float().flatten(0, 1).chunk(2, -1)
         model.latent_mean.copy_(mean.mean(0))
         model.latent_std.copy_((mean.var(0) + log_var.exp().mean(0)).sqrt())
+
+    @torch.no_grad()
+    def begin(self, model: PromptedTarget, start: PromptedTarget) -> str:
+        """As in the base class. Where the other model has other codes or latents, the map of latents for the input is fitted, by least
+        squares, to the vectors that the other model reads of the same pictures: its layers are of use from the first step on."""
+        said, mine, theirs = begin_target(model, start), self.vq.config, start.vq.config
+        if same_codes(model, start) or (mine.size, mine.grid) != (theirs.size, theirs.grid):
+            return said
+        assert isinstance(model, LatentTarget)
+        generator = torch.Generator().manual_seed(0)
+        moments = self.codes.train.codes[:: -(-len(self.codes.train) // FITTED), 0].float()
+        latents = model.from_cache(moments, generator).flatten(0, 1)
+        images = self.vq.decode(moments.chunk(2, -1)[0].to(self.device)).cpu()
+        vectors = start.embed(start.from_cache(start.vq.encode(images), generator)).flatten(0, 1)
+        fit = torch.linalg.lstsq(torch.cat((latents, torch.ones_like(latents[:, :1])), 1), vectors).solution
+        model.latent_in.weight.copy_(fit[:-1].T)
+        model.latent_in.bias.copy_(fit[-1])
+        return f"{said}; latent_in is fitted to the vectors that the other model reads of {len(moments)} pictures"
 
     def simplest(self) -> dict[str, float]:
         """Nats per number under one Gaussian for all places: what context must beat."""
@@ -120,6 +147,7 @@ def train(
     crops: int = 2,
     limit: int | None = None,
     diffusion: bool = False,
+    weights_of: Path | None = None,
     **head: int,
 ) -> bool:
     """Train `model/target` on the latents of `data`; False if interrupted. As `target.train`. InputError.
@@ -135,8 +163,9 @@ def train(
     kind, task = (DiffusionConfig, DiffusionTask) if diffusion else (ContinuousConfig, ContinuousTask)
     for name, value in head.items():
         checked(name.replace("_", " "), value, hints(kind)[name])
+    start, settings = read_start(weights_of, settings)
     kl = read_kl(tokenizer_of(model))
     codes = read_codes(data, model, crops, options.device, limit)
     fields = {"slots": 8, **shape, **vocabulary(codes, shape.get("slots", 8)), **head}
     fields |= {"grid": kl.config.grid, "channels": kl.config.dim}
-    return run(task(kind(**fields), settings, codes, kl, options.device), options)
+    return run(task(kind(**fields), settings, codes, kl, options.device, start), options)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lanternpp.drafters.base import mark
 from lanternpp.drafters.eagle import EagleDrafter
 from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.proposers.tree import TreeProposer
@@ -241,7 +242,8 @@ class DrafterTask(Task):
     def draw(self) -> dict[str, Any]:
         """Draw four pictures under the exact rule on a static tree; returns the acceptance. `sample` shows the pictures."""
         dtype = next(self.target.parameters()).dtype
-        proposer = TreeProposer(copy.deepcopy(self.average).to(dtype), build_tree(self.laws.tree))
+        drafter = copy.deepcopy(self.average).to(dtype)
+        proposer = TreeProposer.build(Parts(build_tree(self.laws.tree), drafter))
         guidance, prompts = Guidance(self.hparams.cfg), self.val.known_texts[:SAMPLE_PICTURES]
         found = measure_acceptance(self.target, proposer, self.sampling, guidance, prompts)
         self.drawn = found.codes

@@ -1,15 +1,20 @@
-"""The weights that a training of a target begins with: random, or those of another target."""
+"""The weights that a training begins with: random, or those of another model, whose codes or latents may be others."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.targets.prompted import PromptedTarget
-from lanternpp.targets.words import WordsConfig, WordsTarget
+from lanternpp.targets.prompted import PromptedConfig, PromptedTarget
+from lanternpp.targets.words import WordsTarget
+from lanternpp.vq.model import Autoencoder
+
+STACKS = ("channels", "encoder_blocks", "decoder_blocks", "thin")
+PROMPTS = ("word_table", "slot_table", "null_prefix")
 
 
 def init_tables(model: WordsTarget) -> None:
@@ -26,7 +31,7 @@ def init_tables(model: WordsTarget) -> None:
 
 def init_weights(model: PromptedTarget) -> None:
     """First values: every block begins as the identity."""
-    for name in ("word_table", "slot_table", "null_prefix"):
+    for name in PROMPTS:
         nn.init.normal_(getattr(model, name), std=0.2)
     for name, parameter in model.decoder.blocks.named_parameters():
         if name.endswith(("wo.weight", "w2.weight")):
@@ -34,28 +39,79 @@ def init_weights(model: PromptedTarget) -> None:
 
 
 @torch.no_grad()
-def take_over(model: WordsTarget, start: WordsTarget) -> None:
-    """Begin with the weights of `start`: its layers, the vectors of words that both know, and, where both have the same codebook, its
-    code tables. Raises InputError where the layers differ in number or width."""
+def take_over(model: nn.Module, tensors: Mapping[str, Tensor], *more: str) -> str:
+    """Give a model those of the tensors that have the name and the shape of one of its own -> what is taken and what is new.
+
+    more: what else was taken, for that sentence. InputError where nothing fits.
+    """
+    own = model.state_dict()
+    fits = {name: own[name].shape == tensor.shape for name, tensor in tensors.items() if name in own}
+    taken = {name: tensors[name] for name, same in fits.items() if same}
+    if not taken:
+        raise InputError("no weights of the model to begin with have the names and shapes of this one's.")
+    model.load_state_dict(taken, strict=False)
+    parts = dict.fromkeys(name.split(".")[0] for name in taken)
+    known = {name.rpartition(".")[0] for name in taken}
+    new = (name for name in own if name not in taken and name.split(".")[0] not in PROMPTS)
+    named = {
+        name.rpartition(".")[0] if name.split(".")[0] in parts else name.split(".")[0]: None for name in new
+    }
+    rest = ", ".join(name for name in named if name not in known) or "nothing"
+    return f"taken from another model: {', '.join((*parts, *more))}; new: {rest}"
+
+
+def begin_tokenizer(model: Autoencoder, start: Autoencoder) -> str:
+    """Begin with the weights of another tokenizer: what `take_over` says.
+
+    The two convolutions at the latent are new where one of the tokenizers has codes and the other one latents, or their latents
+    have another width. InputError where the stages differ.
+    """
+    mine, theirs = ([getattr(x.config, name) for name in STACKS] for x in (model, start))
+    if mine != theirs:
+        raise InputError(
+            f"the tokenizer to begin with has {start.config.down} pixels a code or latent and stages of {theirs[0]} channels, "
+            f"this one {model.config.down} and {mine[0]}: give --down {start.config.down}"
+        )
+    alike = type(model) is type(start) and model.config.dim == start.config.dim
+    latent = () if alike else (f"encoder.{len(start.encoder) - 1}.", "decoder.0.")
+    return take_over(
+        model, {name: x for name, x in start.state_dict().items() if not name.startswith(latent)}
+    )
+
+
+@torch.no_grad()
+def begin_target(model: PromptedTarget, start: PromptedTarget) -> str:
+    """Begin with the weights of another target: its layers, the vectors of words that both know, and, where both have the same codes
+    or latents, its tables or its head. What `take_over` says; InputError where the layers differ in number or width."""
     if model.decoder.config != replace(start.decoder.config, dropout=model.decoder.config.dropout):
         raise InputError(
             f"the weights to begin with have the shape {shape_of(start.config)}; give the same shape"
         )
-    model.decoder.load_state_dict(start.decoder.state_dict())
+    same = same_codes(model, start)
+    tensors = start.folded()[1]
+    fits = [name for name in tensors if name.startswith("decoder.") or (same and name not in PROMPTS)]
     ids = {word: i + 1 for i, word in enumerate(start.config.words)}
-    for i, word in enumerate(model.config.words):
-        if word in ids:
-            model.word_table[i + 1] = start.word_table[ids[word]]
-    model.word_table[0] = start.word_table[0]
+    known = [(i + 1, ids[word]) for i, word in enumerate(model.config.words) if word in ids]
+    for mine, theirs in [(0, 0), *known]:
+        model.word_table[mine] = start.word_table[theirs]
     slots = min(model.slots, start.slots)
     model.slot_table[:slots], model.null_prefix[:slots] = start.slot_table[:slots], start.null_prefix[:slots]
-    if model.codebook.shape == start.codebook.shape and torch.equal(model.codebook, start.codebook):
-        for mine, theirs in ((model.codes_in, start.codes_in), (model.codes_out, start.codes_out)):
-            mine.table.copy_(theirs.matrix(start.codebook))
-            if mine.basis is not None:
-                mine.basis.zero_()
+    if same and isinstance(model, WordsTarget):
+        for table in (model.codes_in, model.codes_out):
+            if table.basis is not None:
+                table.basis.zero_()
+    words = f"{len(known)} of {len(model.config.words)} words"
+    return take_over(model, {name: tensors[name] for name in fits}, words)
 
 
-def shape_of(config: WordsConfig) -> str:
+def same_codes(model: PromptedTarget, start: PromptedTarget) -> bool:
+    """Whether two targets have the same codebook or, without one, latents of the same tokenizer."""
+    mine, theirs = model.codebook, start.codebook
+    if mine is None or theirs is None:
+        return mine is theirs and model.reader().key == start.reader().key
+    return torch.equal(mine, theirs)
+
+
+def shape_of(config: PromptedConfig) -> str:
     """The options that give a target this shape."""
     return " ".join(f"--{name} {getattr(config, name)}" for name in ("dim", "layers", "heads", "hidden"))

@@ -30,6 +30,8 @@ def run(task: Task, options: TrainingOptions, report: Report | None = None) -> b
     if options.compile:
         task.speed_up()
     report = report or Report(task.name, options.folder, silent=not processes.leads)
+    if task.first_weights and not state.step:
+        report.say(task.first_weights)
     started = time.monotonic() - state.seconds
     saved = time.monotonic()
     sums, counted = state.sums, state.counted
@@ -118,6 +120,7 @@ def finish(
             "trains": task.name,
             "data": task.data,
             "settings": task.settings,
+            "first_weights": task.first_weights,
             "steps": state.step,
             "exported_step": exported,
             "minutes": round(state.seconds / 60, 2),

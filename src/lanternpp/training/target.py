@@ -28,7 +28,7 @@ from lanternpp.targets.words import WordsConfig, WordsTarget
 from lanternpp.training import hardware
 from lanternpp.training.captions import one_per_subject, vocabulary, word_ids
 from lanternpp.training.data import BatchSampler, evenly_spaced
-from lanternpp.training.first_weights import init_tables, init_weights, take_over
+from lanternpp.training.first_weights import begin_target, init_tables, init_weights
 from lanternpp.training.material.codes import Codes, VariantSampler, read_codes, tokenizer_of, unigram
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Task, TrainingOptions, averaged, run
@@ -84,9 +84,9 @@ class TargetTask(Task):
         codes: Codes,
         vq: Autoencoder,
         device: torch.device,
-        start: WordsTarget | None = None,
+        start: PromptedTarget | None = None,
     ):
-        """start: a target of the same shape, whose weights it begins with."""
+        """start: a target whose layers have the same shape, with whose weights it begins."""
         torch.manual_seed(settings.seed)
         self.config, self.hparams, self.codes, self.device = config, settings, codes, device
         self.data = codes.data
@@ -95,8 +95,7 @@ class TargetTask(Task):
         self.vq = vq.to(device)
         model = self.make()
         if start is not None:
-            assert isinstance(model, WordsTarget)
-            take_over(model, start)
+            self.first_weights = self.begin(model, start)
         self.model = model.to(device).train()
         self.average = averaged(self.model)  # type: ignore[assignment]
         self.dtype = torch.bfloat16 if half_width(device) else torch.float32
@@ -122,6 +121,10 @@ class TargetTask(Task):
         init_tables(model)
         init_weights(model)
         return model
+
+    def begin(self, model: PromptedTarget, start: PromptedTarget) -> str:
+        """Give the target weights of another one; which are taken and which are new."""
+        return begin_target(model, start)
 
     def simplest(self) -> dict[str, float]:
         """The validation loss of a model without context, for comparison."""
@@ -245,13 +248,7 @@ def train(
     shape: dim, layers, heads ... weights_of: the folder of a model of that shape, whose target's weights it begins with.
     """
     check_shape(shape)
-    start: WordsTarget | None = None
-    if weights_of is not None:
-        found = read_target(weights_of, torch.float32)
-        if not isinstance(found, WordsTarget):
-            raise InputError(f"{weights_of} is not a model that `lanternpp train target` trains.")
-        start = found
-        settings = replace(settings, weights_of=digest(map(checksum, start.state_dict().values())))
+    start, settings = read_start(weights_of, settings, codes=True)
     vq = read_vq(tokenizer_of(model))
     codes = read_codes(data, model, crops, options.device, limit)
     config = WordsConfig(
@@ -262,6 +259,22 @@ def train(
         factored=True,
     )
     return run(TargetTask(config, settings, codes, vq, options.device, start), options)
+
+
+def read_start(
+    weights_of: Path | None, settings: TargetSettings, codes: bool = False
+) -> tuple[PromptedTarget | None, TargetSettings]:
+    """The target to begin with if a model is named, and the settings with a hash of its weights. InputError.
+
+    codes: whether it must be one of codes.
+    """
+    if weights_of is None:
+        return None, settings
+    found = read_target(weights_of, torch.float32)
+    if not isinstance(found, WordsTarget if codes else PromptedTarget):
+        what = "a model of codes" if codes else "a model"
+        raise InputError(f"{weights_of} is not {what} that `lanternpp train target` trains.")
+    return found, replace(settings, weights_of=digest(map(checksum, found.state_dict().values())))
 
 
 def check_shape(shape: dict[str, Any]) -> None:

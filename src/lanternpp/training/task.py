@@ -64,6 +64,7 @@ class Task(ABC):
     cooldown: float | None = (
         None  # share of the budget over which the rate falls to zero; None: a cosine over all of it
     )
+    first_weights: str | None = None  # which of them were taken from another model and which are new
     keep: str | None = None  # the validation figure whose least value decides which average is exported
 
     @abstractmethod

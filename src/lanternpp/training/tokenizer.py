@@ -12,15 +12,16 @@ from torch import Tensor
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import Classifier, fingerprint, has_classifier, read_classifier
 from lanternpp.jsonfile import read_object
-from lanternpp.nn.checkpoints import checksum
+from lanternpp.nn.checkpoints import checksum, digest
 from lanternpp.training import hardware, losses
 from lanternpp.training.adversarial import Discriminator, adaptive_weight, feature_matching, hinge_loss
 from lanternpp.training.data import BatchSampler, Pictures, describe
+from lanternpp.training.first_weights import begin_tokenizer
 from lanternpp.training.material.codes import tokenizer_of
 from lanternpp.training.perceptual import Perceptual
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Task, TrainingOptions, averaged, run
-from lanternpp.vq.folder import read_vq
+from lanternpp.vq.folder import read_tokenizer, read_vq
 from lanternpp.vq.model import VQ, Autoencoder, Stacks, VQConfig, channels_last, usage
 
 CHECK_PICTURES = 512  # validation pictures measured at a check
@@ -45,6 +46,7 @@ class TokenizerSettings:
     warmup: int = 200
     cooldown: float | None = 0.2
     codes_of: str | None = None  # checksum of the codebook that it keeps; None: it learns its own
+    weights_of: str | None = None  # what the weights began as, in a word; None: random
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -71,17 +73,17 @@ class TokenizerTask(Task):
         val: Pictures,
         data: dict[str, Any],
         device: torch.device,
-        start: VQ | None = None,
+        start: Autoencoder | None = None,
         classifier: Classifier | None = None,
     ):
-        """start: whose codes are kept; only its decoder is trained. classifier: of the perceptual loss."""
+        """start: with whose weights it begins. classifier: of the perceptual loss."""
         torch.manual_seed(settings.seed)
         self.config, self.hparams, self.device, self.data = config, settings, device, data
         self.train, self.val = train.to(device), val.to(device)
         self.settings = {**vars(config), **asdict(settings), "data": data["hash"]}
         self.model = channels_last(self.make().to(device)).train()
         if start is not None:
-            self.model.load_state_dict(start.state_dict())
+            self.first_weights = begin_tokenizer(self.model, start)
         self.average = averaged(self.model)  # type: ignore[assignment]
         self.decay, self.warmup, self.cooldown = settings.decay, settings.warmup, settings.cooldown
         self.distance = Perceptual(channels_last(classifier.to(device))) if classifier else None
@@ -252,6 +254,7 @@ def train(
     options: TrainingOptions,
     limit: int | None = None,
     codes_of: Path | None = None,
+    weights_of: Path | None = None,
     classifier_of: Path | None = None,
     kind: type[TokenizerTask] | None = None,
 ) -> bool:
@@ -259,6 +262,7 @@ def train(
 
     codes_of: a model of our layout. Its tokenizer's codes stay as they are, whatever `config` says, and its
     decoder is trained further: targets that were trained on these codes stay valid.
+    weights_of: a model with whose tokenizer's weights it begins, where `codes_of` is left out; of codes or of latents.
     classifier_of: a model whose classifier's features the perceptual loss compares; needed where that has a weight.
     kind: what is trained; default: a `TokenizerTask`, of codes.
     """
@@ -268,10 +272,13 @@ def train(
             raise InputError("a perceptual loss compares a classifier's features; name a model that has one.")
         classifier = read_classifier(classifier_of)
         settings = replace(settings, classifier=fingerprint(classifier))
-    start = None
+    start: Autoencoder | None = None
     if codes_of is not None:
-        start = read_vq(tokenizer_of(codes_of))
-        config, settings = start.config, replace(settings, codes_of=checksum(start.codebook))
+        start = vq = read_vq(tokenizer_of(codes_of))
+        config, settings = vq.config, replace(settings, codes_of=checksum(vq.codebook))
+    elif weights_of is not None:
+        start = read_tokenizer(tokenizer_of(weights_of))
+        settings = replace(settings, weights_of=digest(map(checksum, start.state_dict().values())))
     pictures, val = (Pictures.read(data, split, config.size, limit) for split in ("train", "val"))
     facts = describe(pictures, val, data)
     if codes_of is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from lanternpp.accept import RULES
 from lanternpp.dials import EVERY, SAMPLING, Dial, dials, names
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
@@ -18,6 +20,9 @@ from lanternpp.trees import TREES
 EXAMPLES = 5  # prompts
 
 DIALS = tuple(dial for dial in dials(*EVERY) if dial.label)
+WITHOUT_DIALS = tuple(
+    name for name, rule in RULES.items() if getattr(rule, "dials", None) == frozenset()
+)  # rules
 
 
 def setup(pipe: Pipeline, config: ServerConfig) -> dict[str, Any]:
@@ -55,7 +60,7 @@ def row(dial: Dial) -> dict[str, Any]:
 
 def choices(dial: Dial) -> tuple[str, ...]:
     """The values that the page offers for a dial; empty for a number."""
-    return tuple(TREES) if dial.name == "tree" else dial.choices
+    return {"tree": tuple(TREES), "accept": WITHOUT_DIALS}.get(dial.name, dial.choices)
 
 
 def shown(pipe: Pipeline, config: ServerConfig, method: str) -> dict[str, Any]:
@@ -64,7 +69,7 @@ def shown(pipe: Pipeline, config: ServerConfig, method: str) -> dict[str, Any]:
     about = METHODS[method].about
     return {
         "about": f"{about[:1].upper()}{about[1:]}.",
-        "dials": {dial.name: _value(dial, settings) for dial in DIALS if dial.name in _read(settings)},
+        "dials": {dial.name: _value(dial, settings) for dial in DIALS if dial.name in _read(pipe, settings)},
         "sampling": {name: getattr(settings, name) for name in names(SAMPLING)},
     }
 
@@ -83,9 +88,11 @@ def _possible(pipe: Pipeline, config: ServerConfig, method: str) -> bool:
     return pipe.can_draft(settings)
 
 
-def _read(settings: Settings) -> frozenset[str]:
-    """The dials that have an effect with these settings."""
-    return dials_read(settings.proposer, settings.accept) | frozenset(names(SAMPLING))
+def _read(pipe: Pipeline, settings: Settings) -> frozenset[str]:
+    """The dials that have an effect with these settings; the rule, where the model may be drawn with several that have no dials."""
+    rules = [rule for rule in WITHOUT_DIALS if pipe.can_draft(replace(settings, accept=rule))]
+    choice = {"accept"} if len(rules) > 1 and settings.accept in rules else set()
+    return dials_read(settings.proposer, settings.accept) | choice | frozenset(names(SAMPLING))
 
 
 def _value(dial: Dial, settings: Settings) -> float | str | None:
