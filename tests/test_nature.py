@@ -217,6 +217,6 @@ def test_what_cannot_be_drawn_is_refused_in_one_sentence(call: dict[str, object]
     assert "\n" not in str(refusal.value)
 
 
-def test_it_ships_in_forty_megabytes() -> None:
+def test_it_ships_in_45_megabytes() -> None:
     files = [path for path in model_folder("nature-128").rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= 40_000_000
+    assert sum(path.stat().st_size for path in files) <= 45_000_000
