@@ -33,6 +33,8 @@ from lanternpp.vq.model import VQ
 
 TINY = KLConfig(32, 4, (16, 16, 32), (1,) * 3, (1,) * 3)
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "hidden": 48}
+MIXTURE = {"components": 3}
+DIFFUSION = {"diffusion": True, "denoising_steps": 3, "denoiser_width": 16, "denoiser_blocks": 1}
 
 
 def options(folder: Path, steps: int, stop: int | None = None, compiled: bool = False) -> TrainingOptions:
@@ -60,28 +62,16 @@ def target(
     stop: int | None = None,
     compiled: bool = False,
     weights_of: Path | None = None,
+    head: dict[str, Any] = MIXTURE,
     **more: Any,
 ) -> bool:
     settings = TargetSettings(**{"batch_size": 4, "warmup": 2, **more})
     where = options(model / "target", steps, stop, compiled)
-    return continuous.train(data, model, SHAPE, settings, where, crops=1, weights_of=weights_of, components=3)
+    return continuous.train(data, model, SHAPE, settings, where, crops=1, weights_of=weights_of, **head)
 
 
-def diffusion(
-    data: Path,
-    model: Path,
-    steps: int = 4,
-    stop: int | None = None,
-    compiled: bool = False,
-    weights_of: Path | None = None,
-    **rates: float,
-) -> bool:
-    settings = TargetSettings(**{"batch_size": 4, "warmup": 2, **rates})
-    where = options(model / "target", steps, stop, compiled)
-    more = {"denoising_steps": 3, "denoiser_width": 16, "denoiser_blocks": 1}
-    return continuous.train(
-        data, model, SHAPE, settings, where, crops=1, diffusion=True, weights_of=weights_of, **more
-    )
+def diffusion(*args: Any, **more: Any) -> bool:
+    return target(*args, head=DIFFUSION, **more)
 
 
 def eagle(data: Path, model: Path, steps: int = 4, stop: int | None = None, compiled: bool = False) -> bool:
