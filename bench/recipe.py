@@ -1,6 +1,6 @@
 """What each part of the recipe of `lanternpp train target` gives: a small target trained in several ways on the same codes.
 
-    python bench/recipe.py --data DIR --model MODEL [--out runs/recipe] [--steps 400] [--rows "muon;adamw 2e-3"] [--table]
+    python bench/recipe.py --data DIR --model MODEL [--out runs/recipe] [--steps 400] [--limit N] [--rows "muon;adamw 2e-3"] [--table]
 
 MODEL holds a tokenizer. A row that is there is not trained again, and one that was stopped goes on; the table is printed from
 whatever is finished. `cpu` is the processor's time of a step, in all threads, so that rows may be compared at equal cost.
@@ -85,7 +85,8 @@ class Variant(TargetTask):
 def train(name: str, args: argparse.Namespace) -> None:
     """One row."""
     change = ROWS[name]
-    vq, codes = read_vq(tokenizer_of(args.model)), read_codes(args.data, args.model, 2, torch.device("cpu"))
+    vq = read_vq(tokenizer_of(args.model))
+    codes = read_codes(args.data, args.model, 2, torch.device("cpu"), args.limit)
     if "variants" in change:
         few = codes.train
         codes = replace(
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("runs/recipe"))
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--limit", type=int, help="photos of each split, as of `lanternpp train`")
     parser.add_argument("--rows", default=";".join(ROWS), help="separated by semicolons")
     parser.add_argument("--table", action="store_true", help="train nothing")
     args = parser.parse_args()

@@ -19,7 +19,7 @@ from lanternpp.compiled import check_compiler, compile_steps, compiled_folder, w
 from lanternpp.continuous.diffusion import DiffusionTarget
 from lanternpp.continuous.engine import engine_for
 from lanternpp.default_method import Chosen, choose
-from lanternpp.devices import INT8, pick_device, pick_dtype
+from lanternpp.devices import INT8, pick_device
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
@@ -28,7 +28,7 @@ from lanternpp.engines import BYTES, EngineCache
 from lanternpp.errors import InputError
 from lanternpp.keywords import PictureDials, listing
 from lanternpp.methods import AUTO
-from lanternpp.models import MODELS, Model, model_folder, read_defaults
+from lanternpp.models import MODELS, Model, drawing_dtype, model_folder, read_defaults
 from lanternpp.nn.checkpoints import digest, write_text
 from lanternpp.nn.draws import native_laws, native_stops
 from lanternpp.nn.int8 import Effect
@@ -89,7 +89,7 @@ class LoadedModel:
         model = arguments.text("model", model)
         drafter = None if drafter is None else arguments.text("drafter", drafter)
         folder = model_folder(model)
-        on, kind, int8 = _placed(device, dtype)
+        on, kind, int8 = _placed(device, dtype, folder)
         named = model in MODELS or not Path(model).exists()
         name = model if named else folder.resolve().stem if folder.is_file() else folder.name
         read = Model(folder, drafter, on, kind, size=arguments.size_text(size), int8=int8)
@@ -112,6 +112,7 @@ class LoadedModel:
             on, kind, int8 = _placed(
                 model.device if device is None else device,
                 (INT8 if model.int8 else model.dtype) if dtype is None else dtype,
+                model.folder,
             )
             if (on, kind, int8) != (model.device, model.dtype, model.int8):
                 moved = model.changed(device=on, dtype=kind, int8=int8)
@@ -278,7 +279,9 @@ class LoadedModel:
         return asdict(settings) | where
 
 
-def _placed(device: str | torch.device, dtype: str | torch.dtype) -> tuple[torch.device, torch.dtype, bool]:
-    """A device, the dtype that is computed in there, and whether weights are kept in 8 bits. InputError."""
+def _placed(
+    device: str | torch.device, dtype: str | torch.dtype, folder: Path
+) -> tuple[torch.device, torch.dtype, bool]:
+    """A device, the dtype that a model computes in there, and whether weights are kept in 8 bits. InputError."""
     on, name = pick_device(str(device)), str(dtype).removeprefix("torch.")
-    return on, pick_dtype(name, on), name == INT8
+    return on, drawing_dtype(name, on, folder), name == INT8

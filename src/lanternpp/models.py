@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lanternpp.devices import INT8, pick_dtype
 from lanternpp.drafters import DRAFTERS
 from lanternpp.drafters.base import Drafter
 from lanternpp.errors import InputError
@@ -17,6 +18,7 @@ from lanternpp.hub import STAGE, fetch, hub_id
 from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import CONFIG, load_config
 from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
+from lanternpp.nn.native import MOST_WEIGHTS, kernels
 from lanternpp.nn.shards import INDEX, PICKLED, SAFE
 from lanternpp.nn.sources import Source
 from lanternpp.nn.trees import native_head
@@ -104,6 +106,29 @@ def read_target(
     """The target of a model, ready to draw; `given` as a `Source` has it."""
     source, family = target_source(model, given)
     return family.read(source, dtype, device)
+
+
+def drawing_dtype(name: str, device: torch.device, folder: Path) -> torch.dtype:
+    """`pick_dtype` for drawing with a model, of which at most the shapes are read.
+
+    On a CPU without products of bfloat16 auto is float32, but bfloat16 for a model that the kernels in C take: they
+    read half the bytes and multiply as floats.
+    """
+    dtype = pick_dtype(name, device)
+    if name not in ("auto", INT8) or device.type != "cpu" or dtype != torch.float32 or latent_family(folder):
+        return dtype
+    try:
+        source, _ = target_source(folder)
+        weights = sum(shape.numel() for shape in source.metas.values())
+    except InputError:  # which reading the model will raise
+        return dtype
+    return torch.bfloat16 if weights <= MOST_WEIGHTS and kernels() else dtype
+
+
+def pack_target(target: Target) -> None:
+    """Prepack a target's weights, its head's too, for passes over few rows; it is for inference from then on."""
+    target.native_head = native_head(target.head_weights)
+    target.pack()
 
 
 def holds(folder: Path, kind: str) -> bool:
@@ -214,8 +239,7 @@ class Model:
         if int8:
             self.effect = in_eight_bits(target)
         if self.packed:
-            target.native_head = native_head(target.head_weights)
-            target.pack()
+            pack_target(target)
         return target
 
     def holds(self, kind: str) -> bool:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from lanternpp.devices import pick_dtype
+from lanternpp import models
 from lanternpp.nn import int8
+from lanternpp.nn.native import SWITCH, kernels
 
 DRAW = ("generate", "a red tulip", "--model")
 
@@ -28,9 +30,16 @@ def test_auto_is_half_width_on_every_gpu(native: bool, kind: torch.dtype, monkey
     assert pick_dtype("auto", torch.device("cuda")) is kind
 
 
-def test_what_was_chosen_is_told(run, model, monkeypatch) -> None:
+def test_without_products_of_bfloat16_the_kernels_decide_and_what_was_chosen_is_told(
+    run, model, monkeypatch
+) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    with monkeypatch.context() as small:
+        small.setattr(models, "MOST_WEIGHTS", 10_000)
+        assert " in float32 on cpu, " in run(*DRAW, model).out
+    assert f" in {'bfloat16' if kernels() else 'float32'} on cpu, " in run(*DRAW, model).out
+    monkeypatch.setenv(SWITCH, "0")
     assert " in float32 on cpu, " in run(*DRAW, model).out
     assert " in bfloat16 on cpu, " in run(*DRAW, model, "--dtype", "bfloat16").out
     reported = run("compare", "a red tulip", "--model", model, "--dtype", "float64", "--runs", 1).out

@@ -15,7 +15,7 @@ import torch
 from lanternpp.nn import threads
 from lanternpp.nn.threads import FittedThreads
 
-IN_C: Any = SimpleNamespace(native=object())
+IN_C: Any = SimpleNamespace(native=SimpleNamespace(most_rows=128))
 IN_PYTORCH: Any = SimpleNamespace(native=None)
 Run = Callable[[float, float], None]
 

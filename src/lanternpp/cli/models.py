@@ -80,9 +80,9 @@ def describe_method(
     whether it fits what the model draws, codes or latents.
     """
     from lanternpp.accept import RULES
-    from lanternpp.devices import pick_device, pick_dtype
+    from lanternpp.devices import pick_device
     from lanternpp.methods import method
-    from lanternpp.models import holds, latent_family, model_folder
+    from lanternpp.models import drawing_dtype, holds, latent_family, model_folder
     from lanternpp.registry import find
     from lanternpp.settings import network_needed, resolve, suits_latents
     from lanternpp.tuned import CONDITIONS, Tuned
@@ -91,7 +91,7 @@ def describe_method(
     chosen, defaults = method_for(model, drafter, name)
     settings = resolve(chosen.method, defaults, {})
     on = pick_device(device)
-    kind = str(pick_dtype(dtype, on)).removeprefix("torch.")
+    kind = str(drawing_dtype(dtype, on, folder)).removeprefix("torch.")
     where = {"device": on.type, "dtype": kind if dtype != "int8" else f"int8, {kind}"}
     where |= {key: getattr(settings, key) for key in CONDITIONS if key not in where}
     if found := Tuned.read(folder, other).settings(name, where):

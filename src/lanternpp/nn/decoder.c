@@ -12,7 +12,7 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#if defined(__AVX512F__) || defined(__AMX_BF16__)
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 #ifdef __AMX_BF16__
@@ -144,11 +144,13 @@ static void normalise(const float *x, const float *weight, float eps, int64_t co
 
 static int64_t up_to(int64_t multiple, int64_t x) { return (x + multiple - 1) / multiple * multiple; }
 
-/* out [4, COLUMNS] = x [4, inputs] times one block of weights; rows beyond `rows` repeat the last. */
+#ifdef __AVX512BF16__
+#define FEW 4 /* rows that `few_rows` multiplies at once */
+
+/* out [rows, COLUMNS] = x [rows, inputs] times one block of weights, of up to FEW rows; out has room for FEW. */
 static void few_rows(int rows, const half *x, int64_t inputs, const half *weight, float (*out)[COLUMNS]) {
     const half *row[4];
     for (int r = 0; r < 4; r++) row[r] = x + (r < rows ? r : rows - 1) * inputs;
-#ifdef __AVX512BF16__
     __m512 left[4], right[4];
 #pragma GCC unroll 4
     for (int r = 0; r < 4; r++) left[r] = right[r] = _mm512_setzero_ps();
@@ -169,19 +171,63 @@ static void few_rows(int rows, const half *x, int64_t inputs, const half *weight
         _mm512_storeu_ps(out[r], left[r]);
         _mm512_storeu_ps(out[r] + COLUMNS / 2, right[r]);
     }
-#else
-    for (int r = 0; r < rows && r < 4; r++) {
-        float sums[COLUMNS] = {0};
-        const half *w = weight;
-        for (int64_t i = 0; i < inputs; i += 2, w += 2 * COLUMNS) {
-            float a = widen(row[r][i]), b = widen(row[r][i + 1]);
-#pragma omp simd
-            for (int c = 0; c < COLUMNS; c++) sums[c] += a * widen(w[2 * c]) + b * widen(w[2 * c + 1]);
-        }
-        memcpy(out[r], sums, sizeof sums);
-    }
-#endif
 }
+#else /* without products of bfloat16: of floats, in as many rows and columns as there are registers for sums */
+#if defined(__AVX512F__)
+#define FEW 8
+#define WIDTH 16
+#define VECTORS 2
+#elif defined(__AVX__)
+#define FEW 4
+#define WIDTH 8
+#define VECTORS 2
+#else
+#define FEW 4
+#define WIDTH 4
+#define VECTORS 4
+#endif
+typedef float wide __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef uint32_t wide_words __attribute__((vector_size(4 * WIDTH), aligned(4)));
+
+/* `few_rows` of `count` rows, a constant; rows beyond `rows` repeat the last. */
+static inline __attribute__((always_inline)) void rows_of(int count, int rows, const half *x, int64_t inputs, const half *weight,
+                                                          float (*out)[COLUMNS]) {
+    float some[FEW][CHUNK] __attribute__((aligned(64)));
+    for (int first = 0; first < COLUMNS; first += VECTORS * WIDTH) {
+        wide sums[FEW][VECTORS] = {0};
+        for (int64_t from = 0, size; from < inputs; from += size) {
+            size = inputs - from < CHUNK ? inputs - from : CHUNK;
+            for (int r = 0; r < count; r++)
+                for (int64_t i = 0; i < size; i += LANES)
+                    *(floats *)(some[r] + i) = widen_all(x + (r < rows ? r : rows - 1) * inputs + from + i);
+            const half *w = weight + from * COLUMNS + 2 * first;
+            for (int64_t i = 0; i < size; i += 2, w += 2 * COLUMNS) {
+                wide_words both[VECTORS]; /* inputs i and i + 1 of each column */
+                for (int v = 0; v < VECTORS; v++) both[v] = *(const wide_words *)(w + 2 * v * WIDTH);
+                for (int j = 0; j < 2 * VECTORS * WIDTH; j += 32) __builtin_prefetch((const char *)(w + j) + AHEAD);
+#pragma GCC unroll 8
+                for (int r = 0; r < count; r++)
+#pragma GCC unroll 4
+                    for (int v = 0; v < VECTORS; v++) sums[r][v] += some[r][i] * (wide)(both[v] << 16);
+#pragma GCC unroll 8
+                for (int r = 0; r < count; r++)
+#pragma GCC unroll 4
+                    for (int v = 0; v < VECTORS; v++) sums[r][v] += some[r][i + 1] * (wide)(both[v] & 0xffff0000);
+            }
+        }
+        for (int r = 0; r < rows && r < count; r++)
+            for (int v = 0; v < VECTORS; v++) *(wide *)(out[r] + first + v * WIDTH) = sums[r][v];
+    }
+}
+
+/* out [rows, COLUMNS] = x [rows, inputs] times one block of weights, of up to FEW rows. */
+static void few_rows(int rows, const half *x, int64_t inputs, const half *weight, float (*out)[COLUMNS]) {
+    if (rows == 1) rows_of(1, rows, x, inputs, weight, out);
+    else if (rows == 2) rows_of(2, rows, x, inputs, weight, out);
+    else if (rows <= 4 || FEW == 4) rows_of(4, rows, x, inputs, weight, out);
+    else rows_of(FEW, rows, x, inputs, weight, out);
+}
+#endif
 
 static int tiles; /* whether the kernel lets this process use the CPU's tiles */
 
@@ -207,6 +253,15 @@ static void configure(int rows) {
     _tile_loadconfig(&config);
 }
 #endif
+
+/* The most rows of a pass: products of more are PyTorch's, where the CPU multiplies bfloat16. */
+int64_t most_rows(void) {
+#ifdef __AVX512BF16__
+    return MOST_ROWS;
+#else
+    return INT32_MAX;
+#endif
+}
 
 /* Ask for the CPU's tiles. Called once. */
 void prepare(void) {
@@ -283,6 +338,28 @@ static void few_whole_rows(int rows, const int16_t *x, int64_t width, const int8
             _mm512_storeu_si512(sums[r] + 8 * c,
                                 _mm512_add_epi32(_mm512_permutex2var_epi32(parts[r][c], even, parts[r][c + 1]),
                                                  _mm512_permutex2var_epi32(parts[r][c], odd, parts[r][c + 1])));
+#elif defined(__AVX2__)
+    for (int first = 0; first < COLUMNS; first += 8) {
+        __m256i parts[4][2]; /* of a row: two sums for each of 4 columns */
+        for (int r = 0; r < 4; r++) parts[r][0] = parts[r][1] = _mm256_setzero_si256();
+        const int8_t *w = weight + 4 * first;
+        for (int64_t i = 0; i < width; i += 4, w += 4 * COLUMNS) {
+            const __m256i left = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
+            const __m256i right = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(w + 16)));
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; r++) {
+                int64_t four;
+                memcpy(&four, row[r] + i, 8);
+                const __m256i x_four = _mm256_set1_epi64x(four);
+                parts[r][0] = _mm256_add_epi32(parts[r][0], _mm256_madd_epi16(x_four, left));
+                parts[r][1] = _mm256_add_epi32(parts[r][1], _mm256_madd_epi16(x_four, right));
+            }
+        }
+        for (int r = 0; r < rows && r < 4; r++) {
+            const __m256i pairs = _mm256_hadd_epi32(parts[r][0], parts[r][1]); /* columns 0, 1, 4, 5, 2, 3, 6, 7 */
+            _mm256_storeu_si256((__m256i *)(sums[r] + first), _mm256_permute4x64_epi64(pairs, 0xd8));
+        }
+    }
 #else
     for (int r = 0; r < rows && r < 4; r++) {
         int32_t all[COLUMNS] = {0};
@@ -414,7 +491,7 @@ static void product(const Linear *layer, int64_t block, const half *x, int in_ti
         _tile_stored(1, out[0] + COLUMNS / 2, 4 * COLUMNS);
     } else
 #endif
-        for (int r = 0; r < rows; r += 4) few_rows(rows - r, x + r * inputs, inputs, weight, out + r);
+        for (int r = 0; r < rows; r += FEW) few_rows(rows - r, x + r * inputs, inputs, weight, out + r);
     if (layer->bias)
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < COLUMNS; c++) out[r][c] += layer->bias[block * COLUMNS + c];

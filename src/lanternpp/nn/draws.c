@@ -226,13 +226,13 @@ static void one_row(const half *x, int64_t inputs, const half *weight, float (*o
 static void dense(const Dense *layer, int64_t first, int64_t last, const half *x, int64_t rows, float *y, int64_t width) {
     for (int64_t g = first; g < last; g++) {
         const half *weight = layer->weight + g * GROUP * COLUMNS * layer->inputs;
-        float out[4][COLUMNS];
+        float out[FEW][COLUMNS];
         if (rows == 1) one_row(x, layer->inputs, weight, (float (*)[COLUMNS])(y + g * GROUP * COLUMNS));
         else
             for (int64_t k = 0; k < GROUP; k++)
-                for (int64_t r = 0; r < rows; r += 4) {
+                for (int64_t r = 0; r < rows; r += FEW) {
                     few_rows((int)(rows - r), x + r * layer->inputs, layer->inputs, weight + k * COLUMNS * layer->inputs, out);
-                    for (int64_t i = 0; i < 4 && r + i < rows; i++)
+                    for (int64_t i = 0; i < FEW && r + i < rows; i++)
                         memcpy(y + (r + i) * width + (g * GROUP + k) * COLUMNS, out[i], sizeof out[i]);
                 }
         if (layer->bias)

@@ -44,7 +44,6 @@ FLAGS = (
 )
 COLUMNS = 32  # of a block of weights, as in decoder.c
 DEPTH = 64  # weights in 8 bits have a multiple of so many inputs, as in decoder.c
-MOST_ROWS = 128  # of a pass; products of more rows are PyTorch's, which uses tiles of the CPU
 PAGE, ROOM = 1 << 21, 1 << 24  # bytes of a large page, and of what is allocated at once
 ALIGNED = 64  # tensors begin at multiples of so many bytes
 MOST_WEIGHTS = 1 << 27  # of a decoder: they are kept a second time, and larger ones gain little
@@ -115,6 +114,7 @@ class NativeDecoder:
 
     def __init__(self, decoder: Decoder, library: ctypes.CDLL):
         self.library, self._kept, self._pages = library, list[Tensor](), LargePages()
+        self.most_rows: int = library.most_rows()
         config = decoder.config
         blocks: list[Block] = list(decoder.blocks)  # type: ignore[arg-type]
         self.layers = (Layer * len(blocks))(*map(self._layer, blocks))
@@ -126,7 +126,7 @@ class NativeDecoder:
 
     def takes(self, x: Tensor) -> bool:
         """Whether a pass with inputs x [R, N, D] has few enough rows."""
-        return self.active and on_host(x) and x.shape[0] * x.shape[1] <= MOST_ROWS
+        return self.active and on_host(x) and x.shape[0] * x.shape[1] <= self.most_rows
 
     def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
         """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to kv [L, 2, R, Hkv, S, d].
@@ -253,6 +253,7 @@ def load(path: Path) -> ctypes.CDLL:
     """Compiled kernels. OSError."""
     found = ctypes.CDLL(str(path))
     found.prepare.restype, found.prepare.argtypes = None, ()
+    found.most_rows.restype, found.most_rows.argtypes = c_int64, ()
     found.scratch_bytes.restype = c_int64
     found.scratch_bytes.argtypes = (POINTER(Shape), c_int64, c_int64, c_int64, c_int64)
     found.decode.restype = None

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from lanternpp.nn.decoder import Decoder
-from lanternpp.nn.native import MOST_ROWS
 
 WAITS = Path(
     "/proc/thread-self/schedstat"
@@ -57,7 +56,7 @@ class FittedThreads:
     _inside = threading.local()
 
     def __init__(self, decoder: Decoder, rows: int = 1):
-        in_c = decoder.native is not None and rows <= MOST_ROWS
+        in_c = decoder.native is not None and rows <= decoder.native.most_rows
         self.active = in_c and WAITS.is_file() and not getattr(self._inside, "context", False)
         self.threads = self.every = torch.get_num_threads()
         self.looked, self.ran, self.waited = 0.0, 0, 0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.nn.draws import PackedDense, Warp, Weights, fits
-from lanternpp.nn.native import COLUMNS, MOST_ROWS, MOST_WEIGHTS, kernels
+from lanternpp.nn.native import COLUMNS, MOST_WEIGHTS, kernels
 from lanternpp.types import Draft, Tree, on_host
 
 ROWS = 16  # of a tile of inputs, as in decoder.c
@@ -80,7 +80,7 @@ class NativeHead:
 
     def takes(self, features: Tensor) -> bool:
         """Whether it computes the logits of features [R, N, D]."""
-        few = features.shape[0] * features.shape[1] <= MOST_ROWS
+        few = features.shape[0] * features.shape[1] <= self.library.most_rows()
         return self.active and few and on_host(features) and features.dtype == torch.bfloat16
 
     def __call__(self, features: Tensor, scale: float, branches: int) -> Tensor:

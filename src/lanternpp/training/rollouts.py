@@ -126,10 +126,10 @@ def train(
     """
     folder, run_options = options.folder, replace(options, folder=options.folder / "rollouts")
     first = initial_drafter(folder, options.restart)
-    found = load_target(model, folder, options.device, None if follow else settings.cfg)
+    found = load_target(model, folder, options.device, None if follow else settings.cfg, draws=True)
     prompts = choose_prompts(self_sampling or SelfSampling(), data, found.teacher.place, found.target)
     drafter = (
-        ParallelDrafter.read(Source.open(first), found.target, found.teacher.dtype)
+        ParallelDrafter.read(Source.open(first), found.target, found.teacher.drawing_dtype)
         .to(options.device)
         .eval()
         .requires_grad_(False)
@@ -152,7 +152,8 @@ def train(
         "data": name,
     }
     check_resumable(run_options, known)
-    as_recorded = copy.deepcopy(larger).to(options.device, found.teacher.dtype).eval().requires_grad_(False)
+    as_recorded = copy.deepcopy(larger).to(options.device, found.teacher.drawing_dtype).eval()
+    as_recorded.requires_grad_(False)
     runs = recorded(found, as_recorded, name, picture_texts, run_with)
     target = found.teacher.unpacked(found.target)
     facts = {"codes": name, "runs": count, "drafter": origin, "prompts": len(prompts.train)}

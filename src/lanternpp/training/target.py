@@ -19,7 +19,7 @@ from lanternpp.engine.batching import generate
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
-from lanternpp.models import read_target
+from lanternpp.models import pack_target, read_target
 from lanternpp.nn.checkpoints import checksum, digest
 from lanternpp.nn.decoder import causal_mask
 from lanternpp.proposers.no_draft import NoDraft
@@ -206,7 +206,7 @@ class TargetTask(Task):
         target = type(self.average)(config, self.vq)
         target.load_state_dict(tensors)
         target.to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
-        target.pack()
+        pack_target(target)
         guidance = Guidance(self.hparams.cfg)
         engine = engine_for(target, NoDraft(), Exact(), Sampling(), guidance, len(prompts))
         codes = torch.stack([h.codes for h in generate(engine, list(prompts), list(range(len(prompts))))])

@@ -15,7 +15,7 @@ from torch import Tensor
 from lanternpp.devices import half_width
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
-from lanternpp.models import MODELS, model_folder, read_defaults, read_target
+from lanternpp.models import MODELS, drawing_dtype, model_folder, read_defaults, read_target
 from lanternpp.nn.checkpoints import CONFIG, checksum, digest
 from lanternpp.targets.base import Target
 
@@ -36,9 +36,14 @@ class Teacher:
         """What the target computes in."""
         return torch.bfloat16 if half_width(self.device) is torch.bfloat16 else torch.float32
 
-    def read(self) -> Target:
-        """The target on the device, frozen."""
-        target = read_target(self.place, self.dtype, self.device)
+    @cached_property
+    def drawing_dtype(self) -> torch.dtype:
+        """What the target computes in while it draws, which may be faster there."""
+        return drawing_dtype("auto", self.device, self.place) if self.device.type == "cpu" else self.dtype
+
+    def read(self, draws: bool = False) -> Target:
+        """The target on the device, frozen; `draws`: to draw with it first."""
+        target = read_target(self.place, self.drawing_dtype if draws else self.dtype, self.device)
         return target.eval().requires_grad_(False)
 
     def unpacked(self, target: Target) -> Target:
@@ -48,7 +53,7 @@ class Teacher:
     @property
     def packs(self) -> bool:
         """Whether drawing packs the target's weights, which then cannot be learned from."""
-        return self.device.type == "cpu" and self.dtype == torch.bfloat16
+        return self.device.type == "cpu" and self.drawing_dtype == torch.bfloat16
 
     @cached_property
     def folder_defaults(self) -> dict[str, Any]:

@@ -43,10 +43,12 @@ class Material(LoadedTarget):
     codes: Codes
 
 
-def load_target(model: str | Path, out: Path, device: torch.device, cfg: float | None) -> LoadedTarget:
-    """A model's target; cfg None: the guidance scale of the model's defaults."""
+def load_target(
+    model: str | Path, out: Path, device: torch.device, cfg: float | None, draws: bool = False
+) -> LoadedTarget:
+    """A model's target; cfg None: the guidance scale of the model's defaults; draws: as `Teacher.read` has it."""
     teacher = read_teacher(model, out, device)
-    target = teacher.read()
+    target = teacher.read(draws)
     if cfg is None:
         cfg = float(teacher.defaults(target).get("cfg", 3.0))
     return LoadedTarget(teacher, target, key_of(target), teacher.sampling(target), cfg)
@@ -75,7 +77,8 @@ def gather(
         splits_of(data)
     early = {name: value for name, value in settings.items() if name != "cfg"}
     check_resumable(options, early)
-    found = load_target(model, options.folder, options.device, None if follow else settings["cfg"])
+    scale = None if follow else settings["cfg"]
+    found = load_target(model, options.folder, options.device, scale, self_sampling is not None)
     teacher, target = found.teacher, found.target
     if check is not None:
         check(target)

@@ -24,6 +24,7 @@ from lanternpp.engine.observers import Observer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import Verifier
 from lanternpp.errors import InputError
+from lanternpp.models import pack_target
 from lanternpp.nn.checkpoints import digest
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.settings import Settings, build_rule, build_verifier
@@ -167,7 +168,7 @@ def recorded(
     rule, verifier = build_rule(settings, table), build_verifier(settings)
 
     def compute() -> None:
-        target.pack()
+        pack_target(target)
         drafter.pack(target)
         for part in shards.pending(
             f"recording {shards.count} runs of the target with the drafter: up to {shards.room}"

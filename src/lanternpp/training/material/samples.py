@@ -17,6 +17,7 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
+from lanternpp.models import pack_target
 from lanternpp.nn.checkpoints import digest
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.targets.base import Target
@@ -120,7 +121,7 @@ def self_sampled_codes(
     def compute() -> None:
         if target.vocab > 2**16:
             raise InputError(f"a target of {target.vocab} codes is too large: training takes up to {2**16}.")
-        target.pack()
+        pack_target(target)
         target.cache_prompts(len(set(texts)))
         engine = engine_for(target, NoDraft(), Exact(), sampling, guidance, batch)
         seconds = seconds_per_step(engine, texts) * target.length * -(-shards.count // batch)
