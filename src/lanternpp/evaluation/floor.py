@@ -13,6 +13,7 @@ from lanternpp.evaluation.recorded import ATTENTION, LINEARS, OTHERS, RecordedSt
 from lanternpp.evaluation.report import markdown_table
 from lanternpp.evaluation.speed import Entry
 from lanternpp.evaluation.stopwatch import PHASES, TimedEngine, elapsed
+from lanternpp.nn.native import product_dtype
 from lanternpp.pipeline import Pipeline
 from lanternpp.settings import Settings
 
@@ -130,11 +131,13 @@ class _Case:
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
-    """The limits of a device, each the best of a few runs: a sum and a copy of a large tensor, a product in this dtype."""
+    """The limits of a device, each the best of a few runs: a sum and a copy of a large tensor, a product in this dtype,
+    or in floats where the kernels widen it.
+    """
     large = torch.ones(BUFFER, device=device)
     other = torch.empty_like(large)
     side = SIDES[device.type]
-    a, b = torch.ones(2, side, side, dtype=dtype, device=device)
+    a, b = torch.ones(2, side, side, dtype=product_dtype(large.to(dtype)), device=device)
     runs: list[tuple[Callable[[], object], int]] = [
         (large.sum, large.nbytes),
         (lambda: other.copy_(large), 2 * large.nbytes),

@@ -15,14 +15,14 @@ from lanternpp.engine.decode import Engine
 from lanternpp.evaluation.stopwatch import elapsed
 from lanternpp.nn.draws import NativeChain
 from lanternpp.nn.int8 import stored
-from lanternpp.nn.native import MOST_ROWS, NativeDecoder
+from lanternpp.nn.native import NativeDecoder, product_dtype
 from lanternpp.nn.trees import NativeHead
 
 LINEARS, ATTENTION, OTHERS = "linears", "attention", "others"
 FUSED = "scaled_dot_product_attention"
 WITH_SUM = ("addmm", "baddbmm")  # products whose first argument is added to them
 PRODUCTS = frozenset({"matmul", "mm", "bmm", *WITH_SUM, FUSED})
-Call = Callable[[], object]
+Call = partial[object]
 
 
 class RecordedStep(TorchFunctionMode):
@@ -47,6 +47,9 @@ class RecordedStep(TorchFunctionMode):
         self._inside = False
         self._storages: dict[int, bool] = {}  # by address: whether it was made in the decoder
         self._stand_ins: dict[object, Tensor] = {}
+        self._computed: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # by id: what was recorded, and what is computed
         decoder = engine.target.decoder
         hooks = (decoder.register_forward_pre_hook(self._enter), decoder.register_forward_hook(self._leave))
         try:
@@ -57,8 +60,11 @@ class RecordedStep(TorchFunctionMode):
             NativeDecoder.active = NativeChain.active = NativeHead.active = True
             for hook in hooks:
                 hook.remove()
-        if decoder.native is not None and self.rows <= MOST_ROWS:
+        if decoder.native is not None and self.rows <= decoder.native.most_rows:
             self.calls[OTHERS] = []  # a pass in C has none of them
+            self.calls = {
+                part: [self._as_computed(call) for call in calls] for part, calls in self.calls.items()
+            }
 
     def _enter(self, *_: object) -> None:
         self._inside = True
@@ -84,6 +90,15 @@ class RecordedStep(TorchFunctionMode):
             tree_map_only(Tensor, lambda x: self._made_here(x, True), out)
             self.calls[part].append(partial(func, *args, **kwargs))
         return out
+
+    def _as_computed(self, call: Call) -> Call:
+        """The same call of tensors in the dtype that the kernels in C compute in; each tensor is converted once."""
+
+        def computed(x: Tensor) -> Tensor:
+            return self._computed.setdefault(id(x), (x, x.to(product_dtype(x))))[1]
+
+        args, kwargs = tree_map_only(Tensor, computed, (call.args, call.keywords))
+        return partial(call.func, *args, **kwargs)
 
     def _made_here(self, x: Tensor, made: bool) -> bool:
         """Whether a plain tensor's memory was made in the decoder; made: whether it was, where it is seen first here."""

@@ -254,14 +254,17 @@ static void configure(int rows) {
 }
 #endif
 
-/* The most rows of a pass: products of more are PyTorch's, where the CPU multiplies bfloat16. */
-int64_t most_rows(void) {
+/* Whether products are of floats, as the CPU multiplies no bfloat16. */
+int64_t widens(void) {
 #ifdef __AVX512BF16__
-    return MOST_ROWS;
+    return 0;
 #else
-    return INT32_MAX;
+    return 1;
 #endif
 }
+
+/* The most rows of a pass: products of more are PyTorch's, where the CPU multiplies bfloat16. */
+int64_t most_rows(void) { return widens() ? INT32_MAX : MOST_ROWS; }
 
 /* Ask for the CPU's tiles. Called once. */
 void prepare(void) {

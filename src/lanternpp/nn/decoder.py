@@ -31,7 +31,9 @@ class AttentionCache(Protocol):
 
 
 class NativePasses(Protocol):
-    """The interface of passes that are computed outside of PyTorch."""
+    """The interface of passes that are computed outside of PyTorch, of up to `most_rows` rows."""
+
+    most_rows: int
 
     def takes(self, x: Tensor) -> bool:
         """Whether it computes a pass with inputs x [R, N, D]."""

@@ -226,6 +226,12 @@ def kernels() -> ctypes.CDLL | None:
     return None if os.environ.get(SWITCH) == "0" else library()
 
 
+def product_dtype(like: Tensor) -> torch.dtype:
+    """What products of such tensors are computed in: their dtype, or float32 where the kernels widen bfloat16."""
+    found = kernels() if like.device.type == "cpu" and like.dtype == torch.bfloat16 else None
+    return torch.float32 if found is not None and found.widens() else like.dtype
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The kernels, from the user's cache or compiled now, in about a second; None, with a warning, where that is impossible."""
@@ -253,7 +259,9 @@ def load(path: Path) -> ctypes.CDLL:
     """Compiled kernels. OSError."""
     found = ctypes.CDLL(str(path))
     found.prepare.restype, found.prepare.argtypes = None, ()
-    found.most_rows.restype, found.most_rows.argtypes = c_int64, ()
+    for name in ("widens", "most_rows"):
+        function = getattr(found, name)
+        function.restype, function.argtypes = c_int64, ()
     found.scratch_bytes.restype = c_int64
     found.scratch_bytes.argtypes = (POINTER(Shape), c_int64, c_int64, c_int64, c_int64)
     found.decode.restype = None

@@ -1,16 +1,22 @@
-"""Linear layers with weights prepacked for oneDNN, for fast passes over few rows on a CPU.
+"""Linear layers with weights prepacked, for fast passes over few rows on a CPU.
 
 oneDNN multiplies with weights in a blocked order. In a pass over a few codes much of the time goes into reordering them;
-here they are reordered once, when a model is read.
+here they are reordered once, when a model is read. Where the CPU has no products of bfloat16, which oneDNN then
+computes slowly, they are computed in C.
 """
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.nn.decoder import Decoder
-from lanternpp.nn.native import native
+from lanternpp.nn.draws import LANES, PackedDense
+from lanternpp.nn.native import kernels, native, product_dtype
+from lanternpp.nn.trees import NativeHead
 
 
 class PackedLinear(nn.Module):
@@ -32,6 +38,27 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
+class NativeLinear(nn.Module):
+    """The same in C, with sums of floats."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL):
+        super().__init__()
+        self.bias, self.outputs = bias, len(weight)
+        self.product = NativeHead(PackedDense(weight, bias), library)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [out, in], unpacked."""
+        return self.product.packed.blocks.transpose(1, 2).flatten(2).flatten(0, 1)[: self.outputs]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product, rounded as `nn.Linear` rounds it."""
+        rows = x.reshape(1, -1, x.shape[-1])
+        if not self.product.takes(rows):
+            return F.linear(x, self.weight, self.bias)
+        return self.product(rows, 1.0, 1).to(x.dtype).view(*x.shape[:-1], self.outputs)
+
+
 def packable(weight: Tensor) -> bool:
     """Whether this weight can be packed here: bfloat16 on a CPU with oneDNN's prepacked products."""
     ops = ("_reorder_linear_weight", "_linear_pointwise")
@@ -40,12 +67,22 @@ def packable(weight: Tensor) -> bool:
     return there and plain and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
 
+def packed_linear(layer: nn.Linear) -> nn.Module:
+    """A layer with packed weights that computes the same."""
+    found = kernels()
+    if found is not None and product_dtype(layer.weight) == torch.float32 and layer.in_features % LANES == 0:
+        return NativeLinear(layer.weight, layer.bias, found)
+    return PackedLinear(layer.weight, layer.bias)
+
+
 def pack(module: nn.Module) -> None:
     """Replace every linear layer below `module` that can be packed; the module is for inference from then on."""
     if isinstance(module, Decoder):
         module.native = native(module)
+        if module.native is not None and product_dtype(next(module.parameters())) == torch.float32:
+            return  # it computes passes of all sizes
     for name, child in module.named_children():
         if isinstance(child, nn.Linear) and packable(child.weight):
-            setattr(module, name, PackedLinear(child.weight, child.bias))
+            setattr(module, name, packed_linear(child))
         else:
             pack(child)
