@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lanternpp.devices import INT8, pick_dtype
 from lanternpp.drafters import DRAFTERS
@@ -18,7 +19,7 @@ from lanternpp.hub import STAGE, fetch, hub_id
 from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import CONFIG, load_config
 from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
-from lanternpp.nn.native import MOST_WEIGHTS, kernels
+from lanternpp.nn.native import MOST_WEIGHTS, kernels, product_dtype
 from lanternpp.nn.shards import INDEX, PICKLED, SAFE
 from lanternpp.nn.sources import Source
 from lanternpp.nn.trees import native_head
@@ -126,9 +127,15 @@ def drawing_dtype(name: str, device: torch.device, folder: Path) -> torch.dtype:
 
 
 def pack_target(target: Target) -> None:
-    """Prepack a target's weights, its head's too, for passes over few rows; it is for inference from then on."""
+    """Prepack a target's weights, its head's too, for passes over few rows; it is for inference from then on.
+
+    The decoder of pixels is converted to float32 where products of its dtype are computed in that: it is PyTorch's.
+    """
     target.native_head = native_head(target.head_weights)
     target.pack()
+    vq: object = getattr(target, "vq", None)
+    if isinstance(vq, nn.Module):
+        vq.to(product_dtype(next(vq.parameters())))
 
 
 def holds(folder: Path, kind: str) -> bool:

@@ -52,6 +52,8 @@ class RecordedStep(TorchFunctionMode):
         ] = {}  # by id: what was recorded, and what is computed
         decoder = engine.target.decoder
         hooks = (decoder.register_forward_pre_hook(self._enter), decoder.register_forward_hook(self._leave))
+        for layer in decoder.modules():
+            _ = getattr(layer, "weight", None)  # unpacked before, so that it is no tensor made in the decoder
         try:
             NativeDecoder.active = NativeChain.active = NativeHead.active = False
             with self:

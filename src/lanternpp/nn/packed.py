@@ -8,6 +8,7 @@ computes slowly, they are computed in C.
 from __future__ import annotations
 
 import ctypes
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -46,9 +47,9 @@ class NativeLinear(nn.Module):
         self.bias, self.outputs = bias, len(weight)
         self.product = NativeHead(PackedDense(weight, bias), library)
 
-    @property
+    @cached_property
     def weight(self) -> Tensor:
-        """The weight [out, in], unpacked."""
+        """The weight [out, in], unpacked when it is first asked for."""
         return self.product.packed.blocks.transpose(1, 2).flatten(2).flatten(0, 1)[: self.outputs]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,8 +80,6 @@ def pack(module: nn.Module) -> None:
     """Replace every linear layer below `module` that can be packed; the module is for inference from then on."""
     if isinstance(module, Decoder):
         module.native = native(module)
-        if module.native is not None and product_dtype(next(module.parameters())) == torch.float32:
-            return  # it computes passes of all sizes
     for name, child in module.named_children():
         if isinstance(child, nn.Linear) and packable(child.weight):
             setattr(module, name, packed_linear(child))
