@@ -35,7 +35,7 @@ SWITCH = "LANTERNPP_KERNELS"
 FLAGS = (
     "-O3",
     "-march=native",
-    "-mprefer-vector-width=512",
+    *(("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()),
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fopenmp",
@@ -238,7 +238,7 @@ def library() -> ctypes.CDLL | None:
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     if platform.system() != "Linux" or compiler is None:
         warnings.warn(
-            "there is no C compiler (cc) here, so passes take two to three times as long", stacklevel=2
+            "without Linux and a C compiler (cc) passes take two to three times as long", stacklevel=2
         )
         return None
     try:

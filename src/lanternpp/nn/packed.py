@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lanternpp.nn.decoder import Decoder
 from lanternpp.nn.draws import LANES, PackedDense
-from lanternpp.nn.native import kernels, native, product_dtype
+from lanternpp.nn.native import kernels, native
 from lanternpp.nn.trees import NativeHead
 
 
@@ -60,20 +60,17 @@ class NativeLinear(nn.Module):
         return self.product(rows, 1.0, 1).to(x.dtype).view(*x.shape[:-1], self.outputs)
 
 
-def packable(weight: Tensor) -> bool:
-    """Whether this weight can be packed here: bfloat16 on a CPU with oneDNN's prepacked products."""
-    ops = ("_reorder_linear_weight", "_linear_pointwise")
-    there = torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, op) for op in ops)
-    plain = type(weight.detach()) is Tensor  # not one of torchao's
-    return there and plain and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-
-
-def packed_linear(layer: nn.Linear) -> nn.Module:
-    """A layer with packed weights that computes the same."""
+def packed(weight: Tensor, bias: Tensor | None) -> nn.Module | None:
+    """A linear layer with packed weights; None where they cannot be packed: bfloat16 on a CPU can, in C or with oneDNN."""
+    if type(weight.detach()) is not Tensor or weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        return None  # not torchao's weights either
     found = kernels()
-    if found is not None and product_dtype(layer.weight) == torch.float32 and layer.in_features % LANES == 0:
-        return NativeLinear(layer.weight, layer.bias, found)
-    return PackedLinear(layer.weight, layer.bias)
+    if found is not None and found.widens() and weight.shape[1] % LANES == 0:
+        return NativeLinear(weight, bias, found)
+    ops = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+    there = torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, op) for op in ops)
+    able = there and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return PackedLinear(weight, bias) if able else None
 
 
 def pack(module: nn.Module) -> None:
@@ -81,7 +78,8 @@ def pack(module: nn.Module) -> None:
     if isinstance(module, Decoder):
         module.native = native(module)
     for name, child in module.named_children():
-        if isinstance(child, nn.Linear) and packable(child.weight):
-            setattr(module, name, packed_linear(child))
-        else:
+        made = packed(child.weight, child.bias) if isinstance(child, nn.Linear) else None
+        if made is None:
             pack(child)
+        else:
+            setattr(module, name, made)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.nn.configs import Codes, Width
-from lanternpp.nn.packed import PackedLinear, packable
+from lanternpp.nn.packed import packed
 from lanternpp.targets.prompted import PromptedConfig, PromptedTarget
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ
@@ -30,7 +30,7 @@ class CodeTable(nn.Module):
         super().__init__()
         self.table = nn.Parameter(nn.init.normal_(torch.empty(vocab, dim), std=0.02))
         self.basis = nn.Parameter(nn.init.normal_(torch.empty(code_dim, dim), std=0.1)) if code_dim else None
-        self.packed: PackedLinear | None = None
+        self.packed: nn.Module | None = None
 
     def matrix(self, codebook: Tensor) -> Tensor:
         """The vectors of all codes, [V, D]."""
@@ -38,13 +38,14 @@ class CodeTable(nn.Module):
 
     def pack(self) -> None:
         """Prepare `logits` for passes over few rows; only the plain table of inference can be packed."""
-        if self.basis is None and packable(self.table):
-            self.packed = PackedLinear(self.table, None)
+        if self.basis is None:
+            self.packed = packed(self.table, None)
 
     def logits(self, features: Tensor, codebook: Tensor) -> Tensor:
         """features [..., D] -> their products with all vectors, [..., V]."""
         if self.packed is not None:
-            return self.packed(features)
+            found: Tensor = self.packed(features)
+            return found
         return nn.functional.linear(features, self.matrix(codebook))
 
 
