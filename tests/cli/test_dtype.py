@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from lanternpp.devices import pick_dtype
 from lanternpp import models
+from lanternpp.devices import pick_dtype
 from lanternpp.nn import int8
 from lanternpp.nn.native import SWITCH, kernels
 

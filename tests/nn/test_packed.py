@@ -1,0 +1,60 @@
+"""Packed linear layers: the same products, on CPUs with bfloat16 and without."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from lanternpp.nn import native
+from lanternpp.nn.packed import NativeLinear, packed
+
+LESS = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # what oneDNN and PyTorch may use
+NO_BFLOAT16 = """
+import torch
+from lanternpp.nn.packed import packed
+from lanternpp.models import ASSETS, read_target
+layer = torch.nn.Linear(64, 40).bfloat16()
+made = packed(layer.weight, layer.bias)
+assert made is None, made
+target = read_target(ASSETS / "nature-128", torch.bfloat16)
+target.pack()
+assert target.head(torch.ones(1, 1, 384, dtype=torch.bfloat16)).isfinite().all()
+"""
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 8, 21, 200])
+def test_a_layer_in_c_rounds_once_and_its_rows_are_independent(
+    library: object, rows: int, bias: bool
+) -> None:
+    torch.manual_seed(rows)
+    layer = nn.Linear(272, 70, bias=bias).bfloat16().requires_grad_(False)
+    made = NativeLinear(layer.weight, layer.bias, library)  # type: ignore[arg-type]
+    x = torch.randn(2, rows, 272).bfloat16()
+    if not made.product.takes(x.view(1, -1, 272)):
+        x = x[:, :50]
+    exact = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
+    found = made(x)
+    assert found.dtype == torch.bfloat16 and found.shape == exact.shape
+    assert ((found - exact).abs() <= exact.abs() / 255 + 1e-4).all(), "rounded more than once"
+    assert torch.equal(made(x[1:, -1:]), found[1:, -1:])
+    assert torch.equal(made.weight, layer.weight)
+
+
+def test_only_bfloat16_on_a_cpu_is_packed() -> None:
+    assert packed(torch.ones(32, 32), None) is None
+    assert packed(torch.ones(32, 32, dtype=torch.bfloat16, device="meta"), None) is None
+    made = packed(torch.ones(32, 32, dtype=torch.bfloat16), None)
+    assert made is None or made(torch.ones(1, 32, dtype=torch.bfloat16)).eq(32).all()
+
+
+def test_where_onednn_has_no_bfloat16_and_there_is_no_compiler_layers_stay_as_they_are() -> None:
+    less = {**os.environ, **LESS, native.SWITCH: "0"}
+    done = subprocess.run([sys.executable, "-c", NO_BFLOAT16], env=less, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
