@@ -33,8 +33,11 @@ SLOTS = 8
 SHAPE = {"dim": 192, "layers": 6, "heads": 4, "hidden": 512, "slots": SLOTS, "dropout": 0.0}
 ROWS: dict[
     str, dict[str, Any]
-] = {  # rate of AdamW for all matrices, changes of the decoder, photos and their variants
+] = {  # rate of AdamW for all matrices, settings, changes of the decoder, photos and their variants
     "muon": {},
+    "muon 4e-3": {"settings": {"muon_lr": 4e-3}},
+    "muon 8e-3": {"settings": {"muon_lr": 8e-3}},
+    "muon 16e-3": {"settings": {"muon_lr": 16e-3}},
     "adamw 1e-3": {"adamw": 1e-3},
     "adamw 2e-3": {"adamw": 2e-3},
     "adamw 4e-3": {"adamw": 4e-3},
@@ -101,7 +104,8 @@ def train(name: str, args: argparse.Namespace) -> None:
         factored=True,
     )
     options = TrainingOptions(folder(args, name), steps=args.steps, checks=8)
-    run(Variant(change, config, TargetSettings(), codes, vq, torch.device("cpu")), options)
+    settings = TargetSettings(**change.get("settings", {}))
+    run(Variant(change, config, settings, codes, vq, torch.device("cpu")), options)
 
 
 def folder(args: argparse.Namespace, name: str) -> Path:

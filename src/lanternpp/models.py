@@ -129,12 +129,12 @@ def drawing_dtype(name: str, device: torch.device, folder: Path) -> torch.dtype:
 def pack_target(target: Target) -> None:
     """Prepack a target's weights, its head's too, for passes over few rows; it is for inference from then on.
 
-    The decoder of pixels is converted to float32 where products of its dtype are computed in that: it is PyTorch's.
+    What makes pixels of codes is converted to float32 where products of its dtype are computed in that: it is PyTorch's.
     """
     target.native_head = native_head(target.head_weights)
     target.pack()
     vq: object = getattr(target, "vq", None)
-    if isinstance(vq, nn.Module):
+    if isinstance(vq, nn.Module) and not target.channels:
         vq.to(product_dtype(next(vq.parameters())))
 
 
