@@ -31,9 +31,8 @@ from lanternpp.vq.folder import read_vq
 FEW = 1600  # training photos of the rows about crops, so that each is seen often
 SLOTS = 8
 SHAPE = {"dim": 192, "layers": 6, "heads": 4, "hidden": 512, "slots": SLOTS, "dropout": 0.0}
-ROWS: dict[
-    str, dict[str, Any]
-] = {  # rate of AdamW for all matrices, settings, changes of the decoder, photos and their variants
+# Rate of AdamW for all matrices, settings, changes of the decoder, photos and their variants.
+ROWS: dict[str, dict[str, Any]] = {
     "muon": {},
     "muon 4e-3": {"settings": {"muon_lr": 4e-3}},
     "muon 8e-3": {"settings": {"muon_lr": 8e-3}},

@@ -47,9 +47,7 @@ class RecordedStep(TorchFunctionMode):
         self._inside = False
         self._storages: dict[int, bool] = {}  # by address: whether it was made in the decoder
         self._stand_ins: dict[object, Tensor] = {}
-        self._computed: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # by id: what was recorded, and what is computed
+        self._computed: dict[int, tuple[Tensor, Tensor]] = {}  # by id: as recorded, and as computed
         decoder = engine.target.decoder
         hooks = (decoder.register_forward_pre_hook(self._enter), decoder.register_forward_hook(self._leave))
         for layer in decoder.modules():
