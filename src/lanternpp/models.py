@@ -129,7 +129,7 @@ def drawing_dtype(name: str, device: torch.device, folder: Path) -> torch.dtype:
 def pack_target(target: Target) -> None:
     """Prepack a target's weights, its head's too, for passes over few rows; it is for inference from then on.
 
-    What makes pixels of codes is converted to float32 where products of its dtype are computed in that: it is PyTorch's.
+    On a CPU without products of bfloat16 the VQ decoder is converted to float32, in which PyTorch is faster there.
     """
     target.native_head = native_head(target.head_weights)
     target.pack()

@@ -257,7 +257,7 @@ def test_it_is_compiled_once(fresh: Path):
 
 def test_without_a_compiler_a_warning_says_what_is_missing(fresh: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(fresh))
-    with pytest.warns(UserWarning, match="C compiler"):
+    with pytest.warns(UserWarning, match="no C compiler"):
         assert native.library() is None
 
 

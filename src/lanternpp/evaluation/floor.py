@@ -132,7 +132,7 @@ class _Case:
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
     """The limits of a device, each the best of a few runs: a sum and a copy of a large tensor, a product in this dtype,
-    or in floats where the kernels widen it.
+    or in float32 where the kernels in C multiply bfloat16 as floats.
     """
     large = torch.ones(BUFFER, device=device)
     other = torch.empty_like(large)

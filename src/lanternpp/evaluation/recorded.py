@@ -16,6 +16,7 @@ from lanternpp.evaluation.stopwatch import elapsed
 from lanternpp.nn.draws import NativeChain
 from lanternpp.nn.int8 import stored
 from lanternpp.nn.native import NativeDecoder, product_dtype
+from lanternpp.nn.packed import NativeLinear
 from lanternpp.nn.trees import NativeHead
 
 LINEARS, ATTENTION, OTHERS = "linears", "attention", "others"
@@ -51,7 +52,10 @@ class RecordedStep(TorchFunctionMode):
         decoder = engine.target.decoder
         hooks = (decoder.register_forward_pre_hook(self._enter), decoder.register_forward_hook(self._leave))
         for layer in decoder.modules():
-            _ = getattr(layer, "weight", None)  # unpacked before, so that it is no tensor made in the decoder
+            if isinstance(layer, NativeLinear):
+                _ = (
+                    layer.weight
+                )  # unpacked now: made during the step, it would be taken for an intermediate result
         try:
             NativeDecoder.active = NativeChain.active = NativeHead.active = False
             with self:

@@ -238,7 +238,7 @@ def library() -> ctypes.CDLL | None:
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     if platform.system() != "Linux" or compiler is None:
         warnings.warn(
-            "without Linux and a C compiler (cc) passes take two to three times as long", stacklevel=2
+            "there is no C compiler (cc) for Linux, so passes take two to three times as long", stacklevel=2
         )
         return None
     try:

@@ -40,7 +40,7 @@ class PackedLinear(nn.Module):
 
 
 class NativeLinear(nn.Module):
-    """The same in C, with sums of floats."""
+    """What `PackedLinear` computes, in C, for CPUs without products of bfloat16."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL):
         super().__init__()
@@ -63,7 +63,7 @@ class NativeLinear(nn.Module):
 def packed(weight: Tensor, bias: Tensor | None) -> nn.Module | None:
     """A linear layer with packed weights; None where they cannot be packed: bfloat16 on a CPU can, in C or with oneDNN."""
     if type(weight.detach()) is not Tensor or weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
-        return None  # not torchao's weights either
+        return None  # torchao's 8-bit weights among them
     found = kernels()
     if found is not None and found.widens() and weight.shape[1] % LANES == 0:
         return NativeLinear(weight, bias, found)
