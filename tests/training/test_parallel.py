@@ -1,5 +1,6 @@
 """The training of a drafter of all levels at once."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,26 @@ def test_training_raises_the_chance_that_drafts_are_kept(ready: Path, loss: str,
     parts = torch.tensor(after["calibration"])
     assert parts.shape == (4, 2) and parts[:, 0].diff().min() >= 0
     assert parts.mean(0).tolist() == pytest.approx([after["predicted"], after["codes"]], rel=0.2)
+
+
+def test_a_compiled_training_is_one_graph_and_learns_the_same(
+    ready: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    compiled, losses = task(ready, loss="block", taps=1), []
+    compiled.speed_up()
+    for made in (compiled, task(ready, loss="block", taps=1)):
+        torch.manual_seed(0)
+        losses.append([made.step(step, 0.0)["loss"].item() for step in range(3)])
+        made.validate()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len(graphs) == 1
 
 
 def test_what_is_kept_is_predicted_and_nothing_else_changes(ready: Path) -> None:

@@ -102,18 +102,12 @@ class ParallelTask(Task):
         self.config = ParallelConfig.like(
             shape, layers, queries=settings.levels - 1, turn=settings.turn, taps=taps, confidence=True
         )
-        self.settings = {
-            **self.config.flat(),
-            **asdict(settings),
-            "data": codes.data["codes"],
-            "target": origin,
-        }
+        facts = {"data": codes.data["codes"], "target": origin}
+        self.settings = {**self.config.flat(), **asdict(settings), **facts}
         self.model = ParallelDrafter(self.config, target.decoder.rotary_table).float().to(device).train()
-        nn.init.zeros_(self.model.hint.weight)
-        nn.init.zeros_(self.model.up.weight)
-        nn.init.zeros_(self.model.up.bias)
-        assert self.model.confidence is not None
-        nn.init.zeros_(self.model.confidence.weight)
+        for name, parameter in self.model.named_parameters():
+            if name.startswith(("hint.", "up.", "confidence.weight")):
+                nn.init.zeros_(parameter)
         self.average = averaged(self.model)  # type: ignore[assignment]
         matrices = [p for name, p in self.model.named_parameters() if p.dim() == 2 and name != "queries"]
         others = [p for name, p in self.model.named_parameters() if p.dim() != 2 or name == "queries"]
@@ -129,6 +123,11 @@ class ParallelTask(Task):
             BatchSampler(len(codes.train), settings.batch_size, settings.seed), codes.train.codes.shape[1]
         )
         self.train, self.val = CaptionPrompts(target, codes.train), CaptionPrompts(target, codes.val)
+        self.training_loss = self.loss
+
+    def speed_up(self) -> None:
+        """Compile drafter, head and loss as one graph of one shape. Validations have other shapes and are not compiled."""
+        self.training_loss = torch.compile(self.loss, fullgraph=True, dynamic=False)
 
     def draft_batch(self, captions: CaptionPrompts, index: Tensor, codes: Tensor, pick: Tensor) -> DraftBatch:
         """Inputs of pictures index [B] with codes [B, length], drafted behind the codes pick [A]."""
@@ -162,7 +161,7 @@ class ParallelTask(Task):
             batch = self.training_batch(step)
             last = batch.features[..., : batch.next_inputs.shape[-1]]
             noise = (torch.rand_like(last) - 0.5) * self.hparams.noise
-            figures = self.loss(self.model, batch, noise)
+            figures = self.training_loss(self.model, batch, noise)
         optimizer = self.optimizers["model"]
         optimizer.zero_grad()
         (figures["loss"] + figures["confidence"]).backward()
