@@ -18,7 +18,7 @@ from lanternpp.errors import InputError
 from lanternpp.hub import STAGE, fetch, hub_id
 from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import CONFIG, load_config
-from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
+from lanternpp.nn.int8 import Effect, attach_eight_bits, compared, quantise, require, weight_bytes
 from lanternpp.nn.native import MOST_WEIGHTS, kernels, product_dtype
 from lanternpp.nn.shards import INDEX, PICKLED, SAFE
 from lanternpp.nn.sources import Source
@@ -76,9 +76,8 @@ def recognised(what: str, source: Source, table: Mapping[str, Any]) -> Any:
 def target_source(model: Path, given: Mapping[str, Any] | None = None) -> tuple[Source, type[Target]]:
     """The checkpoint of a model's target, and the family that reads it.
 
-    A model is a folder of ours with `target` in it, a published checkpoint, a pipeline of diffusers with one as its first
-    stage, or a folder that holds one among others; of one in shards no single file is tried. Raises InputError where none of what is there is
-    a target known here.
+    A model is a folder of ours with `target` in it, a published checkpoint, a pipeline of diffusers with one as its first stage, or a
+    folder that holds one among others; of one in shards no single file is tried. InputError where no target known here is there.
     """
     places = [model]
     if (model / "target").is_dir():
@@ -245,6 +244,8 @@ class Model:
         target.eval().requires_grad_(False)
         if int8:
             self.effect = in_eight_bits(target)
+        elif product_dtype(next(target.decoder.parameters())) != self.dtype:
+            attach_eight_bits(target.decoder, "decoder.", source)
         if self.packed:
             pack_target(target)
         return target
@@ -290,9 +291,8 @@ def in_eight_bits(target: Target) -> Effect:
         raise InputError(
             "dtype int8 is for models of codes, and this one draws continuous latents; leave it out"
         )
-    codes = torch.randint(
-        target.vocab, (1, min(PROBE, target.length)), generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(target.vocab, (1, min(PROBE, target.length)), generator=generator)
     codes, prompt = codes.to(target.decoder.rotary_table.device), target.prompt([None], 1).embeds
     before, size = target.head(target.forward_sequence(prompt, codes)), weight_bytes(target.decoder)
     quantise(target.decoder)

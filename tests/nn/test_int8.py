@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lanternpp import models
 from lanternpp.errors import InputError
 from lanternpp.nn import int8
 
@@ -41,3 +42,20 @@ def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     )
     with pytest.raises(InputError, match=r"needs torchao.*pip install 'lanternpp\[int8\]'"):
         int8.quantise(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("floats", [False, True])
+def test_weights_on_disk_in_8_bits_stay_so_where_the_kernels_multiply_floats(
+    floats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = torch.float32 if floats else torch.bfloat16
+    monkeypatch.setattr(models, "product_dtype", lambda like: computed)
+    half = torch.bfloat16
+    model = models.Model(models.model_folder("nature-128"), None, torch.device("cpu"), half, packed=False)
+    weights = [weight for weight in model.target.decoder.parameters() if weight.ndim == 2]
+    kept = [int8.stored_parts(weight) for weight in weights]
+    assert all(parts is not None for parts in kept) if floats else not any(kept)
+    for weight, parts in zip(weights, kept, strict=True):
+        if parts is not None:
+            assert torch.equal((parts[0].float() * parts[1][:, None]).to(half), weight)
+            assert int8.stored(weight) == weight.numel() + 4 * len(weight)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import torch
 from torch import nn
 
 from lanternpp.engine.cache import Cache
-from lanternpp.nn import native
+from lanternpp.nn import checkpoints, native
 from lanternpp.nn.decoder import Decoder, DecoderConfig
-from lanternpp.nn.int8 import quantise, stored_parts
+from lanternpp.nn.int8 import attach_eight_bits, quantise, stored_parts
 from lanternpp.nn.packed import pack
 from lanternpp.nn.rope import grid_table
+from lanternpp.nn.sources import Rename, Source
 
 HALF = torch.bfloat16
 
@@ -41,11 +43,22 @@ def in_8_bits(network: Decoder) -> Decoder:
     return network
 
 
+def read_in_8_bits(network: Decoder) -> Decoder:
+    """The same network, saved in 8 bits and read again."""
+    with tempfile.TemporaryDirectory() as place:
+        tensors = {f"decoder.{name}": tensor for name, tensor in network.state_dict().items()}
+        checkpoints.save(Path(place), {}, tensors, "int8")
+        source = Source.open(Path(place))
+        source.fill(network, [Rename(r"decoder\.(.+)", r"\1")], HALF)
+        attach_eight_bits(network, "decoder.", source)
+    return network
+
+
 def in_float64(network: Decoder) -> Decoder:
     """With the weights that those of `network` stand for."""
     found = copy.deepcopy(network)
-    for child in found.modules():
-        parts = stored_parts(child.weight) if isinstance(child, nn.Linear) else None
+    for child, known in zip(found.modules(), network.modules(), strict=True):
+        parts = stored_parts(known.weight) if isinstance(known, nn.Linear) else None
         if parts:
             child.weight = nn.Parameter(parts[0].double() * parts[1].double()[:, None], requires_grad=False)
     return found.double()
@@ -75,7 +88,11 @@ def features(network: Decoder, x: torch.Tensor, nodes: int, taps: tuple[int, ...
 
 
 Stored = Callable[[Decoder], Decoder]
-WEIGHTS = [pytest.param(lambda network: network, id="bfloat16"), pytest.param(in_8_bits, id="int8")]
+WEIGHTS = [
+    pytest.param(lambda network: network, id="bfloat16"),
+    pytest.param(in_8_bits, id="int8"),
+    pytest.param(read_in_8_bits, id="read in 8 bits"),
+]
 
 
 @pytest.mark.parametrize("stored", WEIGHTS)

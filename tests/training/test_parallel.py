@@ -93,7 +93,7 @@ def test_a_compiled_training_is_one_graph_and_learns_the_same(
         torch.manual_seed(0)
         losses.append([made.step(step, 0.0)["loss"].item() for step in range(3)])
         made.validate()
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # Muon rounds to bfloat16
     assert len(graphs) == 1
 
 

@@ -112,6 +112,10 @@ def drafter(
             help="Peak learning rate; the papers' long runs use 1e-4. Default: 1e-3 of eagle, 2e-3 of parallel."
         ),
     ] = None,
+    muon_lr: Annotated[
+        float | None,
+        typer.Option(help="parallel: peak rate of Muon (matrices), in AdamW's scale. Default: 8e-3."),
+    ] = None,
     noise: Annotated[
         float | None,
         typer.Option(
@@ -151,15 +155,13 @@ def drafter(
     where = plan(folder, save_minutes=save_minutes)
     drawn = SelfSampling(prompts, samples, sample_batch, seed) if own else None
     only = given(weight=weight, rounds=rounds, inherit=inherit)
-    only_parallel = given(levels=levels, fade=fade, taps=taps)
+    only_parallel = given(levels=levels, fade=fade, taps=taps, muon_lr=muon_lr)
     keep = bool(cache_features)
     if method is not None and rollouts is None:
         raise InputError("--method says how the runs of --rollouts are drawn: add --rollouts N.")
     if kind == "eagle":
         if only_parallel:
-            raise InputError(
-                f"--{next(iter(only_parallel))} is for drafters of --kind parallel: leave it out."
-            )
+            raise InputError(f"--{option(only_parallel)} is for drafters of --kind parallel: leave it out.")
         if rollouts is not None:
             raise InputError(
                 "--rollouts is for drafters of --kind parallel: an EAGLE drafter hears nothing of them."
@@ -170,9 +172,7 @@ def drafter(
         return
     only |= given(cache_features=cache_features)
     if only:
-        raise InputError(
-            f"--{next(iter(only)).replace('_', '-')} is for drafters of --kind eagle: leave it out."
-        )
+        raise InputError(f"--{option(only)} is for drafters of --kind eagle: leave it out.")
     hparams = parallel.ParallelSettings(**shared, **only_parallel)
     if rollouts is not None and rollouts < 1:
         raise InputError(f"--rollouts {rollouts} must be at least 1.")
@@ -197,6 +197,11 @@ def say_how(model: str, out: Path | None, method: str) -> None:
 def given(**options: Any) -> dict[str, Any]:
     """Those that were given."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def option(options: dict[str, Any]) -> str:
+    """The first of them, as it is written on the command line."""
+    return next(iter(options)).replace("_", "-")
 
 
 def check_self(own: bool, data: Path | None, **self_only: object) -> None:

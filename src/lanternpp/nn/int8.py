@@ -13,9 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
+from lanternpp.nn.sources import Source
+from lanternpp.nn.stores import restored
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,23 @@ def require() -> None:
         )
 
 
+def attach_eight_bits(decoder: nn.Module, names: str, source: Source) -> None:
+    """Keep beside a decoder's weights the 8 bits that they were read from, where the checkpoint has them in 8 bits.
+
+    names: what the names of the decoder's weights begin with there. A weight that was changed since is left alone.
+    """
+    weights = {names + name: weight for name, weight in decoder.named_parameters() if weight.ndim == 2}
+    for name, whole, scale in source.eight_bits():
+        weight = weights.get(name)
+        if weight is not None and torch.equal(restored(whole, scale).to(weight.dtype), weight):
+            weight.eight_bits = whole, scale  # type: ignore[attr-defined]
+
+
 def stored_parts(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """What `quantise` has stored of a weight: [out, in] int8 and a scale [out]; None of one that it has not."""
+    """The 8 bits of a weight, of its checkpoint or by `quantise`: [out, in] int8 and a scale [out]; None of others."""
+    kept: tuple[Tensor, Tensor] | None = getattr(weight, "eight_bits", None)
+    if kept is not None:
+        return kept
     scale: Tensor | None = getattr(weight, "scale", None)
     return None if scale is None else (weight.qdata, scale.flatten())  # type: ignore[attr-defined]
 
@@ -74,7 +92,10 @@ def weight_bytes(module: nn.Module) -> int:
 
 
 def stored(weight: Tensor) -> int:
-    """Bytes of a tensor, or of the tensors that one of torchao's is made of."""
+    """Bytes of a tensor, or of the tensors that one of torchao's is made of, or of the 8 bits that stand for it."""
+    kept: tuple[Tensor, Tensor] | None = getattr(weight, "eight_bits", None)
+    if kept is not None:
+        return sum(part.nbytes for part in kept)
     parts = getattr(weight, "tensor_data_names", None)
     return sum(getattr(weight, name).nbytes for name in parts) if parts else weight.nbytes
 

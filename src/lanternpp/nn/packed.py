@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lanternpp.nn.decoder import Decoder
 from lanternpp.nn.draws import LANES, PackedDense
+from lanternpp.nn.int8 import stored_parts
 from lanternpp.nn.native import kernels, native
 from lanternpp.nn.trees import NativeHead
 
@@ -44,13 +45,16 @@ class NativeLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL):
         super().__init__()
-        self.bias, self.outputs = bias, len(weight)
+        self.bias, self.outputs, self.eight_bits = bias, len(weight), stored_parts(weight)
         self.product = NativeHead(PackedDense(weight, bias), library)
 
     @cached_property
     def weight(self) -> Tensor:
         """The weight [out, in], unpacked when it is first asked for."""
-        return self.product.packed.blocks.transpose(1, 2).flatten(2).flatten(0, 1)[: self.outputs]
+        plain = self.product.packed.blocks.transpose(1, 2).flatten(2).flatten(0, 1)[: self.outputs]
+        if self.eight_bits is not None:
+            plain.eight_bits = self.eight_bits  # type: ignore[attr-defined]
+        return plain
 
     def forward(self, x: Tensor) -> Tensor:
         """The product, rounded as `nn.Linear` rounds it."""

@@ -230,6 +230,15 @@ def read_tensors(
             yield name, tensor
 
 
+def read_eight_bits(file: Shard) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The names of a file's tensors of 8 bits, these [out, ...] int8, and their scales [out]."""
+    metas = file.metas()
+    with file.opened() as get:
+        for name, meta in metas.items():
+            if scaled(name, metas) and meta.dtype == torch.int8:
+                yield name, get(name), get(name + SCALE)
+
+
 def check_finite(name: str, tensor: Tensor, source: str | Path) -> None:
     """InputError where a tensor of weights holds NaN or infinity; one pass, cheaper than the copy that follows."""
     if not tensor.is_floating_point() or not tensor.numel():

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import CONFIG, load_config
-from lanternpp.nn.shards import Shard, read_tensors, shards
+from lanternpp.nn.shards import Shard, read_eight_bits, read_tensors, shards
 from lanternpp.nn.stores import check_scales, is_scale, restored_meta, scaled
 
 CHUNK = 1 << 26  # bytes read before a file is opened anew, which lets go of what was read
@@ -190,6 +191,10 @@ class Source:
         """How many layers there are, by the highest number behind `prefix`, a regular expression."""
         numbers = (re.match(rf"{prefix}(\d{{1,6}})\.", name) for name in self.metas)
         return 1 + max((int(found[1]) for found in numbers if found), default=-1)
+
+    def eight_bits(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """The names of tensors that lie on disk in 8 bits, these [out, in] int8, and their scales [out]."""
+        return chain.from_iterable(map(read_eight_bits, self._files))
 
     def fill(
         self,

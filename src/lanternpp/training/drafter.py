@@ -30,6 +30,7 @@ from lanternpp.training.material.gather import gather
 from lanternpp.training.material.samples import SelfSampling
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Task, TrainingOptions, averaged, run
+from lanternpp.training.task import check_rates
 from lanternpp.training.team import team
 from lanternpp.trees import build_tree
 
@@ -66,8 +67,7 @@ class DrafterSettings:
             raise InputError(f"loss {self.loss!r} is unknown: choose {', '.join(LOSSES)}.")
         if self.batch_size < 1:
             raise InputError(f"batch size {self.batch_size} must be at least 1.")
-        if not 0 < self.lr < 1:
-            raise InputError(f"lr {self.lr} must lie between 0 and 1; 1e-4 to 1e-3 are usual.")
+        check_rates(lr=self.lr)
         if self.weight < 0 or self.noise < 0:
             raise InputError(f"weight {self.weight} and noise {self.noise} must be at least 0.")
         if self.rounds < 1:

@@ -32,6 +32,7 @@ from lanternpp.training.material.codes import Codes, VariantSampler
 from lanternpp.training.material.gather import gather
 from lanternpp.training.material.samples import SelfSampling
 from lanternpp.training.run import Task, TrainingOptions, averaged, run
+from lanternpp.training.task import check_rates, muon_and_adamw
 from lanternpp.training.team import team
 
 LOSSES = ("guided", "lk", "both", "block")
@@ -51,7 +52,8 @@ class ParallelSettings:
     loss: Literal["guided", "lk", "both", "block"] = "both"
     cfg: float = 3.0
     batch_size: int = 16
-    lr: float = 2e-3
+    lr: float = 2e-3  # AdamW: queries, norms, biases
+    muon_lr: float = 8e-3  # Muon: the matrices, in AdamW's scale
     levels: int = 14  # codes of a draft
     anchors: int = 20  # slots of a picture behind which a step drafts
     fade: float = 0.88
@@ -65,6 +67,7 @@ class ParallelSettings:
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
             raise InputError(f"loss {self.loss!r} is unknown: choose {', '.join(LOSSES)}.")
+        check_rates(lr=self.lr, muon_lr=self.muon_lr)
         if not 2 <= self.levels <= MOST_LEVELS:
             raise InputError(f"levels {self.levels} must be 2 to {MOST_LEVELS}.")
         if self.taps < 0:
@@ -109,16 +112,9 @@ class ParallelTask(Task):
             if name.startswith(("hint.", "up.", "confidence.weight")):
                 nn.init.zeros_(parameter)
         self.average = averaged(self.model)  # type: ignore[assignment]
-        matrices = [p for name, p in self.model.named_parameters() if p.dim() == 2 and name != "queries"]
-        others = [p for name, p in self.model.named_parameters() if p.dim() != 2 or name == "queries"]
-        self.optimizers = {
-            "model": torch.optim.AdamW(
-                [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
-                settings.lr,
-                (0.9, 0.95),
-                fused=True,
-            )
-        }
+        others = ("queries", "confidence.weight")
+        matrices = [p for name, p in self.model.named_parameters() if p.dim() == 2 and name not in others]
+        self.optimizers = muon_and_adamw(self.model, matrices, settings.muon_lr, settings.lr, decay=0.01)
         self.sampler = VariantSampler(
             BatchSampler(len(codes.train), settings.batch_size, settings.seed), codes.train.codes.shape[1]
         )
@@ -162,13 +158,14 @@ class ParallelTask(Task):
             last = batch.features[..., : batch.next_inputs.shape[-1]]
             noise = (torch.rand_like(last) - 0.5) * self.hparams.noise
             figures = self.training_loss(self.model, batch, noise)
-        optimizer = self.optimizers["model"]
-        optimizer.zero_grad()
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
         (figures["loss"] + figures["confidence"]).backward()
         team().average(self.model)
         named = self.model.named_parameters()
         nn.utils.clip_grad_norm_([p for name, p in named if not name.startswith("confidence")], 0.5)
-        optimizer.step()
+        for optimizer in self.optimizers.values():
+            optimizer.step()
         return {name: value for name, value in figures.items() if value.dim() == 0}
 
     def loss(

@@ -32,6 +32,7 @@ from lanternpp.training.first_weights import begin_target, init_tables, init_wei
 from lanternpp.training.material.codes import Codes, VariantSampler, read_codes, tokenizer_of, unigram
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Task, TrainingOptions, averaged, run
+from lanternpp.training.task import check_rates, muon_and_adamw
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ, Autoencoder
 
@@ -60,9 +61,7 @@ class TargetSettings:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise InputError(f"batch size {self.batch_size} must be at least 1.")
-        for name, value in (("lr", self.lr), ("muon lr", self.muon_lr)):
-            if not 0 < value < 1:
-                raise InputError(f"{name} {value} must lie between 0 and 1; 1e-3 to 3e-3 are usual.")
+        check_rates(lr=self.lr, muon_lr=self.muon_lr)
         for name, value in (("corrupt", self.corrupt), ("captions dropped", self.drop_captions)):
             if not 0 <= value < 1:
                 raise InputError(f"{name} {value} is a share: 0 or more, and below 1.")
@@ -100,12 +99,8 @@ class TargetTask(Task):
         self.average = averaged(self.model)  # type: ignore[assignment]
         self.dtype = torch.bfloat16 if half_width(device) else torch.float32
         matrices = [p for p in self.model.decoder.blocks.parameters() if p.ndim == 2]
-        ids = {id(p) for p in matrices}
-        self.others = [p for p in self.model.parameters() if id(p) not in ids]
-        self.optimizers = {
-            "muon": torch.optim.Muon(matrices, settings.muon_lr, adjust_lr_fn="match_rms_adamw"),
-            "adamw": torch.optim.AdamW(self.others, settings.lr, (0.9, 0.95), weight_decay=0.0, fused=True),
-        }
+        self.optimizers = muon_and_adamw(self.model, matrices, settings.muon_lr, settings.lr, decay=0.1)
+        self.others = self.optimizers["adamw"].param_groups[0]["params"]
         self.sampler = VariantSampler(
             BatchSampler(len(codes.train), settings.batch_size, settings.seed), codes.train.codes.shape[1]
         )

@@ -109,6 +109,28 @@ def param_groups(task: Task) -> Iterator[dict[str, Any]]:
         yield from optimizer.param_groups
 
 
+def muon_and_adamw(
+    model: nn.Module, matrices: list[nn.Parameter], muon_lr: float, lr: float, decay: float
+) -> dict[str, torch.optim.Optimizer]:
+    """Muon for some of a model's matrices, with updates as large as AdamW's (arXiv 2502.16982), and AdamW for the other weights.
+
+    decay: the weight decay of the matrices; the others have none.
+    """
+    chosen = set(map(id, matrices))
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    return {
+        "muon": torch.optim.Muon(matrices, muon_lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+        "adamw": torch.optim.AdamW(others, lr, (0.9, 0.95), weight_decay=0.0, fused=True),
+    }
+
+
+def check_rates(**rates: float) -> None:
+    """InputError where a learning rate is not between 0 and 1."""
+    for name, value in rates.items():
+        if not 0 < value < 1:
+            raise InputError(f"{name} {value} must lie between 0 and 1; 1e-4 to 1e-2 are usual.")
+
+
 def averaged(model: nn.Module) -> nn.Module:
     """A copy of a model to hold its moving average."""
     return copy.deepcopy(model).eval().requires_grad_(False)
