@@ -18,8 +18,9 @@ from lanternpp.errors import InputError
 from lanternpp.hub import STAGE, fetch, hub_id
 from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import CONFIG, load_config
-from lanternpp.nn.int8 import Effect, attach_eight_bits, compared, quantise, require, weight_bytes
+from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
 from lanternpp.nn.native import MOST_WEIGHTS, kernels, product_dtype
+from lanternpp.nn.packed import attach_eight_bits
 from lanternpp.nn.shards import INDEX, PICKLED, SAFE
 from lanternpp.nn.sources import Source
 from lanternpp.nn.trees import native_head
@@ -240,11 +241,10 @@ class Model:
         source, family = target_source(folder, {"size": size} if size else None)
         if size and not family.any_size:
             raise InputError(f"{folder.name} draws pictures of one size; leave out --size {size}")
-        target = family.read(source, self.dtype, self.device)
-        target.eval().requires_grad_(False)
+        target = family.read(source, self.dtype, self.device).eval().requires_grad_(False)
         if int8:
             self.effect = in_eight_bits(target)
-        elif product_dtype(next(target.decoder.parameters())) != self.dtype:
+        else:
             attach_eight_bits(target.decoder, "decoder.", source)
         if self.packed:
             pack_target(target)

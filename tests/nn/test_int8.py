@@ -10,7 +10,7 @@ from torch import nn
 
 from lanternpp import models
 from lanternpp.errors import InputError
-from lanternpp.nn import int8
+from lanternpp.nn import int8, packed
 
 
 def test_a_weight_errs_by_half_a_step_at_most_in_a_quarter_of_the_bytes() -> None:
@@ -49,7 +49,7 @@ def test_weights_on_disk_in_8_bits_stay_so_where_the_kernels_multiply_floats(
     floats: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed = torch.float32 if floats else torch.bfloat16
-    monkeypatch.setattr(models, "product_dtype", lambda like: computed)
+    monkeypatch.setattr(packed, "product_dtype", lambda like: computed)
     half = torch.bfloat16
     model = models.Model(models.model_folder("nature-128"), None, torch.device("cpu"), half, packed=False)
     weights = [weight for weight in model.target.decoder.parameters() if weight.ndim == 2]

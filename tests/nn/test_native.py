@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from lanternpp.engine.cache import Cache
-from lanternpp.nn import checkpoints, native
+from lanternpp.nn import checkpoints, native, packed
 from lanternpp.nn.decoder import Decoder, DecoderConfig
-from lanternpp.nn.int8 import attach_eight_bits, quantise, stored_parts
-from lanternpp.nn.packed import pack
+from lanternpp.nn.int8 import quantise, stored_parts
+from lanternpp.nn.packed import attach_eight_bits, pack
 from lanternpp.nn.rope import grid_table
 from lanternpp.nn.sources import Rename, Source
 
@@ -50,7 +50,9 @@ def read_in_8_bits(network: Decoder) -> Decoder:
         checkpoints.save(Path(place), {}, tensors, "int8")
         source = Source.open(Path(place))
         source.fill(network, [Rename(r"decoder\.(.+)", r"\1")], HALF)
-        attach_eight_bits(network, "decoder.", source)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packed, "product_dtype", lambda like: torch.float32)
+            attach_eight_bits(network, "decoder.", source)
     return network
 
 

@@ -13,12 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.nn.sources import Source
-from lanternpp.nn.stores import restored
 
 
 @dataclass(frozen=True)
@@ -55,18 +52,6 @@ def require() -> None:
         raise InputError(
             "dtype int8 needs torchao, which is not installed; pip install 'lanternpp[int8]', or use another dtype"
         )
-
-
-def attach_eight_bits(decoder: nn.Module, names: str, source: Source) -> None:
-    """Keep beside a decoder's weights the 8 bits that they were read from, where the checkpoint has them in 8 bits.
-
-    names: what the names of the decoder's weights begin with there. A weight that was changed since is left alone.
-    """
-    weights = {names + name: weight for name, weight in decoder.named_parameters() if weight.ndim == 2}
-    for name, whole, scale in source.eight_bits():
-        weight = weights.get(name)
-        if weight is not None and torch.equal(restored(whole, scale).to(weight.dtype), weight):
-            weight.eight_bits = whole, scale  # type: ignore[attr-defined]
 
 
 def stored_parts(weight: Tensor) -> tuple[Tensor, Tensor] | None:

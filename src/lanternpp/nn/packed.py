@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from lanternpp.nn.decoder import Decoder
 from lanternpp.nn.draws import LANES, PackedDense
 from lanternpp.nn.int8 import stored_parts
-from lanternpp.nn.native import kernels, native
+from lanternpp.nn.native import MOST_WEIGHTS, kernels, native, product_dtype
+from lanternpp.nn.sources import Source
+from lanternpp.nn.stores import restored
 from lanternpp.nn.trees import NativeHead
 
 
@@ -62,6 +64,24 @@ class NativeLinear(nn.Module):
         if not self.product.takes(rows):
             return F.linear(x, self.weight, self.bias)
         return self.product(rows, 1.0, 1).to(x.dtype).view(*x.shape[:-1], self.outputs)
+
+
+def attach_eight_bits(decoder: nn.Module, names: str, source: Source) -> None:
+    """Keep beside a decoder's weights the 8 bits that its checkpoint has of them, where the kernels then read these instead.
+
+    They do where the CPU has no products of bfloat16. names: what the names of the decoder's weights begin with there.
+    """
+    found = {names + name: weight for name, weight in decoder.named_parameters() if weight.ndim == 2}
+    if sum(weight.numel() for weight in found.values()) > MOST_WEIGHTS:
+        return
+    for name, whole, scale in source.eight_bits():
+        weight = found.get(name)
+        if weight is None or product_dtype(weight) == weight.dtype:
+            continue
+        if torch.equal(
+            restored(whole, scale).to(weight.dtype), weight
+        ):  # no other rows, and not changed since
+            weight.eight_bits = whole, scale  # type: ignore[attr-defined]
 
 
 def packed(weight: Tensor, bias: Tensor | None) -> nn.Module | None:
