@@ -186,6 +186,7 @@ def test_rollouts_end_once_and_go_on_from_their_end_when_asked(run, shelf: Path)
 def test_options_of_the_other_kind_and_a_method_without_runs_are_refused(run, shelf: Path) -> None:
     train = ("train", "drafter", "--model", "janus", *own("janus"))
     refused(run(*train, "--levels", 9), "--levels is for drafters of --kind parallel")
+    refused(run(*train, "--muon-lr", 0.1), "--muon-lr is for drafters of --kind parallel")
     refused(run(*train, "--kind", "parallel", "--rounds", 2), "--rounds is for drafters of --kind eagle")
     refused(run(*train, "--kind", "parallel", "--method", "lantern++"), "add --rollouts N")
     refused(

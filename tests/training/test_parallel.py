@@ -117,7 +117,16 @@ def test_an_unknown_loss_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("levels", 1), ("levels", 65), ("fade", 0.0), ("fade", 1.1), ("taps", -1)]
+    ("name", "value"),
+    [
+        ("levels", 1),
+        ("levels", 65),
+        ("fade", 0.0),
+        ("fade", 1.1),
+        ("taps", -1),
+        ("lr", 0.0),
+        ("muon_lr", 2.0),
+    ],
 )
 def test_a_setting_out_of_range_is_named(name: str, value: float) -> None:
     with pytest.raises(InputError, match=f"^{name} {value} must be "):

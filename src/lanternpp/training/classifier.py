@@ -29,6 +29,7 @@ from lanternpp.training.material.codes import named, tokenizer_of
 from lanternpp.training.material.redrawn import redrawn
 from lanternpp.training.pictures import to_bytes
 from lanternpp.training.run import Task, TrainingOptions, averaged, run
+from lanternpp.training.task import check_rates
 from lanternpp.vq.model import channels_last
 
 SMALL_SIDE = 0.75  # of the side: half the work, so more pictures are seen in the same time
@@ -53,8 +54,7 @@ class ClassifierSettings:
     def __post_init__(self) -> None:
         if self.batch_size < 2:
             raise InputError(f"batch size {self.batch_size} must be at least 2.")
-        if not 0 < self.lr < 1:
-            raise InputError(f"lr {self.lr} must lie between 0 and 1; 3e-3 is usual.")
+        check_rates(lr=self.lr)
         if not 0 <= self.small < 1:
             raise InputError(f"small {self.small} is a share of the budget: 0 or more, and below 1.")
         if self.redrawn < 0:

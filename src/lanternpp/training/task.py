@@ -128,7 +128,7 @@ def check_rates(**rates: float) -> None:
     """InputError where a learning rate is not between 0 and 1."""
     for name, value in rates.items():
         if not 0 < value < 1:
-            raise InputError(f"{name} {value} must lie between 0 and 1; 1e-4 to 1e-2 are usual.")
+            raise InputError(f"{name} {value} must be between 0 and 1; 1e-4 to 1e-2 are usual.")
 
 
 def averaged(model: nn.Module) -> nn.Module:

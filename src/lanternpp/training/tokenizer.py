@@ -21,6 +21,7 @@ from lanternpp.training.material.codes import tokenizer_of
 from lanternpp.training.perceptual import Perceptual
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Task, TrainingOptions, averaged, run
+from lanternpp.training.task import check_rates
 from lanternpp.vq.folder import read_tokenizer, read_vq
 from lanternpp.vq.model import VQ, Autoencoder, Stacks, VQConfig, channels_last, usage
 
@@ -51,8 +52,7 @@ class TokenizerSettings:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise InputError(f"batch size {self.batch_size} must be at least 1.")
-        if not 0 < self.lr < 1:
-            raise InputError(f"lr {self.lr} must lie between 0 and 1; 5e-4 is usual.")
+        check_rates(lr=self.lr)
         if self.perceptual < 0:
             raise InputError(f"perceptual {self.perceptual} is a weight: 0 or more.")
 
