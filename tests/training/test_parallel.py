@@ -12,7 +12,7 @@ from lanternpp.models import read_target
 from lanternpp.nn import checkpoints
 from lanternpp.targets.words import WordsConfig, WordsTarget
 from lanternpp.training.material.codes import Codes, Split
-from lanternpp.training.parallel import DraftBatch, ParallelSettings, ParallelTask, train
+from lanternpp.training.parallel import FIRST, DraftBatch, ParallelSettings, ParallelTask, train
 from lanternpp.training.run import TrainingOptions
 from lanternpp.vq.folder import read_vq
 
@@ -48,12 +48,12 @@ def test_every_level_is_judged_by_the_targets_guided_distribution_at_its_place(r
     codes = made.codes.train.pick(index, torch.zeros_like(index))
     read = made.draft_batch(made.train, index, codes, torch.tensor([0, 3, 14]))
 
-    def knows(drafter: Any, batch: DraftBatch, noise: Any = None) -> torch.Tensor:
+    def knows(drafter: Any, batch: DraftBatch, features: Any) -> torch.Tensor:
         level = torch.arange(made.hparams.levels)
         slot = (batch.anchors[0, :, None] + 1 + level).clamp(max=batch.features.shape[1] - 1)
         return batch.features[:, slot]
 
-    made.predict_features = knows  # type: ignore[method-assign]
+    made.conditioned = knows  # type: ignore[method-assign]
     figures = made.loss(made.model, read)
     assert figures["levels"].tolist() == pytest.approx([1] * 4, abs=1e-5)
     assert figures["loss"].item() == pytest.approx(0, abs=1e-5)
@@ -75,6 +75,20 @@ def test_training_raises_the_chance_that_drafts_are_kept(ready: Path, loss: str,
     parts = torch.tensor(after["calibration"])
     assert parts.shape == (4, 2) and parts[:, 0].diff().min() >= 0
     assert parts.mean(0).tolist() == pytest.approx([after["predicted"], after["codes"]], rel=0.2)
+
+
+def test_the_first_level_is_learned_behind_more_slots(ready: Path) -> None:
+    """Behind the anchors themselves its loss is that of a chain in which nothing else counts."""
+    made = task(ready, loss="guided", fade=1e-9, firsts=99)
+    index = torch.arange(3)
+    codes = made.codes.train.pick(index, torch.zeros_like(index))
+    read = made.draft_batch(made.train, index, codes, torch.tensor([0, 3, 14]))
+    alone, both = made.loss(made.model, read)["loss"], made.loss(made.model, read, None, read.anchors)["loss"]
+    assert both.item() == pytest.approx((1 + FIRST) * alone.item(), rel=1e-5)
+    slots = made.first_slots(read)
+    first = read.prompts.shape[1] - 1
+    assert slots.sort(1).values.tolist() == [list(range(first, first + 15))] * 3
+    assert slots.max() == read.features.shape[1] - 2
 
 
 def test_a_compiled_training_is_one_graph_and_learns_the_same(

@@ -104,7 +104,8 @@ def test_training_drafts_as_the_engine_did(monkeypatch: pytest.MonkeyPatch, taps
     read = made.drafts(made.train, [run], torch.tensor([0]), torch.Generator())
     assert read.hints is not None and read.hints.any() and read.start is not None and read.start[0] == 1
     with torch.no_grad():
-        guesses = target.head(made.predict_features(drafter, read)).softmax(-1)[0]
+        features = made.conditioned(drafter, read, made.level_features(drafter, read)[1])
+    guesses = target.head(features).softmax(-1)[0]
     for guess, anchor in zip(guesses, read.anchors[0].tolist(), strict=True):
         turn = replay(run, 4)[1].tolist().index(anchor)
         known = min(int(run.kept[turn]), 4, 15 - (anchor - 2))  # levels drafted behind codes that were kept

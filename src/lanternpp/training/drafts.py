@@ -50,6 +50,17 @@ def keep_chances(p: Tensor, log_q: Tensor, codes: Tensor) -> tuple[Tensor, Tenso
     return least.exp(), torch.minimum(p, more * log_q.exp()).sum(-1)
 
 
+def level_cost(loss: str, p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of `ParallelSettings` and the acceptance at each place, [...], of p and log_q [..., V]."""
+    chance = torch.minimum(log_q.exp(), p).sum(-1)
+    cost = torch.zeros_like(chance)
+    if loss != "lk":
+        cost = cost - (p * log_q).sum(-1)
+    if loss in ("lk", "both"):
+        cost = cost - chance.log()
+    return cost, chance.detach()
+
+
 def confidence_loss(drafter: QueryDrafter, features: Tensor, reach: Tensor, chance: Tensor) -> Tensor:
     """Cross-entropy to `keep_chances` of what is predicted from conditioned features [..., D], weighted by how often drafts come there.
 

@@ -103,3 +103,10 @@ def drafter_inputs(
         return inputs[:, 1:], features
     mask = causal_mask(start, inputs.shape[1])
     return inputs[:, 1:], target.decoder.forward_sequence(inputs, seen=mask, taps=taps)
+
+
+def spread_taps(count: int, layers: int) -> tuple[int, ...]:
+    """So many of the layers 0 .. layers - 2, evenly spread. InputError where there are not as many."""
+    if count >= layers:
+        raise InputError(f"--taps {count} is too many: the target has {layers - 1} layers below its last.")
+    return tuple(layers * (i + 1) // (count + 1) - 1 for i in range(count))

@@ -25,9 +25,10 @@ from lanternpp.training.drafts import (
     confidence_loss,
     gather_slots,
     keep_chances,
+    level_cost,
     rounded,
 )
-from lanternpp.training.features import CaptionPrompts, drafter_inputs
+from lanternpp.training.features import CaptionPrompts, drafter_inputs, spread_taps
 from lanternpp.training.material.codes import Codes, VariantSampler
 from lanternpp.training.material.gather import gather
 from lanternpp.training.material.samples import SelfSampling
@@ -38,6 +39,7 @@ from lanternpp.training.team import team
 LOSSES = ("guided", "lk", "both", "block")
 MOST_LEVELS = 64
 PLACES = 20  # of a picture that a validation drafts from, about
+FIRST = 0.5  # weight of the loss of the first level at more slots
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class ParallelSettings:
     muon_lr: float = 8e-3  # Muon: the matrices, in AdamW's scale
     levels: int = 14  # codes of a draft
     anchors: int = 20  # slots of a picture behind which a step drafts
+    firsts: int = 128  # slots of a picture behind which a step learns the first level alone, besides
     fade: float = 0.88
     noise: float = 0.1  # width of the uniform noise that is added to features
     turn: int = 256
@@ -157,7 +160,7 @@ class ParallelTask(Task):
             batch = self.training_batch(step)
             last = batch.features[..., : batch.next_inputs.shape[-1]]
             noise = (torch.rand_like(last) - 0.5) * self.hparams.noise
-            figures = self.training_loss(self.model, batch, noise)
+            figures = self.training_loss(self.model, batch, noise, self.first_slots(batch))
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
         (figures["loss"] + figures["confidence"]).backward()
@@ -168,22 +171,27 @@ class ParallelTask(Task):
             optimizer.step()
         return {name: value for name, value in figures.items() if value.dim() == 0}
 
+    def first_slots(self, batch: DraftBatch) -> Tensor:
+        """Random slots of every picture behind which codes are decided, [B, firsts], or all of them."""
+        order = torch.rand(len(batch.codes), batch.codes.shape[1] - 1, device=self.device).argsort(1)
+        return order[:, : self.hparams.firsts] + batch.prompts.shape[1] - 1
+
     def loss(
-        self, drafter: ParallelDrafter, batch: DraftBatch, noise: Tensor | None = None
+        self,
+        drafter: ParallelDrafter,
+        batch: DraftBatch,
+        noise: Tensor | None = None,
+        firsts: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """`loss` and `confidence`, whose sum a step minimises; `accept`, the mean acceptance; `levels`, that of each level [levels].
 
-        confidence: the loss of predicting what is kept, which moves the layer that predicts alone.
+        confidence: the loss of predicting what is kept, which moves the layer that predicts alone. firsts: as of `first_slots`.
         """
         level_slots, in_picture = batch.level_slots(self.hparams.levels)
-        like = batch.next_inputs
-        with torch.no_grad():
-            true_features = gather_slots(batch.features[..., : like.shape[-1]], level_slots).flatten(1, 2)
-            p = self.target.head(true_features.to(like.dtype)).float().softmax(-1)
-        features = self.predict_features(drafter, batch, noise)
-        logits = self.target.head(features.flatten(1, 2))
-        log_q = logits.float().log_softmax(-1)
-        cost, chance = (x.view_as(in_picture) * in_picture for x in self.cost(log_q, p))
+        first_level, features = self.level_features(drafter, batch, noise)
+        features = self.conditioned(drafter, batch, features)
+        p, log_q = self.distributions(batch, level_slots.flatten(1), features.flatten(1, 2))
+        cost, chance = (x.view_as(in_picture) * in_picture for x in level_cost(self.hparams.loss, p, log_q))
         counted = in_picture.sum((0, 1)).clamp(min=1)
         fade = self.hparams.fade ** torch.arange(len(counted), device=counted.device)
         loss = (cost.sum((0, 1)) / counted * fade).sum() / fade.sum()
@@ -195,23 +203,35 @@ class ParallelTask(Task):
         if by_block:
             kept = reach * keep * in_picture
             loss = loss - (1 + (kept.sum((0, 1)) / counted).sum()).log()
+        if firsts is not None:
+            first = gather_slots(first_level, firsts[..., None])[:, :, 0]
+            at_firsts = self.distributions(batch, firsts + 1, first)
+            loss = loss + FIRST * level_cost(self.hparams.loss, *at_firsts)[0].mean()
         levels = chance.sum((0, 1)) / counted
         confidence = confidence_loss(drafter, features, reach * in_picture, keep)
         return {"loss": loss, "confidence": confidence, "accept": levels.mean(), "levels": levels}
 
-    def predict_features(
-        self, drafter: ParallelDrafter, batch: DraftBatch, noise: Tensor | None = None
-    ) -> Tensor:
-        """Features of every level behind the anchors, each conditioned on the recorded code before it, [B, A, levels, D]."""
-        features = self.level_features(drafter, batch, noise)
+    def distributions(self, batch: DraftBatch, slots: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """At slots [B, n], p of the target and log q of features [B, n, D], both [B, n, V]."""
+        like = batch.next_inputs
+        with torch.no_grad():
+            truth = gather_slots(batch.features[..., : like.shape[-1]], slots[..., None])[:, :, 0]
+            p = self.target.head(truth.to(like.dtype)).float().softmax(-1)
+        return p, self.target.head(features).float().log_softmax(-1)
+
+    def conditioned(self, drafter: ParallelDrafter, batch: DraftBatch, features: Tensor) -> Tensor:
+        """Features [B, A, levels, D] of `level_features`, each conditioned on the recorded code before it."""
         level = torch.arange(1, self.hparams.levels, device=features.device)
         before = gather_slots(batch.next_inputs, batch.anchors[..., None] + level)
         return torch.cat((features[:, :, :1], drafter.condition_on(features[:, :, 1:], before)), 2)
 
     def level_features(
         self, drafter: ParallelDrafter, batch: DraftBatch, noise: Tensor | None = None
-    ) -> Tensor:
-        """Features of every level behind the anchors, not conditioned on a code, [B, A, levels, D]."""
+    ) -> tuple[Tensor, Tensor]:
+        """Features of the first level behind all slots, [B, S - 1, D], and of every level behind the anchors, [B, A, levels, D].
+
+        These are not conditioned on a code yet.
+        """
         levels, next_inputs = self.hparams.levels - 1, batch.next_inputs
         inputs = batch.features
         if noise is not None:
@@ -220,17 +240,8 @@ class ParallelTask(Task):
         first_level, further_levels = drafter.forward_sequence(
             next_inputs, inputs, batch.anchors, levels, batch.drafter_start, batch.hints
         )
-        return torch.cat((gather_slots(first_level, batch.anchors[..., None]), further_levels), 2)
-
-    def cost(self, log_q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-        """log_q and p [..., V] -> the loss and the acceptance at each place, [...]."""
-        chance = torch.minimum(log_q.exp(), p).sum(-1)
-        loss = torch.zeros_like(chance)
-        if self.hparams.loss != "lk":
-            loss = loss - (p * log_q).sum(-1)
-        if self.hparams.loss in ("lk", "both"):
-            loss = loss - chance.log()
-        return loss, chance.detach()
+        at_anchors = gather_slots(first_level, batch.anchors[..., None])
+        return first_level, torch.cat((at_anchors, further_levels), 2)
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
@@ -245,7 +256,7 @@ class ParallelTask(Task):
             with hardware.autocast(self.device):
                 found.append(self.loss(self.average, batch)["levels"])
                 in_picture = batch.level_slots(self.hparams.levels)[1]
-                features = self.level_features(self.average, batch)
+                _, features = self.level_features(self.average, batch)
                 drafts.add(*self.measure.weights(self.average, features, batch, generator), in_picture)
         accept = torch.stack(found).mean(0)
         chain = 1 + accept.cumprod(0).sum().item()
@@ -262,13 +273,6 @@ class ParallelTask(Task):
             **self.config.flat(),
             "target": mark(self.target),
         }, self.average.state_dict()
-
-
-def spread_taps(count: int, layers: int) -> tuple[int, ...]:
-    """So many of the layers 0 .. layers - 2, evenly spread. InputError where there are not as many."""
-    if count >= layers:
-        raise InputError(f"--taps {count} is too many: the target has {layers - 1} layers below its last.")
-    return tuple(layers * (i + 1) // (count + 1) - 1 for i in range(count))
 
 
 def train(

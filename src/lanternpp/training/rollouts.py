@@ -22,7 +22,7 @@ from lanternpp.nn.sources import Source
 from lanternpp.settings import resolve
 from lanternpp.targets.base import Target
 from lanternpp.training.drafts import DraftBatch
-from lanternpp.training.features import CaptionPrompts, slot_inputs
+from lanternpp.training.features import CaptionPrompts, slot_inputs, spread_taps
 from lanternpp.training.material.codes import Codes, Split
 from lanternpp.training.material.gather import load_target
 from lanternpp.training.material.runs import Rollout, RunOptions, recorded, replay, runs_key
@@ -33,7 +33,7 @@ from lanternpp.training.material.samples import (
     SelfSampling,
     choose_prompts,
 )
-from lanternpp.training.parallel import ParallelSettings, ParallelTask, spread_taps
+from lanternpp.training.parallel import ParallelSettings, ParallelTask
 from lanternpp.training.run import TrainingOptions, run
 from lanternpp.training.state import check_resumable
 
