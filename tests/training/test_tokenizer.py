@@ -130,7 +130,13 @@ def test_ctrl_c_finishes_the_step_and_saves(data: Path, tmp_path: Path) -> None:
     before = signal.getsignal(
         signal.SIGINT
     )  # Python's own, or none where Ctrl-C is ignored, as in a shell's background
-    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+
+    def interrupt() -> None:
+        while signal.getsignal(signal.SIGINT) is before:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
     assert not go(data, tmp_path, steps=100_000)
     assert (tmp_path / "tokenizer" / STATE).exists()
     assert signal.getsignal(signal.SIGINT) is before
