@@ -127,9 +127,7 @@ def test_other_settings_are_refused_by_name_until_restarted(data: Path, tmp_path
 
 
 def test_ctrl_c_finishes_the_step_and_saves(data: Path, tmp_path: Path) -> None:
-    before = signal.getsignal(
-        signal.SIGINT
-    )  # Python's own, or none where Ctrl-C is ignored, as in a shell's background
+    before = signal.getsignal(signal.SIGINT)  # Python's own; none where a shell's background ignores Ctrl-C
 
     def interrupt() -> None:
         while signal.getsignal(signal.SIGINT) is before:
