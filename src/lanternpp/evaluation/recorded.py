@@ -53,9 +53,8 @@ class RecordedStep(TorchFunctionMode):
         hooks = (decoder.register_forward_pre_hook(self._enter), decoder.register_forward_hook(self._leave))
         for layer in decoder.modules():
             if isinstance(layer, NativeLinear):
-                _ = (
-                    layer.weight
-                )  # unpacked now: made during the step, it would be taken for an intermediate result
+                # Unpacked now: made during the step, it would be taken for an intermediate result.
+                _ = layer.weight
         try:
             NativeDecoder.active = NativeChain.active = NativeHead.active = False
             with self:

@@ -72,16 +72,13 @@ def attach_eight_bits(decoder: nn.Module, names: str, source: Source) -> None:
     They do where the CPU has no products of bfloat16. names: what the names of the decoder's weights begin with there.
     """
     found = {names + name: weight for name, weight in decoder.named_parameters() if weight.ndim == 2}
-    if sum(weight.numel() for weight in found.values()) > MOST_WEIGHTS:
+    floats = any(product_dtype(weight) != weight.dtype for weight in found.values())
+    if not floats or sum(weight.numel() for weight in found.values()) > MOST_WEIGHTS:
         return
-    for name, whole, scale in source.eight_bits():
-        weight = found.get(name)
-        if weight is None or product_dtype(weight) == weight.dtype:
-            continue
-        if torch.equal(
-            restored(whole, scale).to(weight.dtype), weight
-        ):  # no other rows, and not changed since
-            weight.eight_bits = whole, scale  # type: ignore[attr-defined]
+    for name, whole, scale in source.eight_bits(found):
+        # A family may put a tensor of the file elsewhere, or change it: its 8 bits are then those of another weight.
+        if torch.equal(restored(whole, scale).to(found[name].dtype), found[name]):
+            found[name].eight_bits = whole, scale  # type: ignore[attr-defined]
 
 
 def packed(weight: Tensor, bias: Tensor | None) -> nn.Module | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -230,12 +230,12 @@ def read_tensors(
             yield name, tensor
 
 
-def read_eight_bits(file: Shard) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The names of a file's tensors of 8 bits, these [out, ...] int8, and their scales [out]."""
+def read_eight_bits(file: Shard, names: Collection[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Of the named tensors those that a file has in 8 bits: name, [out, ...] int8 and scale [out]."""
     metas = file.metas()
     with file.opened() as get:
         for name, meta in metas.items():
-            if scaled(name, metas) and meta.dtype == torch.int8:
+            if name in names and scaled(name, metas) and meta.dtype == torch.int8:
                 yield name, get(name), get(name + SCALE)
 
 

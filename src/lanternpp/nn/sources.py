@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -192,9 +191,10 @@ class Source:
         numbers = (re.match(rf"{prefix}(\d{{1,6}})\.", name) for name in self.metas)
         return 1 + max((int(found[1]) for found in numbers if found), default=-1)
 
-    def eight_bits(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """The names of tensors that lie on disk in 8 bits, these [out, in] int8, and their scales [out]."""
-        return chain.from_iterable(map(read_eight_bits, self._files))
+    def eight_bits(self, names: Collection[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Of the named tensors those that lie on disk in 8 bits: name, [out, ...] int8 and scale [out]."""
+        for file in self._files:
+            yield from read_eight_bits(file, names)
 
     def fill(
         self,
