@@ -28,7 +28,7 @@ from lanternpp.training.run import TrainingOptions, run
 from lanternpp.training.target import TargetSettings, TargetTask
 from lanternpp.vq.folder import read_vq
 
-FEW = 1600  # training photos of the rows about crops, so that each is seen often
+FEW = 800  # training photos of the rows about crops, so that each is seen often
 SLOTS = 8
 SHAPE = {"dim": 192, "layers": 6, "heads": 4, "hidden": 512, "slots": SLOTS, "dropout": 0.0}
 # Rate of AdamW for all matrices, settings, changes of the decoder, photos and their variants.
@@ -40,10 +40,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "adamw 1e-3": {"adamw": 1e-3},
     "adamw 2e-3": {"adamw": 2e-3},
     "adamw 4e-3": {"adamw": 4e-3},
-    "muon, qk norm": {"decoder": {"qk_norm": True}},
-    "few photos, 1 crop": {"variants": 1},
-    "few photos, 1 crop and mirrored": {"variants": 2},
-    "few photos, 2 crops and mirrored": {"variants": 4},
+    "muon 8e-3, qk norm": {"settings": {"muon_lr": 8e-3}, "decoder": {"qk_norm": True}},
+    "few photos, 1 crop": {"settings": {"muon_lr": 8e-3}, "variants": 1},
+    "few photos, 1 crop and mirrored": {"settings": {"muon_lr": 8e-3}, "variants": 2},
+    "few photos, 2 crops and mirrored": {"settings": {"muon_lr": 8e-3}, "variants": 4},
 }
 
 

@@ -81,7 +81,9 @@ def tokenizer(
             help="vq: codes of a codebook; kl: continuous latents, for a target with --head mixture or diffusion."
         ),
     ] = "vq",
-    size: Annotated[int | None, typer.Option(help="Pixels of an image's side. [default: 128]")] = None,
+    size: Annotated[
+        int | None, typer.Option(help="Pixels of an image's side. [default: 128, or as with --codes-of]")
+    ] = None,
     down: Annotated[
         int | None, typer.Option(help="Pixels of a side per code or latent: 4, 8 or 16. [default: 8]")
     ] = None,
@@ -113,15 +115,19 @@ def tokenizer(
     plan: Planned,
 ) -> None:
     """Train the tokenizer: pictures <-> codes, or latents."""
+    from dataclasses import replace
+
     from lanternpp.errors import InputError
     from lanternpp.models import model_folder
     from lanternpp.training.kl import KLTask
+    from lanternpp.training.material.codes import tokenizer_of
     from lanternpp.training.tokenizer import TokenizerSettings, TokenizerTask, train
+    from lanternpp.vq.folder import read_vq
     from lanternpp.vq.kl import KLConfig
     from lanternpp.vq.model import Stacks, VQConfig, stages
 
-    if codes_of is not None and not (size is down is codes is None):
-        raise InputError("--size, --down and --codes are those of --codes-of's model; leave them out.")
+    if codes_of is not None and not (down is codes is None):
+        raise InputError("--down and --codes are those of --codes-of's model; leave them out.")
     if codes_of is not None and weights_of is not None:
         raise InputError(
             "--codes-of keeps all weights of its model but the decoder's: leave --weights-of out."
@@ -135,8 +141,11 @@ def tokenizer(
         config, task = KLConfig(size or 128, 16 if channels is None else channels, **shape), KLTask
     elif channels is not None:
         raise InputError(f"--channels {channels} is of tokenizers of --kind kl: leave it out.")
-    else:
+    elif codes_of is None:
         config = VQConfig(size or 128, codes or 4096, **shape)
+    else:
+        known = read_vq(tokenizer_of(model_folder(codes_of))).config
+        config = known if size is None else replace(known, size=size)
     settings = TokenizerSettings(
         batch_size, lr, seed, adversarial, adversarial_start, adversarial_weight, perceptual=perceptual
     )

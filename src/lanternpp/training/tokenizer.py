@@ -260,8 +260,8 @@ def train(
 ) -> bool:
     """Train `model/tokenizer` on the pictures of `data`; False if interrupted.
 
-    codes_of: a model of our layout. Its tokenizer's codes stay as they are, whatever `config` says, and its
-    decoder is trained further: targets that were trained on these codes stay valid.
+    codes_of: a model of our layout. Its tokenizer's codes stay as they are, of which `config` only says the size of a picture,
+    and its decoder is trained further: targets that were trained on these codes stay valid, for pictures of their size.
     weights_of: a model with whose tokenizer's weights it begins, where `codes_of` is left out; of codes or of latents.
     classifier_of: a model whose classifier's features the perceptual loss compares; needed where that has a weight.
     kind: what is trained; default: a `TokenizerTask`, of codes.
@@ -275,7 +275,8 @@ def train(
     start: Autoencoder | None = None
     if codes_of is not None:
         start = vq = read_vq(tokenizer_of(codes_of))
-        config, settings = vq.config, replace(settings, codes_of=checksum(vq.codebook))
+        config = replace(vq.config, size=config.size)
+        settings = replace(settings, codes_of=checksum(vq.codebook))
     elif weights_of is not None:
         start = read_tokenizer(tokenizer_of(weights_of))
         settings = replace(settings, weights_of=digest(map(checksum, start.state_dict().values())))
