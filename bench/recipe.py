@@ -28,7 +28,7 @@ from lanternpp.training.run import TrainingOptions, run
 from lanternpp.training.target import TargetSettings, TargetTask
 from lanternpp.vq.folder import read_vq
 
-FEW = 800  # training photos of the rows about crops, so that each is seen often
+FEW = 400  # training photos of the rows about crops, so that each is seen often
 SLOTS = 8
 SHAPE = {"dim": 192, "layers": 6, "heads": 4, "hidden": 512, "slots": SLOTS, "dropout": 0.0}
 # Rate of AdamW for all matrices, settings, changes of the decoder, photos and their variants.

@@ -7,9 +7,13 @@ The same expectation is one over chains that the target drew, as p = q exp(s):
 
     E_q[w_i] = E_p[exp(-max_{j <= i} s_j)]
 
-A recorded picture is such a chain behind each of its codes. So the codes of a draft can be estimated, and
-differentiated, without drawing a draft; of the last code of each chain all values are summed over, not only the
-recorded one. Where pictures are not the target's own, this still grows to its greatest value, g + 1, as q goes to p.
+A recorded picture is such a chain behind each of its codes. So the codes of a draft can be estimated without drawing one; of
+the last code of each chain all values are summed over, not only the recorded one. Where pictures are not the target's own, this
+still grows to its greatest value, g + 1, as q goes to p.
+
+What is learned of it is each guess's own chance of being kept, which such a sum is, times the codes that depend on it
+(`chain_gain`). The ratios at the recorded codes themselves are taken as they are: a drafter that may raise q there learns the
+recorded codes by heart, and drafts no better.
 
 The same chains train the drafter to predict what is kept. A guess is kept, given that those before it are, with probability
 w_i / w_{i-1}, whose mean over the guess is sum_y min(p_i(y), q_i(y) / w_{i-1}); a chain comes so far in a draft, and is kept so
@@ -34,20 +38,32 @@ from lanternpp.targets.base import Target
 from lanternpp.training.features import slot_inputs
 
 FURTHEST = 60.0  # exp of more is not computed, as it may be infinite
+SMALLEST = 1e-6  # chance whose logarithm is taken
 
 
 def keep_chances(p: Tensor, log_q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
     """Along chains that the target drew: how often drafts come there, relative to it, and keep the next guess then, [..., g].
 
-    The product estimates the mean w_1 .. w_g of drafts. Both are differentiable in log_q. p and log_q [..., g, V] behind every
-    code of the chain; codes [..., g], drawn from p.
+    The product estimates the mean w_1 .. w_g of drafts. Only the second is differentiable, in log_q of its own level. p and
+    log_q [..., g, V] behind every code of the chain; codes [..., g], drawn from p.
     """
     at = codes[..., None]
-    gain = log_q.gather(-1, at) - p.gather(-1, at).clamp(min=torch.finfo(p.dtype).tiny).log()
+    gain = log_q.detach().gather(-1, at) - p.gather(-1, at).clamp(min=torch.finfo(p.dtype).tiny).log()
     before = F.pad(gain[..., 0].cumsum(-1)[..., :-1], (1, 0))  # -s_{i - 1}
     least = before.cummin(-1).values  # at most 0, which is that of the root
     more = (before - least).clamp(max=FURTHEST).exp()[..., None]
     return least.exp(), torch.minimum(p, more * log_q.exp()).sum(-1)
+
+
+def chain_gain(kept: Tensor, keep: Tensor) -> Tensor:
+    """Log of the codes 1 + sum of kept [..., g] that drafts decide, to be differentiated in keep [..., g].
+
+    A level's chance `keep` is a factor of its own `kept` and of those of all levels after it.
+    """
+    kept = kept.detach()
+    codes, depend = 1 + kept.sum(), kept.flip(-1).cumsum(-1).flip(-1)
+    gain = (depend * keep.clamp(min=SMALLEST).log()).sum() / codes
+    return codes.log() + gain - gain.detach()
 
 
 def level_cost(loss: str, p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:

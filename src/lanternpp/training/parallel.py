@@ -22,6 +22,7 @@ from lanternpp.training.drafts import (
     DraftBatch,
     DraftFigures,
     DraftMeasure,
+    chain_gain,
     confidence_loss,
     gather_slots,
     keep_chances,
@@ -201,8 +202,7 @@ class ParallelTask(Task):
         with torch.set_grad_enabled(by_block and torch.is_grad_enabled()):
             reach, keep = keep_chances(*chains)
         if by_block:
-            kept = reach * keep * in_picture
-            loss = loss - (1 + (kept.sum((0, 1)) / counted).sum()).log()
+            loss = loss - chain_gain(reach * keep * in_picture / counted, keep)
         if firsts is not None:
             first = gather_slots(first_level, firsts[..., None])[:, :, 0]
             at_firsts = self.distributions(batch, firsts + 1, first)
