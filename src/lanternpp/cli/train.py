@@ -82,7 +82,7 @@ def tokenizer(
         ),
     ] = "vq",
     size: Annotated[
-        int | None, typer.Option(help="Pixels of an image's side. [default: 128, or as with --codes-of]")
+        int | None, typer.Option(help="Pixels of an image's side. [default: 128, or that of --codes-of]")
     ] = None,
     down: Annotated[
         int | None, typer.Option(help="Pixels of a side per code or latent: 4, 8 or 16. [default: 8]")
