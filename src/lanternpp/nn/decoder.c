@@ -82,8 +82,22 @@ static inline float widen(half x) {
     return y;
 }
 
+/* GCC 12 takes wider vectors of integers apart, so AVX-512 is told by intrinsics. */
 static inline floats widen_all(const half *x) {
+#ifdef __AVX512F__
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16);
+#else
     return (floats)(__builtin_convertvector(*(const halves *)x, words) << 16);
+#endif
+}
+
+/* 0 or 1 in each lane, of LANES bytes. */
+static inline ints flags(const uint8_t *x) {
+#ifdef __AVX512F__
+    return (ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)x));
+#else
+    return __builtin_convertvector(*(const bytes *)x, ints);
+#endif
 }
 
 /* To the nearest bfloat16, ties to even. */
@@ -309,39 +323,82 @@ static void quantise(const half *x, int64_t rows, int64_t inputs, Whole *out) {
     }
 }
 
-/* sums [4, COLUMNS] = x [4, width] times one block of weights in 8 bits; rows beyond `rows` repeat the last. */
-static void few_whole_rows(int rows, const int16_t *x, int64_t width, const int8_t *weight, int32_t (*sums)[COLUMNS]) {
-    const int16_t *row[4];
-    for (int r = 0; r < 4; r++) row[r] = x + (r < rows ? r : rows - 1) * width;
 #ifdef __AVX512VNNI__
-    __m512i parts[4][4]; /* of a row: two sums for each of 8 columns */
+/* Add products with `size` inputs of a block of weights to parts of up to `count` rows, a constant: two sums for each of 8 columns.
+
+   Rows beyond `rows` repeat the last. The weights have 8 bits, or have been widened to 16. Every 4 inputs `share` bytes from `next` on
+   are fetched meanwhile. */
+static inline __attribute__((always_inline)) void add_whole_rows(int count, int rows, const int16_t *x, int64_t pitch, int64_t size,
+                                                                 const int8_t *weight, const int16_t *wide, const char *next, int64_t share,
+                                                                 __m512i (*parts)[4]) {
+    const int16_t *row[4];
+    __m512i sums[4][4];
+    for (int r = 0; r < count; r++) row[r] = x + (r < rows ? r : rows - 1) * pitch;
 #pragma GCC unroll 4
-    for (int r = 0; r < 4; r++)
+    for (int r = 0; r < count; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; c++) parts[r][c] = _mm512_setzero_si512();
-    for (int64_t i = 0; i < width; i += 4, weight += 4 * COLUMNS) {
+        for (int c = 0; c < 4; c++) sums[r][c] = parts[r][c];
+    for (int64_t i = 0; i < size; i += 4, next += share) {
         __m512i some[4];
+        for (int64_t j = 0; j < share; j += 64) _mm_prefetch(next + j, _MM_HINT_T0);
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; c++) some[c] = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(weight + 32 * c)));
+        for (int c = 0; c < 4; c++) {
+            const int64_t at = i * COLUMNS + 32 * c;
+            some[c] = wide ? _mm512_load_si512(wide + at) : _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(weight + at)));
+        }
 #pragma GCC unroll 4
-        for (int r = 0; r < 4; r++) {
+        for (int r = 0; r < count; r++) {
             int64_t four;
             memcpy(&four, row[r] + i, 8);
+            const __m512i x_four = _mm512_set1_epi64(four);
 #pragma GCC unroll 4
-            for (int c = 0; c < 4; c++) parts[r][c] = _mm512_dpwssd_epi32(parts[r][c], _mm512_set1_epi64(four), some[c]);
+            for (int c = 0; c < 4; c++) /* GCC 12 moves every sum twice if it is told by an intrinsic */
+                __asm__("vpdpwssd %2, %1, %0" : "+v"(sums[r][c]) : "v"(x_four), "v"(some[c]));
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < count; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) parts[r][c] = sums[r][c];
+}
+
+/* sums [rows, COLUMNS] = x [rows, width] times one block of weights in 8 bits, of up to ROWS rows. */
+static void some_whole_rows(int rows, const int16_t *x, int64_t width, const int8_t *weight, int32_t (*sums)[COLUMNS]) {
+    __m512i parts[ROWS][4];
+    memset(parts, 0, (size_t)up_to(4, rows) * sizeof *parts);
+    const char *next = (const char *)weight + AHEAD;
+    if (rows <= 2) add_whole_rows(2, rows, x, width, width, weight, NULL, next, 4 * COLUMNS, parts);
+    else if (rows <= 4) add_whole_rows(4, rows, x, width, width, weight, NULL, next, 4 * COLUMNS, parts);
+    else { /* widened once for all rows */
+        int16_t wide[CHUNK * COLUMNS] __attribute__((aligned(64)));
+        const int64_t share = 4 * COLUMNS / ((rows + 3) / 4);
+        for (int64_t from = 0, size; from < width; from += size) {
+            size = width - from < CHUNK ? width - from : CHUNK;
+            const int8_t *some = weight + from * COLUMNS;
+            for (int64_t i = 0; i < size * COLUMNS; i += 64) {
+                _mm512_store_si512(wide + i, _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(some + i))));
+                _mm512_store_si512(wide + i + 32, _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(some + i + 32))));
+            }
+            for (int r = 0; r < rows; r += 4, next += size / 4 * share)
+                add_whole_rows(4, rows - r, x + r * width + from, width, size, NULL, wide, next, share, parts + r);
         }
     }
     int32_t order[16];
     for (int i = 0; i < 16; i++) order[i] = 2 * i;
     const __m512i even = _mm512_loadu_si512(order), odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; r++)
+    for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
         for (int c = 0; c < 4; c += 2)
             _mm512_storeu_si512(sums[r] + 8 * c,
                                 _mm512_add_epi32(_mm512_permutex2var_epi32(parts[r][c], even, parts[r][c + 1]),
                                                  _mm512_permutex2var_epi32(parts[r][c], odd, parts[r][c + 1])));
-#elif defined(__AVX2__)
+}
+#else
+/* `some_whole_rows` of up to 4 rows; rows beyond `rows` repeat the last. */
+static void few_whole_rows(int rows, const int16_t *x, int64_t width, const int8_t *weight, int32_t (*sums)[COLUMNS]) {
+    const int16_t *row[4];
+    for (int r = 0; r < 4; r++) row[r] = x + (r < rows ? r : rows - 1) * width;
+#if defined(__AVX2__)
     for (int first = 0; first < COLUMNS; first += 8) {
         __m256i parts[4][2]; /* of a row: two sums for each of 4 columns */
         for (int r = 0; r < 4; r++) parts[r][0] = parts[r][1] = _mm256_setzero_si256();
@@ -378,12 +435,17 @@ static void few_whole_rows(int rows, const int16_t *x, int64_t width, const int8
 #endif
 }
 
+static void some_whole_rows(int rows, const int16_t *x, int64_t width, const int8_t *weight, int32_t (*sums)[COLUMNS]) {
+    for (int r = 0; r < rows; r += 4) few_whole_rows(rows - r, x + r * width, width, weight, sums + r);
+}
+#endif
+
 /* `product` with weights in 8 bits. */
 static void whole_product(const Linear *layer, int64_t block, const Whole *x, int64_t first, int rows, float (*out)[COLUMNS]) {
     const int64_t width = up_to(DEPTH, layer->inputs);
     const int8_t *weight = (const int8_t *)layer->weight + block * width * COLUMNS, *from = x->number + 2 * first * width;
     const float *scale = layer->scale + block * COLUMNS;
-    int32_t sums[ROWS][COLUMNS]; /* of up to ROWS / 2 rows: in tiles of the upper and of the lower bits, else whole */
+    int32_t sums[ROWS][COLUMNS]; /* in tiles of up to ROWS / 2 rows, of the upper and of the lower bits, else whole */
     for (int done = 0, step; done < rows; done += step, from += 2 * step * width) {
         int together = 1; /* rows of sums for a row of x */
 #ifdef __AMX_BF16__
@@ -404,8 +466,8 @@ static void whole_product(const Linear *layer, int64_t block, const Whole *x, in
         } else
 #endif
         {
-            step = 4;
-            few_whole_rows(rows - done, (const int16_t *)from, width, weight, sums);
+            step = rows;
+            some_whole_rows(rows, (const int16_t *)from, width, weight, sums);
         }
         for (int r = 0; r < step && done + r < rows; r++)
             for (int c = 0; c < COLUMNS; c++) {
@@ -528,26 +590,67 @@ static inline float sum_of(floats x) {
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
+/* The sum of each of LANES vectors. */
+static inline __attribute__((always_inline)) floats sums_of(floats *x) {
+#ifdef __AVX512F__
+    int32_t order[LANES];
+    for (int i = 0; i < LANES; i++) order[i] = 2 * i;
+    const __m512i even = _mm512_loadu_si512(order), odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+#pragma GCC unroll 4
+    for (int count = LANES / 2; count; count /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < count; i++)
+            x[i] = (floats)_mm512_permutex2var_ps((__m512)x[2 * i], even, (__m512)x[2 * i + 1]) +
+                   (floats)_mm512_permutex2var_ps((__m512)x[2 * i], odd, (__m512)x[2 * i + 1]);
+    return x[0];
+#else
+    floats sums;
+    for (int i = 0; i < LANES; i++) sums[i] = sum_of(x[i]);
+    return sums;
+#endif
+}
+
+/* The largest of x [size], size a multiple of LANES. */
+static inline float highest_of(const float *x, int64_t size) {
+    floats most = *(const floats *)x;
+    for (int64_t i = LANES; i < size; i += LANES) {
+        const floats each = *(const floats *)(x + i);
+        const ints more = each > most;
+        most = (floats)(((ints)each & more) | ((ints)most & ~more));
+    }
+    float highest = most[0];
+    for (int i = 1; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
+    return highest;
+}
+
 /* Attention of `count` queries [count, d] over keys and values [size, d], query q where its mask is set: out [count] of [d].
 
    weights [count, stride] is scratch, stride a multiple of LANES and at least size. A query's result depends on that query alone. */
 static inline __attribute__((always_inline)) void attend_to(const float *query, int64_t count, const half *keys, const half *values, const uint8_t **mask, int64_t size,
                    int64_t d, float *weights, int64_t stride, half **out) {
-    for (int64_t j = 0; j < size; j++) {
-        floats key[MOST_LANES];
-        for (int64_t i = 0; i < d / LANES; i++) key[i] = widen_all(keys + j * d + i * LANES);
+    for (int64_t j = 0; j < size; j += LANES) {
+        floats key[LANES][d / LANES]; /* behind the last one, the last again */
+        for (int64_t k = 0; k < LANES; k++)
+            for (int64_t i = 0; i < d / LANES; i++)
+                key[k][i] = widen_all(keys + (j + k < size ? j + k : size - 1) * d + i * LANES);
         for (int64_t q = 0; q < count; q++) {
             const floats *some = (const floats *)(query + q * d);
-            floats sum = some[0] * key[0];
-            for (int64_t i = 1; i < d / LANES; i++) sum += some[i] * key[i];
-            weights[q * stride + j] = mask[q][j] ? sum_of(sum) : -INFINITY;
+            floats sums[LANES];
+#pragma GCC unroll 16
+            for (int k = 0; k < LANES; k++) {
+                sums[k] = some[0] * key[k][0];
+                for (int64_t i = 1; i < d / LANES; i++) sums[k] += some[i] * key[k][i];
+            }
+            uint8_t seen[LANES] = {0};
+            memcpy(seen, mask[q] + j, size - j < LANES ? size - j : LANES);
+            const ints kept = flags(seen) != 0, none = (ints)((floats){0} - INFINITY);
+            *(floats *)(weights + q * stride + j) = (floats)(((ints)sums_of(sums) & kept) | (none & ~kept));
         }
     }
     for (int64_t q = 0; q < count; q++) {
-        float *weight = weights + q * stride, highest = -INFINITY;
+        float *weight = weights + q * stride;
+        const float highest = highest_of(weight, stride);
         floats total = {0};
-        for (int64_t j = size; j < stride; j++) weight[j] = -INFINITY;
-        for (int64_t j = 0; j < size; j++) highest = weight[j] > highest ? weight[j] : highest;
         for (int64_t j = 0; j < stride; j += LANES) {
             floats *some = (floats *)(weight + j);
             total += *some = exponential(*some - highest);
@@ -569,8 +672,8 @@ static inline __attribute__((always_inline)) void attend_to(const float *query, 
                     for (int q = 0; q < QUERIES; q++) sums[q][c] += weight[q][j] * value;
                 }
             for (int64_t q = 0; q < QUERIES && first + q < count; q++)
-                for (int64_t c = 0; c < CHANNELS * LANES && i + c < d; c++)
-                    out[first + q][i + c] = narrow(sums[q][c / LANES][c % LANES]);
+                for (int64_t c = 0; c < CHANNELS && i + c * LANES < d; c++)
+                    *(halves *)(out[first + q] + i + c * LANES) = narrow_all(sums[q][c]);
         }
 }
 

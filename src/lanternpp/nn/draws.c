@@ -156,14 +156,7 @@ static void probabilities(const Sampling *sampling, float *x, int64_t codes, int
     const int greedy = sampling->temperature == 0;
     const float scale = greedy ? 1 : (float)(1 / sampling->temperature);
     for (int64_t i = codes; i < size; i++) x[i] = -INFINITY;
-    floats most = *(const floats *)x;
-    for (int64_t i = LANES; i < size; i += LANES) {
-        floats each = *(const floats *)(x + i);
-        ints more = each > most;
-        most = (floats)(((ints)each & more) | ((ints)most & ~more));
-    }
-    float highest = most[0];
-    for (int i = 1; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
+    const float highest = highest_of(x, size);
     for (int64_t i = 0; i < size; i += LANES) {
         floats *each = (floats *)(x + i);
         *each = exponential((*each - highest) * scale);
