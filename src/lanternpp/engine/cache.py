@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,10 +39,9 @@ class Cache:
         seen.scatter_(2, where[:, None].expand(-1, depth.shape[1], -1), mask)
         return Nodes(position=used + depth, slot=used + own, mask=seen[:, None])
 
-    @property
-    def whole(self) -> Tensor:
-        """All keys and values, [L, 2, R, Hkv, S, d]."""
-        return self.kv
+    def computed(self, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `run` returns for all keys and values, [L, 2, R, Hkv, S, d]."""
+        return run(self.kv)
 
     def attend(self, layer: int, nodes: Nodes, mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v [R, N, Hkv, d] at their slots; attend with q [R, N, H, d] over every slot."""
@@ -77,7 +78,6 @@ class RowCache:
     """Some rows of a cache during their prefill, where attention is over the prompt alone."""
 
     def __init__(self, cache: Cache, rows: Tensor, start: Tensor, count: int):
-        self.whole = None
         self._cache, self._rows, self._start, self._count = cache, rows[:, None], start, count
 
     def nodes(self) -> Nodes:
@@ -87,6 +87,14 @@ class RowCache:
         mask = torch.ones(self._count, self._count, dtype=torch.bool, device=slot.device).tril()
         own = torch.eye(self._count, dtype=torch.bool, device=slot.device)
         return Nodes(slot, slot, ((seen & mask) | own)[:, None])
+
+    def computed(self, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `run` returns for the keys and values of the prompt, which go to the cache then."""
+        rows, kv = self._rows[:, 0], self._cache.kv
+        own = kv.new_empty(*kv.shape[:2], len(rows), kv.shape[3], self._count, kv.shape[5])
+        out = run(own)
+        kv[:, :, rows, :, : self._count] = own
+        return out
 
     def attend(self, layer: int, nodes: Nodes, mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, and attend over them alone."""

@@ -20,9 +20,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class AttentionCache(Protocol):
     """The interface of a KV cache: store keys and values, and attend over all that are stored."""
 
-    @property
-    def whole(self) -> Tensor | None:
-        """All keys and values [L, 2, R, Hkv, S, d], where the mask of `nodes` is over S slots; None in a prefill."""
+    def computed(self, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `run` returns; it reads and writes keys and values [L, 2, R, Hkv, S, d] of the S slots that masks are over."""
         ...
 
     def attend(self, layer: int, nodes: Nodes, mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -210,8 +209,9 @@ class Decoder(nn.Module):
         taps: layers below the last, counted from 0 and ascending, whose output (the residual stream behind them) is
         returned too, behind the features: [R, N, (1 + taps) D].
         """
-        if self.native is not None and self.native.takes(x) and cache.whole is not None:
-            return self.native(x, nodes, cache.whole, taps)
+        native = self.native
+        if native is not None and native.takes(x):
+            return cache.computed(lambda kv: native(x, nodes, kv, taps))
         rotation = self.rotary_table[nodes.position.clamp(max=self.rotary_table.shape[0] - 1)][
             :, :, :, None
         ].to(x.dtype)
