@@ -15,6 +15,7 @@ from lanternpp.engine.cache import RowCache
 from lanternpp.engine.decode import Engine
 from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig
 from lanternpp.nn.rope import grid_table
+from lanternpp.nn.stores import quantised
 from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.network import AutoregressiveProposer
 from lanternpp.proposers.parallel import Parallel
@@ -247,3 +248,12 @@ def smaller(target: ToyTarget, seed: int = 3, near: float = 0.7) -> SmallerTarge
         ours, theirs = getattr(made, name), getattr(target, name)
         ours.copy_(ours.lerp(theirs, near))
     return made
+
+
+def stored_in_8_bits(weight: Tensor) -> Tensor:
+    """Round a weight [out, in] to 8 bits, which it keeps beside it; what they stand for, in float64."""
+    whole, scale = quantised(weight.float(), 8)
+    exact = whole.double() * scale.double()[:, None]
+    weight.copy_(exact)
+    weight.eight_bits = whole, scale  # type: ignore[attr-defined]
+    return exact

@@ -244,9 +244,8 @@ class Model:
         target = family.read(source, self.dtype, self.device).eval().requires_grad_(False)
         if int8:
             self.effect = in_eight_bits(target)
-        else:
-            attach_eight_bits(target.decoder, "decoder.", source)
         if self.packed:
+            attach_eight_bits(target, source, target.head_weights)
             pack_target(target)
         return target
 
@@ -280,6 +279,7 @@ class Model:
         drafter = recognised("drafter", source, DRAFTERS).read(source, self.target, self.dtype)
         drafter.eval().requires_grad_(False).to(self.device)
         if self.packed:
+            attach_eight_bits(drafter, source)
             drafter.pack(self.target)
         return drafter
 

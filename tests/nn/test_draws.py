@@ -12,6 +12,7 @@ from laws import KINDS, chain_law, contexts, distance, sequences
 from relaxed import RULES as SMALL_RULES
 from relaxed import laws_of
 from torch import Tensor
+from toys import stored_in_8_bits
 
 from lanternpp import Pipeline
 from lanternpp.accept.lantern import Lantern
@@ -61,7 +62,7 @@ def without_gradients() -> Iterator[None]:
 class Case:
     """Random weights and inputs of a drafter's turn."""
 
-    def __init__(self, vocab: int, batch: int, strong: float = 1.0):
+    def __init__(self, vocab: int, batch: int, strong: float = 1.0, bits: int = 16):
         torch.manual_seed(vocab + batch)
         self.up, self.bias = (torch.randn(*size).to(HALF) / 4 for size in ((DIM, HIDDEN), (DIM,)))
         self.head = (torch.randn(vocab, DIM) * strong / 3).to(HALF)
@@ -71,6 +72,9 @@ class Case:
         self.u = torch.rand(batch, LEVELS, dtype=torch.float64)
         self.sure = torch.randn(1, DIM).to(HALF) / 4, torch.tensor([0.5]).to(HALF)
         self.forbidden: Tensor | None = None
+        self.exact_up, self.exact_head = self.up.double(), self.head.double()
+        if bits == 8:
+            self.exact_up, self.exact_head = map(stored_in_8_bits, (self.up, self.head))
 
     def chain(self, library: object) -> NativeChain:
         packed = PackedDense(self.up, self.bias), PackedDense(self.head, None)
@@ -97,13 +101,13 @@ class Case:
     def conditioned(self, codes: Tensor) -> Tensor:
         """In float64, behind codes [B, LEVELS + 1] -> [B, LEVELS, D]; rounded as a bfloat16."""
         turn = F.silu(self.query.double() + self.prev[codes[:, :-1]].double()).to(HALF).double()
-        more = F.linear(turn, self.up.double(), self.bias.double())
+        more = F.linear(turn, self.exact_up, self.bias.double())
         more[:, 0] = 0
         return (self.features.double() + more).to(HALF).double()
 
     def probs(self, codes: Tensor, sampling: Sampling) -> Tensor:
         """In float64, behind codes [B, LEVELS + 1] -> [B, LEVELS, V]."""
-        logits = self.conditioned(codes) @ self.head.double().T
+        logits = self.conditioned(codes) @ self.exact_head.T
         return sampling.probs(logits if self.forbidden is None else logits + self.forbidden)
 
 
@@ -126,6 +130,17 @@ def test_a_guess_is_drawn_from_the_head_of_the_feature_behind_the_guess_before(
     else:
         assert torch.equal(codes, draw(probs, case.u[..., None])[..., 0])
     assert (draft.codes[:, 0] == vocab - 1).all() and not draft.probs[:, -1].any(), "what is the caller's"
+
+
+@pytest.mark.parametrize("batch", [1, 4, 9])
+def test_guesses_are_those_of_weights_in_8_bits(library: object, batch: int) -> None:
+    """Inputs are whole numbers of 16 bits then."""
+    case = Case(300, batch, bits=8)
+    draft = case.drawn(library, Sampling())
+    apart = (draft.probs[:, :-1].double() - case.probs(draft.codes, Sampling())).abs().sum(-1)
+    assert apart.median() < 2e-4 and apart.max() < 0.02
+    one = case.drawn(library, Sampling(), slice(batch - 1, None))
+    assert torch.equal(one.probs, draft.probs[-1:]) and torch.equal(one.codes, draft.codes[-1:])
 
 
 @pytest.mark.parametrize("batch", [1, 5])

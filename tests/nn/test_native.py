@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lanternpp.engine.cache import Cache
-from lanternpp.nn import checkpoints, native, packed
+from lanternpp.nn import checkpoints, layout, native, packed
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.int8 import quantise, stored_parts
 from lanternpp.nn.packed import attach_eight_bits, pack
@@ -52,7 +52,7 @@ def read_in_8_bits(network: Decoder) -> Decoder:
         source.fill(network, [Rename(r"decoder\.(.+)", r"\1")], HALF)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(packed, "product_dtype", lambda like: torch.float32)
-            attach_eight_bits(network, "decoder.", source)
+            attach_eight_bits(nn.ModuleDict({"decoder": network}), source)
     return network
 
 
@@ -167,12 +167,12 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_how_many_there_are(
 
 
 def test_weights_in_large_pages_are_copies_one_behind_the_other():
-    pages = native.LargePages()
-    given = [torch.randn(3, 5).to(HALF).T, torch.randn(7), torch.randn(native.ROOM // 4 + 1), torch.ones(2)]
+    pages = layout.LargePages()
+    given = [torch.randn(3, 5).to(HALF).T, torch.randn(7), torch.randn(layout.ROOM // 4 + 1), torch.ones(2)]
     kept = [pages.put(x) for x in given]
     for x, copied in zip(given, kept, strict=True):
         assert torch.equal(x, copied) and copied.is_contiguous() and copied.data_ptr() % 64 == 0
-    assert kept[1].data_ptr() - kept[0].data_ptr() == native.ALIGNED
+    assert kept[1].data_ptr() - kept[0].data_ptr() == layout.ALIGNED
 
 
 def test_sums_of_equal_weights_and_inputs_stay_within_32_bits(library: object):

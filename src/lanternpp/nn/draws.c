@@ -18,16 +18,9 @@ typedef struct {
     int64_t top_k;
 } Sampling;
 
-/* A linear layer; weights [groups, GROUP, inputs / 2, COLUMNS, 2], the last group padded. */
+/* `up` of `ParallelDrafter.combine`, and the target's head; their blocks are padded to a multiple of GROUP. */
 typedef struct {
-    const half *weight;
-    const float *bias; /* [groups, GROUP, COLUMNS], or null */
-    int64_t inputs, outputs;
-} Dense;
-
-/* `up` of `ParallelDrafter.combine`, and the target's head. */
-typedef struct {
-    Dense up, head;
+    Linear up, head;
 } Heads;
 
 typedef struct {
@@ -215,18 +208,23 @@ static void one_row(const half *x, int64_t inputs, const half *weight, float (*o
 #endif
 }
 
-/* y [rows, width] = x [rows, inputs] times groups `first` to `last` of a layer, plus its bias; y has room for whole groups. */
-static void dense(const Dense *layer, int64_t first, int64_t last, const half *x, int64_t rows, float *y, int64_t width) {
+/* y [rows, width] = x [rows, inputs] times groups `first` to `last` of a layer, plus its bias; y has room for whole groups.
+
+   `whole` has room for x, up to a multiple of ROWS rows; with weights in 8 bits tiles are configured for it. */
+static void dense(const Linear *layer, int64_t first, int64_t last, const half *x, int64_t rows, Whole *whole, float *y, int64_t width) {
+    if (layer->scale) quantise(x, rows, layer->inputs, whole);
     for (int64_t g = first; g < last; g++) {
-        const half *weight = layer->weight + g * GROUP * COLUMNS * layer->inputs;
-        float out[FEW][COLUMNS];
-        if (rows == 1) one_row(x, layer->inputs, weight, (float (*)[COLUMNS])(y + g * GROUP * COLUMNS));
+        const half *weight = (const half *)layer->weight + g * GROUP * COLUMNS * layer->inputs;
+        const int64_t together = layer->scale ? ROWS : FEW;
+        float out[ROWS][COLUMNS];
+        if (rows == 1 && !layer->scale) one_row(x, layer->inputs, weight, (float (*)[COLUMNS])(y + g * GROUP * COLUMNS));
         else
             for (int64_t k = 0; k < GROUP; k++)
-                for (int64_t r = 0; r < rows; r += FEW) {
-                    few_rows((int)(rows - r), x + r * layer->inputs, layer->inputs, weight + k * COLUMNS * layer->inputs, out);
-                    for (int64_t i = 0; i < FEW && r + i < rows; i++)
-                        memcpy(y + (r + i) * width + (g * GROUP + k) * COLUMNS, out[i], sizeof out[i]);
+                for (int64_t r = 0; r < rows; r += together) {
+                    const int64_t some = rows - r < together ? rows - r : together;
+                    if (layer->scale) whole_product(layer, g * GROUP + k, whole, r, (int)some, out);
+                    else few_rows((int)some, x + r * layer->inputs, layer->inputs, weight + k * COLUMNS * layer->inputs, out);
+                    for (int64_t i = 0; i < some; i++) memcpy(y + (r + i) * width + (g * GROUP + k) * COLUMNS, out[i], sizeof out[i]);
                 }
         if (layer->bias)
             for (int64_t r = 0; r < rows; r++)
@@ -235,11 +233,16 @@ static void dense(const Dense *layer, int64_t first, int64_t last, const half *x
 }
 
 /* Outputs of a layer, up to whole groups. */
-static int64_t width_of(const Dense *layer) { return up_to(GROUP * COLUMNS, layer->outputs); }
+static int64_t width_of(const Linear *layer) { return up_to(GROUP * COLUMNS, layer->outputs); }
+
+/* The most inputs of the two layers, up to a multiple of DEPTH. */
+static int64_t wider_of(const Heads *heads) {
+    return up_to(DEPTH, heads->up.inputs > heads->head.inputs ? heads->up.inputs : heads->head.inputs);
+}
 
 static int64_t bytes_of_inputs(const Heads *heads, int64_t rows) {
     return padded(2 * rows * heads->up.inputs) + padded(2 * rows * heads->head.inputs) + padded(4 * rows * width_of(&heads->up)) +
-           padded(4 * rows);
+           padded(4 * rows) + padded(2 * up_to(ROWS, rows) * wider_of(heads)) + padded(4 * rows);
 }
 
 int64_t chain_bytes(const Heads *heads, int64_t batch, int64_t threads) {
@@ -263,7 +266,7 @@ static int surviving(const Chain *c, const half *x, int64_t dim, float *survival
 /* A guess for every level, each drawn from the distribution of its level behind the guess before. */
 void draw_chain(const Heads *heads, const Chain *chain, int64_t threads) {
     const Chain c = *chain;
-    const Dense up = heads->up, head = heads->head;
+    const Linear up = heads->up, head = heads->head;
     const int64_t size = width_of(&head), width = width_of(&up);
     char *at = (char *)padded((int64_t)c.scratch);
     float *logits = take(&at, 4 * c.batch * size);
@@ -277,6 +280,11 @@ void draw_chain(const Heads *heads, const Chain *chain, int64_t threads) {
         char *own = at + me * bytes_of_inputs(heads, c.batch);
         half *active = take(&own, 2 * c.batch * up.inputs), *x = take(&own, 2 * c.batch * head.inputs);
         float *more = take(&own, 4 * c.batch * width), *survival = take(&own, 4 * c.batch);
+        Whole whole = {take(&own, 2 * up_to(ROWS, c.batch) * wider_of(heads)), take(&own, 4 * c.batch)};
+#ifdef __AMX_BF16__
+        const int in_tiles = tiles && (up.scale || head.scale);
+        if (in_tiles) configure(2 * c.batch < ROWS ? 2 * (int)c.batch : ROWS);
+#endif
         for (int64_t b = 0; b < c.batch; b++) survival[b] = 1;
         for (int64_t level = 0; level < c.levels; level++) {
             if (level) { /* every thread for itself, which takes less time than waiting for another */
@@ -288,7 +296,7 @@ void draw_chain(const Heads *heads, const Chain *chain, int64_t threads) {
                         for (int64_t j = 0; j < LANES; j++) active[b * up.inputs + i + j] = narrow(sum[j]);
                     }
                 }
-                dense(&up, 0, width / (GROUP * COLUMNS), active, c.batch, more, width);
+                dense(&up, 0, width / (GROUP * COLUMNS), active, c.batch, &whole, more, width);
             }
             for (int64_t b = 0; b < c.batch; b++)
                 for (int64_t i = 0; i < head.inputs; i++) {
@@ -300,7 +308,7 @@ void draw_chain(const Heads *heads, const Chain *chain, int64_t threads) {
                 for (int64_t b = 0; b < c.batch && !me; b++) c.survival[b * c.levels + level] = survival[b];
             }
             const int64_t groups = size / (GROUP * COLUMNS);
-            dense(&head, groups * me / team, groups * (me + 1) / team, x, c.batch, logits, size);
+            dense(&head, groups * me / team, groups * (me + 1) / team, x, c.batch, &whole, logits, size);
 #pragma omp barrier
             for (int64_t b = me; b < c.batch; b += team) {
                 float *row = logits + b * size;
@@ -313,6 +321,9 @@ void draw_chain(const Heads *heads, const Chain *chain, int64_t threads) {
             }
 #pragma omp barrier
         }
+#ifdef __AMX_BF16__
+        if (in_tiles) _tile_release();
+#endif
     }
 }
 

@@ -12,7 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lanternpp.nn.native import COLUMNS, MOST_WEIGHTS, LargePages, kernels, pad
+from lanternpp.nn.layout import COLUMNS, LargePages, blocks, pad
+from lanternpp.nn.native import MOST_WEIGHTS, Linear, kernels
 from lanternpp.types import Draft, on_host
 
 GROUP = 4  # blocks of weights, as in draws.c
@@ -23,16 +24,10 @@ Weights = tuple[Tensor, Tensor | None]
 """Weight [out, in] and bias [out] of a linear layer."""
 
 
-class Dense(Structure):
-    """`Dense` of draws.c."""
-
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64))
-
-
 class Heads(Structure):
     """`Heads` of draws.c."""
 
-    _fields_ = (("up", Dense), ("head", Dense))
+    _fields_ = (("up", Linear), ("head", Linear))
 
 
 class Warp(Structure):
@@ -76,11 +71,10 @@ class PackedDense:
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         outputs, inputs = weight.shape
-        blocks = pad(weight.detach(), GROUP * COLUMNS).view(-1, COLUMNS, inputs // 2, 2).transpose(1, 2)
-        self.blocks = LargePages().put(blocks)
-        self.bias = None if bias is None else pad(bias.detach().float()[:, None], GROUP * COLUMNS)
-        row = None if self.bias is None else self.bias.data_ptr()
-        self.dense = Dense(self.blocks.data_ptr(), row, inputs, outputs)
+        arranged, *rest = blocks(weight, bias, GROUP * COLUMNS)
+        self.blocks, self.rest = LargePages().put(arranged), rest
+        addresses = (None if part is None else part.data_ptr() for part in (self.blocks, *rest))
+        self.dense = Linear(*addresses, inputs, outputs)
 
 
 class NativeChain:

@@ -6,9 +6,7 @@ without one, or with LANTERNPP_KERNELS=0 in the environment, everything is compu
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 import os
 import platform
 import shutil
@@ -27,6 +25,7 @@ from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import digest, replacing, user_cache
 from lanternpp.nn.decoder import Block, Decoder
 from lanternpp.nn.int8 import stored_parts
+from lanternpp.nn.layout import COLUMNS, LargePages, blocks, gate_up
 from lanternpp.types import Nodes, on_host
 
 SOURCES = [Path(__file__).with_name(name) for name in ("decoder.c", "draws.c", "trees.c")]
@@ -42,10 +41,6 @@ FLAGS = (
     "-shared",
     "-fPIC",
 )
-COLUMNS = 32  # of a block of weights, as in decoder.c
-DEPTH = 64  # weights in 8 bits have a multiple of so many inputs, as in decoder.c
-PAGE, ROOM = 1 << 21, 1 << 24  # bytes of a large page, and of what is allocated at once
-ALIGNED = 64  # tensors begin at multiples of so many bytes
 MOST_WEIGHTS = 1 << 27  # of a decoder: they are kept a second time, and larger ones gain little
 
 
@@ -86,25 +81,6 @@ class Pass(Structure):
         ("parts", c_int64),
         ("part", c_void_p),
     )
-
-
-class LargePages:
-    """Memory for weights in pages of 2 MB, where the kernel gives them: reading weights from front to back then takes less time."""
-
-    def __init__(self) -> None:
-        self.room, self.used = torch.empty(0, dtype=torch.uint8), 0
-
-    def put(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy of a tensor."""
-        size = -(-tensor.nbytes // ALIGNED) * ALIGNED
-        if self.used + size > len(self.room):
-            pages = mmap.mmap(-1, -(-max(size, ROOM) // PAGE) * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError):  # a kernel without them
-                pages.madvise(mmap.MADV_HUGEPAGE)
-            self.room, self.used = torch.frombuffer(pages, dtype=torch.uint8), 0
-        place = self.room[self.used :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        self.used += size
-        return place.copy_(tensor)
 
 
 class NativeDecoder:
@@ -166,21 +142,10 @@ class NativeDecoder:
         )
 
     def _linear(self, layer: nn.Linear, order: Callable[[Tensor], Tensor] = lambda x: x) -> Linear:
-        """Weight [out, in] -> blocks [out / COLUMNS, in / n, COLUMNS, n], the last one padded; n is 2, or 4 in 8 bits.
-
-        order: of the outputs, by a function of [out, m].
-        """
-
-        def ordered(x: Tensor) -> Tensor:
-            return pad(order(x.detach()), COLUMNS)
-
-        whole, weight, together = stored_parts(layer.weight), layer.weight, 2
-        if whole:
-            weight, together = nn.functional.pad(whole[0], (0, -whole[0].shape[1] % DEPTH)), 4
-        blocks = ordered(weight).unflatten(1, (-1, together)).unflatten(0, (-1, COLUMNS)).transpose(1, 2)
-        scale, bias = whole and whole[1][:, None], None if layer.bias is None else layer.bias[:, None]
-        floats = (None if x is None else self._floats(ordered(x)) for x in (scale, bias))
-        return Linear(self._keep(blocks), *floats, layer.in_features, layer.out_features)
+        kept = (
+            None if x is None else self._keep(x) for x in blocks(layer.weight, layer.bias, COLUMNS, order)
+        )
+        return Linear(*kept, layer.in_features, layer.out_features)
 
     def _floats(self, tensor: Tensor | None) -> int | None:
         return None if tensor is None else self._keep(tensor.detach().float())
@@ -189,17 +154,6 @@ class NativeDecoder:
         """The address of a tensor, which lives as long as this object."""
         self._kept.append(self._pages.put(tensor))
         return self._kept[-1].data_ptr()
-
-
-def gate_up(x: Tensor) -> Tensor:
-    """x [2 n, m], a half for the gate and one for what it lets through -> the halves alternate by half blocks, padded."""
-    half = COLUMNS // 2
-    return torch.cat([pad(part, half).unflatten(0, (-1, half)) for part in x.chunk(2)], 1).flatten(0, 1)
-
-
-def pad(x: Tensor, multiple: int) -> Tensor:
-    """x [n, m] with rows of zeros up to a multiple."""
-    return nn.functional.pad(x, (0, 0, 0, -len(x) % multiple))
 
 
 def native(decoder: Decoder) -> NativeDecoder | None:
@@ -262,11 +216,13 @@ def load(path: Path) -> ctypes.CDLL:
     for name in ("widens", "most_rows"):
         function = getattr(found, name)
         function.restype, function.argtypes = c_int64, ()
+    for name in ("chain_bytes", "head_bytes"):
+        function = getattr(found, name)
+        function.restype, function.argtypes = c_int64, (c_void_p, c_int64, c_int64)
     found.scratch_bytes.restype = c_int64
     found.scratch_bytes.argtypes = (POINTER(Shape), c_int64, c_int64, c_int64, c_int64)
     found.decode.restype = None
     found.decode.argtypes = (POINTER(Shape), POINTER(Layer), POINTER(Pass), c_int64)
-    found.chain_bytes.restype, found.chain_bytes.argtypes = c_int64, (c_void_p, c_int64, c_int64)
     found.draw_chain.restype, found.draw_chain.argtypes = None, (c_void_p, c_void_p, c_int64)
     found.head_logits.restype, found.head_logits.argtypes = None, (c_void_p, c_void_p, c_int64)
     for name in ("output_laws", "chain_stops", "row_probs", "draw_children", "walk_tree", "tree_stops"):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.nn.decoder import Decoder
-from lanternpp.nn.draws import LANES, PackedDense
+from lanternpp.nn.draws import LANES, PackedDense, Weights
 from lanternpp.nn.int8 import stored_parts
 from lanternpp.nn.native import MOST_WEIGHTS, kernels, native, product_dtype
 from lanternpp.nn.sources import Source
@@ -48,14 +48,16 @@ class NativeLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL):
         super().__init__()
         self.bias, self.outputs, self.eight_bits = bias, len(weight), stored_parts(weight)
+        self.dtype = weight.dtype
         self.product = NativeHead(PackedDense(weight, bias), library)
 
     @cached_property
     def weight(self) -> Tensor:
         """The weight [out, in], unpacked when it is first asked for."""
-        plain = self.product.packed.blocks.transpose(1, 2).flatten(2).flatten(0, 1)[: self.outputs]
-        if self.eight_bits is not None:
-            plain.eight_bits = self.eight_bits  # type: ignore[attr-defined]
+        if self.eight_bits is None:
+            return self.product.packed.blocks.transpose(1, 2).flatten(2).flatten(0, 1)[: self.outputs]
+        plain = restored(*self.eight_bits).to(self.dtype)
+        plain.eight_bits = self.eight_bits  # type: ignore[attr-defined]
         return plain
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,12 +68,15 @@ class NativeLinear(nn.Module):
         return self.product(rows, 1.0, 1).to(x.dtype).view(*x.shape[:-1], self.outputs)
 
 
-def attach_eight_bits(decoder: nn.Module, names: str, source: Source) -> None:
-    """Keep beside a decoder's weights the 8 bits that its checkpoint has of them, where the kernels then read these instead.
+def attach_eight_bits(module: nn.Module, source: Source, head: Weights | None = None) -> None:
+    """Keep beside weights the 8 or 6 bits that their checkpoint has of them, where the kernels then read 8 bits instead.
 
-    They do where the CPU has no products of bfloat16. names: what the names of the decoder's weights begin with there.
+    They do where the CPU has no products of bfloat16. The weights are those of linear layers below `module`, and `head`.
     """
-    found = {names + name: weight for name, weight in decoder.named_parameters() if weight.ndim == 2}
+    linear = {id(child.weight) for child in module.modules() if isinstance(child, nn.Linear)}
+    linear |= {id(head[0])} if head else set()
+    found = {name: weight for name, weight in module.named_parameters() if id(weight) in linear}
+    found = {name: weight for name, weight in found.items() if stored_parts(weight) is None}
     floats = any(product_dtype(weight) != weight.dtype for weight in found.values())
     if not floats or sum(weight.numel() for weight in found.values()) > MOST_WEIGHTS:
         return

@@ -16,7 +16,7 @@ from torch import Tensor
 from lanternpp.errors import InputError
 from lanternpp.jsonfile import read_json
 from lanternpp.nn.pickled import is_zipped, read_pt
-from lanternpp.nn.stores import SCALE, restored, scaled
+from lanternpp.nn.stores import SCALE, restored, scaled, unpack_int6
 
 SAFE = ".safetensors"
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
@@ -231,12 +231,13 @@ def read_tensors(
 
 
 def read_eight_bits(file: Shard, names: Collection[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Of the named tensors those that a file has in 8 bits: name, [out, ...] int8 and scale [out]."""
+    """Of the named tensors those that a file has in 8 or 6 bits: name, [out, ...] int8 and scale [out]."""
     metas = file.metas()
     with file.opened() as get:
-        for name, meta in metas.items():
-            if name in names and scaled(name, metas) and meta.dtype == torch.int8:
-                yield name, get(name), get(name + SCALE)
+        for name in metas:
+            if name in names and scaled(name, metas):
+                whole = get(name)
+                yield name, unpack_int6(whole) if whole.dtype == torch.uint8 else whole, get(name + SCALE)
 
 
 def check_finite(name: str, tensor: Tensor, source: str | Path) -> None:

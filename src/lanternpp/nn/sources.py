@@ -192,7 +192,7 @@ class Source:
         return 1 + max((int(found[1]) for found in numbers if found), default=-1)
 
     def eight_bits(self, names: Collection[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Of the named tensors those that lie on disk in 8 bits: name, [out, ...] int8 and scale [out]."""
+        """Of the named tensors those that lie on disk in 8 or 6 bits: name, [out, ...] int8 and scale [out]."""
         for file in self._files:
             yield from read_eight_bits(file, names)
 

@@ -10,7 +10,7 @@ typedef struct {
     int64_t rows, branches;
     double scale;         /* of guidance, where there are two branches */
     const half *features; /* [branches, rows, inputs], conditional ones first */
-    half *scratch;        /* [up to a multiple of ROWS rows, inputs] for every thread */
+    char *scratch;        /* as many bytes as `head_bytes` says */
     float *logits;        /* [rows, outputs] */
 } Logits;
 
@@ -55,12 +55,19 @@ typedef struct {
     float *left;             /* [batch, nodes, codes] */
 } Traversal;
 
+static int64_t bytes_of_features(const Linear *head, int64_t rows) {
+    const int64_t most = up_to(ROWS, rows);
+    return padded(2 * most * head->inputs) + padded(2 * most * up_to(DEPTH, head->inputs)) + padded(4 * most);
+}
+
+int64_t head_bytes(const Linear *head, int64_t rows, int64_t threads) { return threads * bytes_of_features(head, rows); }
+
 /* The head of guided features: that of unconditional + scale (conditional - unconditional), rounded to bfloat16. */
-void head_logits(const Dense *head, const Logits *work, int64_t threads) {
+void head_logits(const Linear *head, const Logits *work, int64_t threads) {
     const Logits w = *work;
     const int64_t inputs = head->inputs, most = up_to(ROWS, w.rows), blocks = up_to(COLUMNS, head->outputs) / COLUMNS;
-    const int in_tiles = tiles && w.rows > ROWS;
-    const Linear layer = {.weight = head->weight, .bias = head->bias, .inputs = inputs, .outputs = head->outputs};
+    const int in_tiles = tiles && w.rows > ROWS && !head->scale;
+    const int64_t tile_rows = head->scale ? 2 * w.rows : w.rows;
 #pragma omp parallel num_threads(threads)
     {
 #ifdef _OPENMP
@@ -68,7 +75,9 @@ void head_logits(const Dense *head, const Logits *work, int64_t threads) {
 #else
         int64_t me = 0, team = 1;
 #endif
-        half *x = w.scratch + me * most * inputs;
+        char *own = w.scratch + me * bytes_of_features(head, w.rows);
+        half *x = take(&own, 2 * most * inputs);
+        Whole whole = {take(&own, 2 * most * up_to(DEPTH, inputs)), take(&own, 4 * most)};
         const float scale = (float)w.scale;
         float out[MOST_ROWS][COLUMNS];
         for (int64_t i = 0; i < w.rows * inputs; i += LANES) {
@@ -82,13 +91,14 @@ void head_logits(const Dense *head, const Logits *work, int64_t threads) {
         /* Of many rows few are read again soon: they go past the caches, in which reading them first would take time. */
         const int past = w.rows > 2 * ROWS && head->outputs % LANES == 0 && (intptr_t)w.logits % 64 == 0;
 #ifdef __AMX_BF16__
-        if (tiles) configure(w.rows < ROWS ? (int)w.rows : ROWS);
+        if (tiles) configure(tile_rows < ROWS ? (int)tile_rows : ROWS);
 #endif
+        if (head->scale) quantise(x, w.rows, inputs, &whole);
         for (int64_t b = blocks * me / team; b < blocks * (me + 1) / team; b++)
             for (int64_t first = 0; first < w.rows; first += MOST_ROWS) {
                 const int64_t rows = w.rows - first < MOST_ROWS ? w.rows - first : MOST_ROWS;
                 const int64_t columns = head->outputs - b * COLUMNS < COLUMNS ? head->outputs - b * COLUMNS : COLUMNS;
-                product(&layer, b, x, in_tiles, NULL, first, (int)rows, out);
+                product(head, b, x, in_tiles, &whole, first, (int)rows, out);
                 for (int64_t r = 0; r < rows; r++) {
                     float *y = w.logits + (first + r) * head->outputs + b * COLUMNS;
 #ifdef __AVX512F__

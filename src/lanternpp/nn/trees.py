@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lanternpp.nn.draws import PackedDense, Warp, Weights, fits
-from lanternpp.nn.native import COLUMNS, MOST_WEIGHTS, kernels
+from lanternpp.nn.layout import COLUMNS
+from lanternpp.nn.native import MOST_WEIGHTS, kernels
 from lanternpp.types import Draft, Tree, on_host
 
-ROWS = 16  # of a tile of inputs, as in decoder.c
 BLOCK = 64  # codes whose probabilities are summed at once, as in draws.c
 
 
@@ -88,9 +88,9 @@ class NativeHead:
         features, threads = features.contiguous(), torch.get_num_threads()
         batch, count = len(features) // branches, features.shape[1]
         dense = self.packed.dense
-        rows, inputs, vocab = batch * count, dense.inputs, dense.outputs
+        rows, vocab = batch * count, dense.outputs
         out = torch.empty(batch, count, vocab)
-        scratch = features.new_empty(threads, rows + ROWS, inputs)
+        scratch = torch.empty(self.library.head_bytes(byref(dense), rows, threads), dtype=torch.uint8)
         given = (x.data_ptr() for x in (features, scratch, out))
         work = Logits(rows, branches, scale, *given)
         self.library.head_logits(byref(dense), byref(work), threads)
