@@ -25,7 +25,6 @@
 #define MOST_ROWS 128 /* of inputs that are multiplied with a block before the next one */
 #define CHUNK 256 /* inputs of a block that all rows are multiplied with before the next ones: they stay in the L1 cache */
 #define LANES 16   /* channels of a head that are handled at once */
-#define MOST_LANES 16 /* of such vectors in a head */
 #define CHANNELS 4 /* of such vectors that attention sums at once */
 #define QUERIES 4  /* that attention handles at once */
 #define DEPTH 64   /* inputs of a tile of weights in 8 bits */
@@ -82,7 +81,7 @@ static inline float widen(half x) {
     return y;
 }
 
-/* GCC 12 takes wider vectors of integers apart, so AVX-512 is told by intrinsics. */
+/* Without intrinsics GCC 12 converts the 16 numbers in parts. */
 static inline floats widen_all(const half *x) {
 #ifdef __AVX512F__
     return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16);
@@ -352,7 +351,7 @@ static inline __attribute__((always_inline)) void add_whole_rows(int count, int 
             memcpy(&four, row[r] + i, 8);
             const __m512i x_four = _mm512_set1_epi64(four);
 #pragma GCC unroll 4
-            for (int c = 0; c < 4; c++) /* GCC 12 moves every sum twice if it is told by an intrinsic */
+            for (int c = 0; c < 4; c++) /* with the intrinsic GCC 12 copies every sum twice */
                 __asm__("vpdpwssd %2, %1, %0" : "+v"(sums[r][c]) : "v"(x_four), "v"(some[c]));
         }
     }
