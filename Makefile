@@ -8,7 +8,11 @@ STAMP := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 PROMPT ?= a photo of a mountain covered in snow under a blue sky
 
-.PHONY: demo test gpu lint format docs clean
+DATA ?= photos
+MODEL ?= nature-continuous
+NATURE := src/lanternpp/assets/nature-128
+
+.PHONY: demo test gpu continuous lint format docs clean
 
 demo: $(STAMP)
 	$(BIN)/lanternpp compare "$(PROMPT)" -n 4 -o out/demo.png
@@ -18,6 +22,15 @@ test: $(STAMP)
 
 gpu: $(STAMP)
 	$(BIN)/lanternpp gpu-report
+
+# A model of continuous latents that begins with nature-128's weights and is judged as it is; DATA is an imagefolder with captions.
+continuous: $(STAMP)
+	$(BIN)/lanternpp train tokenizer --data "$(DATA)" --model "$(MODEL)" --kind kl --channels 4 --weights-of nature-128 \
+	    --batch-size 16 --no-adversarial --steps 171 --checks 3 --store bfloat16
+	$(BIN)/lanternpp train target --data "$(DATA)" --model "$(MODEL)" --head mixture --weights-of nature-128 --crops 1 --limit 3000 \
+	    --batch-size 16 --steps 64 --warmup 10 --muon-lr 1e-3 --lr 5e-4 --checks 4 --store bfloat16
+	$(BIN)/lanternpp train drafter --data "$(DATA)" --model "$(MODEL)" --limit 1000 --steps 40 --checks 3 --store bfloat16
+	cp -R $(NATURE)/judge $(NATURE)/prompts.txt "$(MODEL)/"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -322,13 +322,12 @@ static void quantise(const half *x, int64_t rows, int64_t inputs, Whole *out) {
     }
 }
 
-#ifdef __AVX512VNNI__
+#ifdef __AVX512BW__
 /* Add products with `size` inputs of a block of weights to parts of up to `count` rows, a constant: two sums for each of 8 columns.
 
-   Rows beyond `rows` repeat the last. The weights have 8 bits, or have been widened to 16. Every 4 inputs `share` bytes from `next` on
-   are fetched meanwhile. */
+   Rows beyond `rows` repeat the last. Every 4 inputs `share` bytes from `next` on are fetched meanwhile. */
 static inline __attribute__((always_inline)) void add_whole_rows(int count, int rows, const int16_t *x, int64_t pitch, int64_t size,
-                                                                 const int8_t *weight, const int16_t *wide, const char *next, int64_t share,
+                                                                 const int8_t *weight, const char *next, int64_t share,
                                                                  __m512i (*parts)[4]) {
     const int16_t *row[4];
     __m512i sums[4][4];
@@ -342,8 +341,7 @@ static inline __attribute__((always_inline)) void add_whole_rows(int count, int 
         for (int64_t j = 0; j < share; j += 64) _mm_prefetch(next + j, _MM_HINT_T0);
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) {
-            const int64_t at = i * COLUMNS + 32 * c;
-            some[c] = wide ? _mm512_load_si512(wide + at) : _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(weight + at)));
+            some[c] = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(weight + i * COLUMNS + 32 * c)));
         }
 #pragma GCC unroll 4
         for (int r = 0; r < count; r++) {
@@ -351,8 +349,12 @@ static inline __attribute__((always_inline)) void add_whole_rows(int count, int 
             memcpy(&four, row[r] + i, 8);
             const __m512i x_four = _mm512_set1_epi64(four);
 #pragma GCC unroll 4
-            for (int c = 0; c < 4; c++) /* with the intrinsic GCC 12 copies every sum twice */
+            for (int c = 0; c < 4; c++)
+#ifdef __AVX512VNNI__ /* with the intrinsic GCC 12 copies every sum twice */
                 __asm__("vpdpwssd %2, %1, %0" : "+v"(sums[r][c]) : "v"(x_four), "v"(some[c]));
+#else
+                sums[r][c] = _mm512_add_epi32(sums[r][c], _mm512_madd_epi16(x_four, some[c]));
+#endif
         }
     }
 #pragma GCC unroll 4
@@ -366,22 +368,15 @@ static void some_whole_rows(int rows, const int16_t *x, int64_t width, const int
     __m512i parts[ROWS][4];
     memset(parts, 0, (size_t)up_to(4, rows) * sizeof *parts);
     const char *next = (const char *)weight + AHEAD;
-    if (rows <= 2) add_whole_rows(2, rows, x, width, width, weight, NULL, next, 4 * COLUMNS, parts);
-    else if (rows <= 4) add_whole_rows(4, rows, x, width, width, weight, NULL, next, 4 * COLUMNS, parts);
-    else { /* widened once for all rows */
-        int16_t wide[CHUNK * COLUMNS] __attribute__((aligned(64)));
-        const int64_t share = 4 * COLUMNS / ((rows + 3) / 4);
+    const int64_t share = 4 * COLUMNS / ((rows + 3) / 4);
+    if (rows == 1) add_whole_rows(1, rows, x, width, width, weight, next, share, parts);
+    else if (rows == 2) add_whole_rows(2, rows, x, width, width, weight, next, share, parts);
+    else
         for (int64_t from = 0, size; from < width; from += size) {
             size = width - from < CHUNK ? width - from : CHUNK;
-            const int8_t *some = weight + from * COLUMNS;
-            for (int64_t i = 0; i < size * COLUMNS; i += 64) {
-                _mm512_store_si512(wide + i, _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(some + i))));
-                _mm512_store_si512(wide + i + 32, _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(some + i + 32))));
-            }
             for (int r = 0; r < rows; r += 4, next += size / 4 * share)
-                add_whole_rows(4, rows - r, x + r * width + from, width, size, NULL, wide, next, share, parts + r);
+                add_whole_rows(4, rows - r, x + r * width + from, width, size, weight + from * COLUMNS, next, share, parts + r);
         }
-    }
     int32_t order[16];
     for (int i = 0; i < 16; i++) order[i] = 2 * i;
     const __m512i even = _mm512_loadu_si512(order), odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
@@ -393,20 +388,21 @@ static void some_whole_rows(int rows, const int16_t *x, int64_t width, const int
                                                  _mm512_permutex2var_epi32(parts[r][c], odd, parts[r][c + 1])));
 }
 #else
-/* `some_whole_rows` of up to 4 rows; rows beyond `rows` repeat the last. */
-static void few_whole_rows(int rows, const int16_t *x, int64_t width, const int8_t *weight, int32_t (*sums)[COLUMNS]) {
+/* `some_whole_rows` of up to `count` rows, a constant; rows beyond `rows` repeat the last. */
+static inline __attribute__((always_inline)) void few_whole_rows(int count, int rows, const int16_t *x, int64_t width, const int8_t *weight,
+                                                                 int32_t (*sums)[COLUMNS]) {
     const int16_t *row[4];
-    for (int r = 0; r < 4; r++) row[r] = x + (r < rows ? r : rows - 1) * width;
+    for (int r = 0; r < count; r++) row[r] = x + (r < rows ? r : rows - 1) * width;
 #if defined(__AVX2__)
     for (int first = 0; first < COLUMNS; first += 8) {
         __m256i parts[4][2]; /* of a row: two sums for each of 4 columns */
-        for (int r = 0; r < 4; r++) parts[r][0] = parts[r][1] = _mm256_setzero_si256();
+        for (int r = 0; r < count; r++) parts[r][0] = parts[r][1] = _mm256_setzero_si256();
         const int8_t *w = weight + 4 * first;
         for (int64_t i = 0; i < width; i += 4, w += 4 * COLUMNS) {
             const __m256i left = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
             const __m256i right = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(w + 16)));
 #pragma GCC unroll 4
-            for (int r = 0; r < 4; r++) {
+            for (int r = 0; r < count; r++) {
                 int64_t four;
                 memcpy(&four, row[r] + i, 8);
                 const __m256i x_four = _mm256_set1_epi64x(four);
@@ -414,13 +410,13 @@ static void few_whole_rows(int rows, const int16_t *x, int64_t width, const int8
                 parts[r][1] = _mm256_add_epi32(parts[r][1], _mm256_madd_epi16(x_four, right));
             }
         }
-        for (int r = 0; r < rows && r < 4; r++) {
+        for (int r = 0; r < rows && r < count; r++) {
             const __m256i pairs = _mm256_hadd_epi32(parts[r][0], parts[r][1]); /* columns 0, 1, 4, 5, 2, 3, 6, 7 */
             _mm256_storeu_si256((__m256i *)(sums[r] + first), _mm256_permute4x64_epi64(pairs, 0xd8));
         }
     }
 #else
-    for (int r = 0; r < rows && r < 4; r++) {
+    for (int r = 0; r < rows && r < count; r++) {
         int32_t all[COLUMNS] = {0};
         const int8_t *w = weight;
         for (int64_t i = 0; i < width; i += 4, w += 4 * COLUMNS) {
@@ -435,7 +431,10 @@ static void few_whole_rows(int rows, const int16_t *x, int64_t width, const int8
 }
 
 static void some_whole_rows(int rows, const int16_t *x, int64_t width, const int8_t *weight, int32_t (*sums)[COLUMNS]) {
-    for (int r = 0; r < rows; r += 4) few_whole_rows(rows - r, x + r * width, width, weight, sums + r);
+    if (rows == 1) few_whole_rows(1, rows, x, width, weight, sums);
+    else if (rows == 2) few_whole_rows(2, rows, x, width, weight, sums);
+    else
+        for (int r = 0; r < rows; r += 4) few_whole_rows(4, rows - r, x + r * width, width, weight, sums + r);
 }
 #endif
 
