@@ -10,6 +10,9 @@ PROMPT ?= a photo of a mountain covered in snow under a blue sky
 
 DATA ?= photos
 MODEL ?= nature-continuous
+TOKENIZER_STEPS ?= 1000
+TARGET_STEPS ?= 2000
+DRAFTER_STEPS ?= 400
 NATURE := src/lanternpp/assets/nature-128
 
 .PHONY: demo test gpu continuous lint format docs clean
@@ -26,10 +29,10 @@ gpu: $(STAMP)
 # A model of continuous latents that begins with nature-128's weights and is judged as it is; DATA is an imagefolder with captions.
 continuous: $(STAMP)
 	$(BIN)/lanternpp train tokenizer --data "$(DATA)" --model "$(MODEL)" --kind kl --channels 4 --weights-of nature-128 \
-	    --batch-size 16 --no-adversarial --steps 171 --checks 3 --store bfloat16
-	$(BIN)/lanternpp train target --data "$(DATA)" --model "$(MODEL)" --head mixture --weights-of nature-128 --crops 1 --limit 3000 \
-	    --batch-size 16 --steps 64 --warmup 10 --muon-lr 1e-3 --lr 5e-4 --checks 4 --store bfloat16
-	$(BIN)/lanternpp train drafter --data "$(DATA)" --model "$(MODEL)" --limit 1000 --steps 40 --checks 3 --store bfloat16
+	    --batch-size 16 --no-adversarial --steps $(TOKENIZER_STEPS) --store bfloat16
+	$(BIN)/lanternpp train target --data "$(DATA)" --model "$(MODEL)" --head mixture --weights-of nature-128 --crops 1 \
+	    --batch-size 16 --steps $(TARGET_STEPS) --warmup 10 --muon-lr 1e-3 --lr 5e-4 --store bfloat16
+	$(BIN)/lanternpp train drafter --data "$(DATA)" --model "$(MODEL)" --steps $(DRAFTER_STEPS) --store bfloat16
 	cp -R $(NATURE)/judge $(NATURE)/prompts.txt "$(MODEL)/"
 
 lint: $(STAMP)
