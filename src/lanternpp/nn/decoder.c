@@ -340,9 +340,7 @@ static inline __attribute__((always_inline)) void add_whole_rows(int count, int 
         __m512i some[4];
         for (int64_t j = 0; j < share; j += 64) _mm_prefetch(next + j, _MM_HINT_T0);
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; c++) {
-            some[c] = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(weight + i * COLUMNS + 32 * c)));
-        }
+        for (int c = 0; c < 4; c++) some[c] = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(weight + i * COLUMNS + 32 * c)));
 #pragma GCC unroll 4
         for (int r = 0; r < count; r++) {
             int64_t four;

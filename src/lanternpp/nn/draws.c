@@ -282,8 +282,8 @@ void draw_chain(const Heads *heads, const Chain *chain, int64_t threads) {
         float *more = take(&own, 4 * c.batch * width), *survival = take(&own, 4 * c.batch);
         Whole whole = {take(&own, 2 * up_to(ROWS, c.batch) * wider_of(heads)), take(&own, 4 * c.batch)};
 #ifdef __AMX_BF16__
-        const int in_tiles = tiles && (up.scale || head.scale);
-        if (in_tiles) configure(2 * c.batch < ROWS ? 2 * (int)c.batch : ROWS);
+        const int tiled = tiles && (up.scale || head.scale);
+        if (tiled) configure(2 * c.batch < ROWS ? 2 * (int)c.batch : ROWS);
 #endif
         for (int64_t b = 0; b < c.batch; b++) survival[b] = 1;
         for (int64_t level = 0; level < c.levels; level++) {
@@ -322,7 +322,7 @@ void draw_chain(const Heads *heads, const Chain *chain, int64_t threads) {
 #pragma omp barrier
         }
 #ifdef __AMX_BF16__
-        if (in_tiles) _tile_release();
+        if (tiled) _tile_release();
 #endif
     }
 }
