@@ -27,6 +27,8 @@
 #define LANES 16   /* channels of a head that are handled at once */
 #define CHANNELS 4 /* of such vectors that attention sums at once */
 #define QUERIES 4  /* that attention handles at once */
+#define TOGETHER 6 /* rows that a vector of weights in 8 bits is multiplied with, once it is in a register */
+#define MOST_WHOLE (5 * TOGETHER) /* rows that are multiplied with a block of weights in 8 bits before the next one */
 #define DEPTH 64   /* inputs of a tile of weights in 8 bits */
 #define AHEAD 16384 /* bytes of weights between what is multiplied and what is fetched */
 
@@ -323,16 +325,13 @@ static void quantise(const half *x, int64_t rows, int64_t inputs, Whole *out) {
 }
 
 #ifdef __AVX512BW__
-/* Add products with `size` inputs of a block of weights to parts of up to `count` rows, a constant: two sums for each of 8 columns.
+/* Add products with `size` inputs of a block of weights to parts of `count` rows, a constant: two sums for each of 8 columns.
 
-   Rows beyond `rows` repeat the last. Every 4 inputs `share` bytes from `next` on are fetched meanwhile. */
-static inline __attribute__((always_inline)) void add_whole_rows(int count, int rows, const int16_t *x, int64_t pitch, int64_t size,
-                                                                 const int8_t *weight, const char *next, int64_t share,
-                                                                 __m512i (*parts)[4]) {
-    const int16_t *row[4];
-    __m512i sums[4][4];
-    for (int r = 0; r < count; r++) row[r] = x + (r < rows ? r : rows - 1) * pitch;
-#pragma GCC unroll 4
+   Every 4 inputs `share` bytes from `next` on are fetched meanwhile. */
+static inline __attribute__((always_inline)) void add_to(int count, const int16_t *x, int64_t pitch, int64_t size, const int8_t *weight,
+                                                         const char *next, int64_t share, __m512i (*parts)[4]) {
+    __m512i sums[TOGETHER][4];
+#pragma GCC unroll 6
     for (int r = 0; r < count; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) sums[r][c] = parts[r][c];
@@ -341,10 +340,10 @@ static inline __attribute__((always_inline)) void add_whole_rows(int count, int 
         for (int64_t j = 0; j < share; j += 64) _mm_prefetch(next + j, _MM_HINT_T0);
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) some[c] = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(weight + i * COLUMNS + 32 * c)));
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int r = 0; r < count; r++) {
             int64_t four;
-            memcpy(&four, row[r] + i, 8);
+            memcpy(&four, x + r * pitch + i, 8);
             const __m512i x_four = _mm512_set1_epi64(four);
 #pragma GCC unroll 4
             for (int c = 0; c < 4; c++)
@@ -355,26 +354,37 @@ static inline __attribute__((always_inline)) void add_whole_rows(int count, int 
 #endif
         }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int r = 0; r < count; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) parts[r][c] = sums[r][c];
 }
 
-/* sums [rows, COLUMNS] = x [rows, width] times one block of weights in 8 bits, of up to ROWS rows. */
+/* The same of 1 to TOGETHER rows. */
+static void add_whole_rows(int count, const int16_t *x, int64_t pitch, int64_t size, const int8_t *weight, const char *next, int64_t share,
+                           __m512i (*parts)[4]) {
+    if (count == 1) add_to(1, x, pitch, size, weight, next, share, parts);
+    else if (count == 2) add_to(2, x, pitch, size, weight, next, share, parts);
+    else if (count == 3) add_to(3, x, pitch, size, weight, next, share, parts);
+    else if (count == 4) add_to(4, x, pitch, size, weight, next, share, parts);
+    else if (count == 5) add_to(5, x, pitch, size, weight, next, share, parts);
+    else add_to(TOGETHER, x, pitch, size, weight, next, share, parts);
+}
+
+/* sums [rows, COLUMNS] = x [rows, width] times one block of weights in 8 bits, of up to MOST_WHOLE rows. */
 static void some_whole_rows(int rows, const int16_t *x, int64_t width, const int8_t *weight, int32_t (*sums)[COLUMNS]) {
-    __m512i parts[ROWS][4];
-    memset(parts, 0, (size_t)up_to(4, rows) * sizeof *parts);
+    __m512i parts[MOST_WHOLE][4];
+    memset(parts, 0, (size_t)rows * sizeof *parts);
     const char *next = (const char *)weight + AHEAD;
-    const int64_t share = 4 * COLUMNS / ((rows + 3) / 4);
-    if (rows == 1) add_whole_rows(1, rows, x, width, width, weight, next, share, parts);
-    else if (rows == 2) add_whole_rows(2, rows, x, width, width, weight, next, share, parts);
-    else
-        for (int64_t from = 0, size; from < width; from += size) {
-            size = width - from < CHUNK ? width - from : CHUNK;
-            for (int r = 0; r < rows; r += 4, next += size / 4 * share)
-                add_whole_rows(4, rows - r, x + r * width + from, width, size, weight + from * COLUMNS, next, share, parts + r);
+    const int groups = (rows + TOGETHER - 1) / TOGETHER;
+    const int64_t share = (4 * COLUMNS + groups - 1) / groups;
+    for (int64_t from = 0, size; from < width; from += size) {
+        size = groups > 1 && width - from > CHUNK ? CHUNK : width - from;
+        for (int g = 0, r = 0, count; g < groups; g++, r += count, next += size / 4 * share) {
+            count = (rows - r) / (groups - g);
+            add_whole_rows(count, x + r * width + from, width, size, weight + from * COLUMNS, next, share, parts + r);
         }
+    }
     int32_t order[16];
     for (int i = 0; i < 16; i++) order[i] = 2 * i;
     const __m512i even = _mm512_loadu_si512(order), odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
@@ -441,7 +451,7 @@ static void whole_product(const Linear *layer, int64_t block, const Whole *x, in
     const int64_t width = up_to(DEPTH, layer->inputs);
     const int8_t *weight = (const int8_t *)layer->weight + block * width * COLUMNS, *from = x->number + 2 * first * width;
     const float *scale = layer->scale + block * COLUMNS;
-    int32_t sums[ROWS][COLUMNS]; /* in tiles of up to ROWS / 2 rows, of the upper and of the lower bits, else whole */
+    int32_t sums[MOST_WHOLE][COLUMNS]; /* in tiles of up to ROWS / 2 rows, of the upper and of the lower bits, else whole */
     for (int done = 0, step; done < rows; done += step, from += 2 * step * width) {
         int together = 1; /* rows of sums for a row of x */
 #ifdef __AMX_BF16__
@@ -533,7 +543,8 @@ static void product(const Linear *layer, int64_t block, const half *x, int in_ti
     const half *weight = (const half *)layer->weight + block * inputs * COLUMNS;
     x += first * inputs;
     if (layer->scale)
-        for (int r = 0; r < rows; r += ROWS) whole_product(layer, block, whole, first + r, rows - r < ROWS ? rows - r : ROWS, out + r);
+        for (int r = 0; r < rows; r += MOST_WHOLE)
+            whole_product(layer, block, whole, first + r, rows - r < MOST_WHOLE ? rows - r : MOST_WHOLE, out + r);
     else
 #ifdef __AMX_BF16__
     if (tiles && rows > ROWS) many_rows(x, inputs, in_tiles, weight, rows, out);
