@@ -360,7 +360,9 @@ def test_a_client_that_vanishes_frees_its_slot_within_a_step(slow, stream, caplo
 def test_a_full_queue_is_429_with_a_time_to_wait(slow):
     pipe, batcher, address = slow
     lines = [ask(address, seed=1)]
-    until(lambda: pipe.admitted == [1] and not batcher.stats.queued)  # it leaves the queue after it has its slot
+    until(
+        lambda: pipe.admitted == [1] and not batcher.stats.queued
+    )  # it leaves the queue after it has its slot
     lines += [ask(address, seed=i) for i in (2, 3)]
     until(lambda: batcher.stats.queued == 2)
     answer = httpx.post(address + IMAGES, json={"prompt": "tulip"}, timeout=120)

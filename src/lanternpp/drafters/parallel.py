@@ -118,8 +118,8 @@ class ParallelDrafter(QueryDrafter):
             features = torch.cat((features[..., :dim], tapped.flatten(-2)), -1)
         x = self.fc(torch.cat((next_embeds, features), -1))
         if levels:
-            level = torch.arange(levels, device=x.device).clamp_(max=self.config.queries - 1)
-            queries = self.queries[level].repeat(times, 1).expand(len(x), -1, -1)
+            level = torch.arange(times * levels, device=x.device).remainder_(levels)
+            queries = self.queries[level.clamp_(max=self.config.queries - 1)].expand(len(x), -1, -1)
             x = torch.cat((x, queries.to(x.dtype)), 1)
         return x if hints is None else x + self.hint(hints)
 

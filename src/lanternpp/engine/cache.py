@@ -34,7 +34,7 @@ class Cache:
         used = self.used[:, None]
         own = torch.arange(depth.shape[1], device=depth.device)[None] if scratch is None else scratch
         decided = (self._slots >= self.start[:, None]) & (self._slots < used)  # [R, S]
-        seen = decided[:, None].repeat(1, depth.shape[1], 1)
+        seen = decided[:, None].expand(-1, depth.shape[1], -1).contiguous()
         where = used + torch.arange(mask.shape[2], device=depth.device)  # [R, M]
         seen.scatter_(2, where[:, None].expand(-1, depth.shape[1], -1), mask)
         return Nodes(position=used + depth, slot=used + own, mask=seen[:, None])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lanternpp.errors import InputError
@@ -29,7 +30,7 @@ class Guidance:
 
     def rows(self, x: Tensor) -> Tensor:
         """[B, ...] -> [R, ...]; conditional rows first."""
-        return x if self.branches == 1 else x.repeat(2, *[1] * (x.dim() - 1))
+        return x if self.branches == 1 else torch.cat((x, x))
 
     def logits(self, model: Target, features: Tensor) -> Tensor:
         """Features [R, N, D] -> the guided logits of a model's head, [B, N, V]."""

@@ -153,7 +153,9 @@ class Parallel(NetworkProposer):
     def _empty(self) -> Draft:
         """A whole chain without its guesses."""
         survival = self._probs_of_nodes.new_zeros(len(self.root), self.depth) if self.cut else None
-        return Draft(self._tree, self.root[:, None].repeat(1, self.size), self._probs_of_nodes, survival)
+        return Draft(
+            self._tree, self.root[:, None].expand(-1, self.size).contiguous(), self._probs_of_nodes, survival
+        )
 
     def _ended(self, draft: Draft) -> Draft:
         """A chain without what is behind its end; chains of a batch, as long as the longest."""
