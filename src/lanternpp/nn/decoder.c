@@ -22,13 +22,13 @@
 
 #define COLUMNS 32 /* of a block of weights: twice LANES */
 #define ROWS 16    /* of a tile of inputs */
-#define MOST_ROWS 128 /* of inputs that are multiplied with a block before the next one */
+#define MOST_ROWS 128 /* of inputs that are multiplied with a block before the next one, without tiles */
 #define CHUNK 256 /* inputs of a block that all rows are multiplied with before the next ones: they stay in the L1 cache */
 #define LANES 16   /* channels of a head that are handled at once */
 #define CHANNELS 4 /* of such vectors that attention sums at once */
 #define QUERIES 4  /* that attention handles at once */
 #define TOGETHER 6 /* rows that a vector of weights in 8 bits is multiplied with, once it is in a register */
-#define MOST_WHOLE (5 * TOGETHER) /* rows that are multiplied with a block of weights in 8 bits before the next one */
+#define MOST_WHOLE (5 * TOGETHER) /* rows that are multiplied with a block of weights in 8 bits before the next one, without tiles */
 #define DEPTH 64   /* inputs of a tile of weights in 8 bits */
 #define AHEAD 16384 /* bytes of weights between what is multiplied and what is fetched */
 
@@ -542,9 +542,9 @@ static void product(const Linear *layer, int64_t block, const half *x, int in_ti
     const int64_t inputs = layer->inputs;
     const half *weight = (const half *)layer->weight + block * inputs * COLUMNS;
     x += first * inputs;
+    const int most = tiles ? ROWS : MOST_WHOLE;
     if (layer->scale)
-        for (int r = 0; r < rows; r += MOST_WHOLE)
-            whole_product(layer, block, whole, first + r, rows - r < MOST_WHOLE ? rows - r : MOST_WHOLE, out + r);
+        for (int r = 0; r < rows; r += most) whole_product(layer, block, whole, first + r, rows - r < most ? rows - r : most, out + r);
     else
 #ifdef __AMX_BF16__
     if (tiles && rows > ROWS) many_rows(x, inputs, in_tiles, weight, rows, out);
