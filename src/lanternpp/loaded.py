@@ -30,7 +30,7 @@ from lanternpp.keywords import PictureDials, listing
 from lanternpp.methods import AUTO
 from lanternpp.models import MODELS, Model, drawing_dtype, model_folder, read_defaults
 from lanternpp.nn.checkpoints import digest, write_text
-from lanternpp.nn.draws import native_laws, native_stops
+from lanternpp.nn.draws import native_ends, native_laws
 from lanternpp.nn.int8 import Effect
 from lanternpp.nn.trees import native_sampling, native_tree_stops, native_walk
 from lanternpp.registry import find
@@ -223,7 +223,7 @@ class LoadedModel:
         sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, native=native_sampling())
         parts = (model.target, proposer, rule, sampling, Guidance(settings.cfg))
         codes = not model.target.channels
-        kernels = Kernels(native_walk(), native_stops(), native_tree_stops()) if codes else None
+        kernels = Kernels(native_walk(), native_ends(), native_tree_stops()) if codes else None
         verifier = build_verifier(settings, kernels)
         engine = engine_for(*parts, settings.batch_size, settings.measure, verifier)
         if settings.compile:

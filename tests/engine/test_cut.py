@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from toys import MarkovTarget, ToyTarget, counts, parallel
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
+from lanternpp.engine import block
 from lanternpp.engine.batching import generate
 from lanternpp.engine.block import stops, verify_block
 from lanternpp.engine.decode import Engine
@@ -59,29 +60,22 @@ def cut_draft(ps: Tensor, qs: Tensor, codes: Tensor, lengths: Tensor) -> Draft:
     return Draft(tree, codes, qs + 0.5 * (qs.sum(-1, keepdim=True) == 0))
 
 
-@dataclass
-class Recorder:
-    """`stops`, which remembers what it returned."""
-
-    found: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    def takes(self, p: Tensor) -> bool:
-        return True
-
-    def __call__(self, p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-        self.found.append(stops(p, q, codes))
-        return self.found[-1]
-
-
 def by_block(ends: Ends, peek: int = 0, rule: Acceptance | None = None) -> Stops:
     """Where `verify_block` ends chains that are cut, and the weights of the code drawn there."""
 
     def found(ps: Tensor, qs: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-        recorder, lengths = Recorder(), lengths_of(codes, ps.shape[-1], ends, peek)
+        seen, lengths = list[tuple[Tensor, Tensor]](), lengths_of(codes, ps.shape[-1], ends, peek)
+
+        def recorded(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+            seen.append(stops(p, q, codes))
+            return seen[-1]
+
         noise = Noise(torch.arange(len(ps)), torch.ones(len(ps), dtype=torch.int64))
         draft = cut_draft(ps, qs, codes, lengths)
-        verify_block(draft, ps.log().clamp(min=-700), Sampling(), rule or Exact(), noise, native=recorder)
-        return recorder.found[0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(block, "stops", recorded)
+            block.verify_block(draft, ps.log().clamp(min=-700), Sampling(), rule or Exact(), noise)
+        return seen[0]
 
     return found
 

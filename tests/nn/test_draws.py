@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,25 +16,27 @@ from torch import Tensor
 from toys import stored_in_8_bits
 
 from lanternpp import Pipeline
+from lanternpp.accept.base import Acceptance
+from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
 from lanternpp.accept.neighbours import FIRST, NeighbourAcceptance
 from lanternpp.drafters.parallel import ParallelDrafter
-from lanternpp.engine.block import stops, verify_block
+from lanternpp.engine.block import stops, verify_block, weights
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling, draw
 from lanternpp.models import Model, model_folder
 from lanternpp.nn import native
 from lanternpp.nn.draws import (
     NativeChain,
+    NativeEnds,
     NativeLaws,
-    NativeStops,
     PackedDense,
     native_chain,
+    native_ends,
     native_laws,
-    native_stops,
 )
-from lanternpp.proposers.parallel import Parallel
+from lanternpp.proposers.parallel import Parallel, _masked
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
@@ -265,26 +268,33 @@ def test_laws_of_neighbours(library: object, vocab: int, k: int, batch: int) -> 
         assert (far < 1e-5).float().mean() > 0.9 and far.max() < 0.01
 
 
+def in_c(
+    p: Tensor, q: Tensor, codes: Tensor, rule: Acceptance | None = None, library: object = None
+) -> tuple[Tensor, Tensor]:
+    """`stops` of chains, as C verifies them under a rule, for tests in float64; p, q [B, g + 1, V], q 0 behind the last guess."""
+    lending = (rule or Exact()).lending(p.shape[1] - 1)
+    ends = NativeEnds(library or native.library())  # type: ignore[arg-type]
+    assert lending is not None
+    draft = Draft(chain_tree(len(p), p.shape[1] - 1, p.device), codes, q.float())
+    u = torch.full((len(p), 1), 0.5, dtype=torch.float64)
+    logits = p.log().clamp(min=-200).float()  # below -87 a probability is 0, and yet not forbidden
+    verdict, behind = ends(draft, logits, Sampling().warp, lending.table, lending.limits, u, u)
+    assert verdict.law is not None
+    law = verdict.law.double()
+    return behind, (law * weights(law, q, codes)[..., None] - q).clamp_(min=0)
+
+
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("vocab", [9, 300])
 def test_where_a_chain_ends(library: object, vocab: int, batch: int) -> None:
     p, q = rows_of(vocab, batch)
+    p = p / p.sum(-1, keepdim=True)
     codes = torch.randint(vocab, (batch, 5), generator=torch.Generator().manual_seed(1))
     for first in (0, 1):  # a code of no chance, one of ratio 0, or neither
         codes[0, 3] = first
-        behind, left = NativeStops(library)(p, q, codes)  # type: ignore[arg-type]
+        behind, left = in_c(p, q, codes, library=library)
         exact = stops(p.double(), q.double(), codes)
-        assert torch.allclose(behind, exact[0], atol=1e-5) and torch.allclose(
-            left.double(), exact[1], atol=1e-6
-        )
-
-
-def in_c(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """`stops` in C, for tests in float64."""
-    found = native_stops()
-    assert found is not None
-    behind, left = found(p.float(), q.float(), codes)
-    return behind, left.double()
+        assert torch.allclose(behind, exact[0], atol=1e-5) and torch.allclose(left, exact[1], atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -298,10 +308,16 @@ def test_enumerated_the_law_is_the_targets(kind: str, vocab: int, depth: int) ->
 @pytest.mark.parametrize("name", ["lantern", "lantern++", "lantern++, falling"])
 def test_enumerated_the_law_is_that_of_the_rule(kind: str, name: str) -> None:
     p, q = contexts(4, 3, kind)
-    exact, rule = SMALL_RULES[name](4), SMALL_RULES[name](4)
-    rule.native = native_laws(rule.table)
-    law = [one.double() for one in laws_of([x.float() for x in p], [x.float() for x in q], rule)]
-    assert distance(chain_law(in_c, law, q)[0], sequences(laws_of(p, q, exact))) < 1e-6
+    rule, targets = SMALL_RULES[name](4), list[Tensor]()
+
+    def recorded(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        targets.append(p)
+        return stops(p, q, codes)
+
+    chain_law(recorded, p, q)  # the target's rows of every draft, in the order in which C gets them
+    law = laws_of(p, q, rule)
+    found, _ = chain_law(lambda _, q, codes: in_c(targets[0], q, codes, rule), law, q)
+    assert distance(found, sequences(law)) < 1e-6
 
 
 class Own(LanternPlusPlus):
@@ -311,30 +327,51 @@ class Own(LanternPlusPlus):
         return p.square()
 
 
-@pytest.mark.parametrize("rule", [Own, LanternPlusPlus])
-def test_a_verdict_is_the_same_by_either(rule: type[LanternPlusPlus]) -> None:
-    """Also in float64, and with codes that the format forbids."""
-    torch.manual_seed(0)
-    draws, depth, vocab = 300, 3, 60
-    made = rule(torch.stack([torch.randperm(vocab)[:9] for _ in range(vocab)]).int(), 2.0, "optimal")
-    other = copy.copy(made)
-    other.native = native_laws(made.table)
-    logits, near = torch.randn(draws, depth + 1, vocab), torch.randn(draws, depth + 1, vocab)
-    logits[:, 1, 30:] = NEVER
-    q = (logits.clamp(min=-5) + near / 2).softmax(-1)
+def drafts(draws: int, depth: int, vocab: int) -> tuple[Draft, Tensor, Noise]:
+    """Chains whose guesses were drawn from what they are offered with, the target's logits, and noise."""
+    generator = torch.Generator().manual_seed(depth)
+    logits, near = torch.randn(2, draws, depth + 1, vocab, generator=generator)
+    q = (logits + near / 2).softmax(-1)
+    codes = torch.cat((torch.zeros(draws, 1).long(), draw(q[:, :-1], torch.rand(draws, depth, 1))[..., 0]), 1)
+    logits[: draws // 4, 1, vocab // 2 :] = NEVER
     q[:, -1] = 0
-    codes = torch.randint(vocab, (draws, depth + 1))
-    draft = Draft(chain_tree(draws, depth, torch.device("cpu")), codes, q)
-    noise = Noise(torch.arange(draws), torch.ones(draws, dtype=torch.int64))
-    usual = verify_block(draft, logits, Sampling(), made, noise)
-    found = verify_block(draft, logits, Sampling(), other, noise, native=native_stops())
-    assert (found.kept == usual.kept).float().mean() > 0.98 and (
-        found.bonus == usual.bonus
-    ).float().mean() > 0.98
-    fine = Draft(draft.tree, codes, q.double())
+    tree = chain_tree(draws, depth, torch.device("cpu"))
+    return Draft(tree, codes, q), logits, Noise(torch.arange(draws), torch.ones(draws, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("name", ["exact", "lantern", "lantern++", "lantern++, falling", "own"])
+def test_a_verdict_is_the_same_by_either(name: str, ended: bool) -> None:
+    """Also in float64, with codes that the format forbids, and where chains of a batch end at different places."""
+    torch.manual_seed(0)
+    draws, vocab = 600, 60
+    table = torch.stack([torch.randperm(vocab)[:9] for _ in range(vocab)]).int()
+    rule = {
+        "exact": Exact(),
+        "lantern": Lantern(table, 0.3, "optimal"),
+        "lantern++": LanternPlusPlus(table, 2.0, "optimal"),
+        "lantern++, falling": LanternPlusPlus(table, 3.0, "optimal", nu=0.4),
+        "own": Own(table, 2.0, "optimal"),
+    }[name]
+    draft, logits, noise = drafts(draws, 4, vocab)
+    if ended:
+        lengths = 1 + torch.arange(draws) % 4
+        draft = replace(draft, tree=_masked(draft.tree, lengths, torch.arange(5)))
+    warped = Sampling(0.9, 0, 0.98)
+    usual = verify_block(draft, logits, warped, rule, noise)
+    found = verify_block(draft, logits, warped, rule, noise, native=native_ends())
+    same = (found.kept == usual.kept) & (found.bonus == usual.bonus)
+    assert same.float().mean() > 0.98, "a number may fall on the other side of its bound by rounding"
+    decided = same[:, None] & (torch.arange(5) < usual.kept[:, None])
+    assert torch.equal(found.next_codes[decided], usual.next_codes[decided])
+    assert torch.equal(found.path[same], usual.path[same]) and found.kept.float().mean() > 1.5
+    assert found.law is not None and usual.law is not None
+    far = (found.law - usual.law).abs().sum(-1)
+    assert (far < 1e-4).float().mean() > 0.98 and far.max() < 0.05
+    fine = replace(draft, probs=None if draft.probs is None else draft.probs.double())
     exact = [
-        verify_block(fine, logits.double(), Sampling(), each, noise, native=native_stops())
-        for each in (made, other)
+        verify_block(fine, logits.double(), warped, rule, noise, native=each)
+        for each in (None, native_ends())
     ]
     assert torch.equal(exact[0].next_codes, exact[1].next_codes), "float64 is PyTorch's"
 
@@ -352,7 +389,7 @@ def test_what_it_does_not_know_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatc
     laws = native_laws(table)
     assert laws is not None and not laws.takes(torch.zeros(1, 40).double())
     monkeypatch.setenv(native.SWITCH, "0")
-    assert native_chain(up, head) is None and native_laws(table) is None and native_stops() is None
+    assert native_chain(up, head) is None and native_laws(table) is None and native_ends() is None
 
 
 def test_the_shipped_model_drafts_what_pytorch_drafts() -> None:

@@ -57,14 +57,15 @@ class NeighbourAcceptance(DecayingAcceptance):
 
     def lending(self, levels: int) -> Lending | None:
         """As `Acceptance.lending`; None for a rule that relaxes in a way of its own."""
-        kind, base = type(self), NeighbourAcceptance
-        own = (kind.relax, kind.budget, kind.residual) != (base.relax, base.budget, base.residual)
         table = self.table
-        if own or kind.relax_with_draft is not base.relax_with_draft or table.dtype != torch.int32:
+        if table.dtype != torch.int32 or any(
+            getattr(type(self), name) is not part for name, part in OURS.items()
+        ):
             return None
         none = table.new_empty(0)
-        pairs = (self.at(level).linear_budget(none) for level in range(levels))
-        return Lending(table, tuple((float(a), float(b)) for a, b in pairs), self.optimal_residual)
+        rules = [self.at(level) for level in range(levels if self.nu else min(levels, 1))]
+        pairs = tuple((float(a), float(b)) for a, b in (rule.linear_budget(none) for rule in rules))
+        return Lending(table, pairs if self.nu else pairs * levels, self.optimal_residual)
 
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
         """The longest prefix A of the neighbours with p(A) <= budget lends all its mass to the code.
@@ -121,6 +122,20 @@ class NeighbourAcceptance(DecayingAcceptance):
         if self.native is not None and self.native.takes(p):
             return self.native(p, q, self.budget(p), True)
         return super().optimal_law(p, q)
+
+
+OURS = {
+    name: getattr(NeighbourAcceptance, name)
+    for name in (
+        "relax",
+        "relax_with_draft",
+        "budget",
+        "residual",
+        "accept_mass",
+        "optimal_law",
+        "output_law",
+    )
+}  # what decides how such a rule relaxes, besides `linear_budget`
 
 
 def _lend(mass: Tensor, total: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:

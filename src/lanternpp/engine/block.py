@@ -31,15 +31,27 @@ from lanternpp.engine.verify import verdict_of
 from lanternpp.types import Draft, Verdict, on_host
 
 
-class NativeStops(Protocol):
-    """The interface of `stops` computed outside of PyTorch."""
+class NativeEnds(Protocol):
+    """The interface of block verification outside of PyTorch."""
 
-    def takes(self, p: Tensor) -> bool:
-        """Whether it computes those of p [B, g + 1, V]."""
+    def takes(self, logits: Tensor) -> bool:
+        """Whether it verifies chains with logits [B, N, V]."""
         ...
 
-    def __call__(self, p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """As `stops`."""
+    def __call__(
+        self,
+        draft: Draft,
+        logits: Tensor,
+        warp: tuple[float, int, float],
+        table: Tensor | None,
+        limits: tuple[tuple[float, float], ...],
+        u: Tensor,
+        last: Tensor,
+    ) -> tuple[Verdict, Tensor]:
+        """A draft, logits [B, N, V], u and last [B, 1] uniform -> the verdict, and `behind` of `stops`.
+
+        warp: temperature, top-k and top-p; table and limits: of `Lending`.
+        """
         ...
 
 
@@ -50,20 +62,24 @@ def verify_block(
     rule: Acceptance,
     noise: Noise,
     measure: bool = False,
-    native: NativeStops | None = None,
+    native: NativeEnds | None = None,
 ) -> Verdict:
     """A chain of N nodes, each guess drawn from `draft.probs`, and the target's logits [B, N, V] -> the verdict.
 
     The temperature must be above 0. measure: also the exact total variation between p and the rule's output law at every
     kept node. Two random numbers are drawn per pass, and nothing is transferred to the host.
     """
-    p, there = sampling.probs(logits), draft.tree.children[..., :1] >= 0
     assert draft.probs is not None
+    if native is not None and not measure and native.takes(logits):
+        lending = rule.lending(logits.shape[1] - 1)
+        if lending is not None and (rule.lossless or lending.optimal):
+            numbers = noise.fine(Noise.ACCEPT, 1), noise.fine(Noise.BONUS, 1)
+            return native(draft, logits, sampling.warp, lending.table, lending.limits, *numbers)[0]
+    p, there = sampling.probs(logits), draft.tree.children[..., :1] >= 0
     q, law = draft.probs * there, p
     if not rule.lossless:
         law = rule.output_laws(p, permitted(q, logits), draft.tree.depth, p.shape[1] - 1)
-    find = native if native is not None and native.takes(law) else stops
-    behind, left = find(law, q, draft.codes)
+    behind, left = stops(law, q, draft.codes)
     last = (noise.fine(Noise.ACCEPT, 1) >= behind).sum(1)
     batch = torch.arange(len(last), device=last.device)
     weights = left[batch, last]

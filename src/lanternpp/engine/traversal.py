@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
-from lanternpp.engine.block import NativeStops, all_refused, verify_block
+from lanternpp.engine.block import NativeEnds, all_refused, verify_block
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import verdict_of
@@ -51,7 +51,7 @@ def verify_traversal(
     rule: Acceptance,
     noise: Noise,
     measure: bool = False,
-    native: NativeStops | None = None,
+    native: NativeEnds | None = None,
     native_tree: NativeTreeStops | None = None,
 ) -> Verdict:
     """A tree of N nodes, children drawn from `draft.probs`, and the target's logits [B, N, V] -> the verdict.

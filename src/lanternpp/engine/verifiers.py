@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance, has_fast_law
-from lanternpp.engine.block import NativeStops, verify_block
+from lanternpp.engine.block import NativeEnds, verify_block
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Guesses
 from lanternpp.engine.sampling import Sampling
@@ -27,7 +27,7 @@ class Kernels:
     """What computes parts of verification outside of PyTorch; None: PyTorch does."""
 
     walk: NativeWalk | None = None
-    chain: NativeStops | None = None
+    chain: NativeEnds | None = None
     tree: NativeTreeStops | None = None
 
 

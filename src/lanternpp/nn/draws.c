@@ -1,7 +1,7 @@
 /* The guesses of a chain and the laws that they are verified against: rows of V probabilities in float32, on a CPU.
 
-   The same functions as `Sampling.probs`, `draw`, `NeighbourAcceptance.output_law` and `stops` of block verification. PyTorch
-   takes some 20 operations a guess and 100 a verification for them, and starting those costs more than computing them.
+   The same functions as `Sampling.probs`, `draw`, `NeighbourAcceptance.output_law` and `verify_block`. PyTorch
+   takes some 20 operations a guess and 120 a verification for them, and starting those costs more than computing them.
    A row's result depends on that row alone and not on how many rows or threads there are. */
 
 #include "decoder.c"
@@ -47,13 +47,21 @@ typedef struct {
 } Laws;
 
 typedef struct {
-    int64_t batch, nodes, codes;
-    const float *p, *q;    /* [batch, nodes, codes] */
-    const int64_t *drawn;  /* [batch, nodes] */
-    double *behind;        /* [batch, nodes - 1] */
-    float *left;           /* [batch, nodes, codes] */
-    double *scratch;       /* [2, batch, nodes] */
-} Stops;
+    int64_t batch, nodes, codes, ranks, near;
+    Sampling sampling;
+    const float *logits, *q; /* [batch, nodes, codes] */
+    const int64_t *drawn;    /* [batch, nodes] */
+    const int64_t *children; /* [batch, nodes, ranks]; the first is negative where a chain has ended */
+    const double *u, *last;  /* [batch] uniform: of the end, and of the code that is drawn there */
+    const double *limit;     /* [nodes - 1, 2]: neighbours lend at most limit[0] + limit[1] p(y) */
+    const int32_t *table;    /* as in `Laws` */
+    double *scratch;         /* [2, batch, nodes] */
+    double *behind;          /* [batch, nodes - 1] */
+    float *law;              /* [batch, nodes, codes] */
+    int64_t *path;           /* [batch, nodes] */
+    int64_t *following;      /* [batch, nodes] */
+    int64_t *kept, *bonus;   /* [batch] */
+} Ends;
 
 /* The sum of x [BLOCK]. */
 static inline double block_sum(const float *x) {
@@ -158,6 +166,14 @@ static void probabilities(const Sampling *sampling, float *x, int64_t codes, int
     if (!greedy && sampling->top_p < 1) keep_largest(x, size, sampling->top_p * sum_all(x, size), 0);
     const float total = (float)sum_all(x, size);
     for (int64_t i = 0; i < size; i += LANES) *(floats *)(x + i) /= total;
+}
+
+/* Logits [codes] -> probabilities in x, with room for `codes` up to a multiple of BLOCK. */
+static void probabilities_of(const Sampling *sampling, const float *logits, int64_t codes, float *x) {
+    Sampling plain = *sampling;
+    if (plain.temperature == 0) plain = (Sampling){.temperature = 1, .top_p = 1}; /* `Sampling.probs` of greedy choices */
+    memcpy(x, logits, 4 * codes);
+    probabilities(&plain, x, codes, up_to(BLOCK, codes));
 }
 
 /* The first of x [size] at which their running sum exceeds the share u in (0, 1) of the whole. */
@@ -327,87 +343,173 @@ void draw_chain(const Heads *heads, const Chain *chain, int64_t threads) {
     }
 }
 
-/* For `count` codes, at most LANES: the mass that a code y is accepted with, min(q(y), p(y) + what its neighbours lend).
+/* x at LANES places. */
+static inline floats gather(const float *x, const int32_t *place) {
+#ifdef __AVX512F__
+    return (floats)_mm512_i32gather_ps(_mm512_loadu_si512(place), x, 4);
+#else
+    floats found;
+    for (int i = 0; i < LANES; i++) found[i] = x[place[i]];
+    return found;
+#endif
+}
+
+/* Whether any lane of a mask is set. */
+static inline int any_of(ints mask) {
+#ifdef __AVX512F__
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#else
+    int any = 0;
+    for (int i = 0; i < LANES; i++) any |= mask[i];
+    return any;
+#endif
+}
+
+/* The mass that each of LANES codes y is accepted with, min(q(y), p(y) + what its neighbours lend); all is p of all codes.
 
    The longest prefix of its neighbours lends whose mass is at most the limit; a code of probability 1 never lends. */
-static inline __attribute__((always_inline)) void accepted(const float *p_all, const float *p, const float *q, const float *limit,
-                                                           const int32_t *table, int64_t near, int count, float *out) {
-    float total[LANES] = {0}, lent[LANES] = {0};
-    int open[LANES], any = 0;
-    for (int i = 0; i < count; i++) any |= open[i] = p[i] < q[i];
-    for (int64_t n = 0; n < near && any; n++, table += LANES) {
-        any = 0;
-        for (int i = 0; i < count; i++) {
-            float mass = p_all[table[i]];
-            total[i] += mass;
-            int lends = open[i] & (mass < 1) & (total[i] <= limit[i]);
-            lent[i] = lends ? total[i] : lent[i];
-            any |= open[i] = lends & (p[i] + lent[i] < q[i]); /* beyond q(y) the value does not matter */
+static inline floats accepted(const float *all, floats p, floats q, floats limit, const int32_t *table, int64_t near) {
+    floats total = {0}, lent = {0};
+    ints open = p < q; /* beyond q(y) the value does not matter */
+    for (int64_t n = 0; n < near && any_of(open); n++, table += LANES) {
+        const floats mass = gather(all, table);
+        total += mass;
+        const ints lends = open & (mass < 1) & (total <= limit);
+        lent = (floats)(((ints)total & lends) | ((ints)lent & ~lends));
+        open = lends & (p + lent < q);
+    }
+    const floats mass = p + lent;
+    const ints less = mass < q;
+    return (floats)(((ints)mass & less) | ((ints)q & ~less));
+}
+
+/* The law of verifying one child drawn from q with the optimal residual; where not `whole`, the accepted mass alone.
+
+   p, q, limit and law have `codes` numbers and zeros up to a multiple of BLOCK. */
+static void law_of_row(const float *p, const float *q, const float *limit, const int32_t *table, int64_t near, int64_t codes, int whole,
+                       float *law) {
+    doubles kept = {0}, rest = {0};
+    for (int64_t y = 0; y < codes; y += LANES, table += LANES * near) {
+        const floats mine = *(const floats *)(p + y), mass = accepted(p, mine, *(const floats *)(q + y), *(const floats *)(limit + y), table, near);
+        *(floats *)(law + y) = mass;
+        const floats more = (floats)((ints)(mine - mass) & (mine > mass));
+        const eight *kept_by_halves = (const eight *)&mass, *rest_by_halves = (const eight *)&more;
+        for (int i = 0; i < 2; i++) {
+            kept += __builtin_convertvector(kept_by_halves[i], doubles);
+            rest += __builtin_convertvector(rest_by_halves[i], doubles);
         }
     }
-    for (int i = 0; i < count; i++) {
-        float mass = p[i] + lent[i];
-        out[i] = mass < q[i] ? mass : q[i];
+    if (!whole) return;
+    double all_kept = 0, all_rest = 0;
+    for (int i = 0; i < 8; i++) all_kept += kept[i], all_rest += rest[i];
+    const float share = all_rest > 0 && all_kept < 1 ? (float)((1 - all_kept) / all_rest) : 0;
+    for (int64_t y = 0; y < codes; y += LANES) {
+        const floats mine = *(const floats *)(p + y), mass = *(floats *)(law + y);
+        *(floats *)(law + y) = mass + share * (floats)((ints)(mine - mass) & (mine > mass));
     }
 }
 
-/* The law of verifying one child drawn from q with the optimal residual, in every row. */
+/* `law_of_row` in every row. */
 void output_laws(const Laws *laws, int64_t threads) {
     const Laws w = *laws;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
     for (int64_t r = 0; r < w.rows; r++) {
-        const float *p = w.p + r * w.codes, *q = w.q + r * w.codes, *limit = w.limit + r * w.codes;
-        float *law = w.law + r * w.codes;
-        double kept = 0, rest = 0;
-        for (int64_t y = 0; y < w.codes; y += LANES) {
-            const int32_t *table = w.table + y * w.near;
-            if (y + LANES <= w.codes) accepted(p, p + y, q + y, limit + y, table, w.near, LANES, law + y);
-            else accepted(p, p + y, q + y, limit + y, table, w.near, (int)(w.codes - y), law + y);
-        }
-        if (!w.whole) continue;
-#pragma omp simd reduction(+ : kept, rest)
-        for (int64_t y = 0; y < w.codes; y++) {
-            kept += law[y];
-            rest += p[y] > law[y] ? p[y] - law[y] : 0;
-        }
-        float share = rest > 0 && kept < 1 ? (float)((1 - kept) / rest) : 0;
-        for (int64_t y = 0; y < w.codes; y++) law[y] += share * (p[y] > law[y] ? p[y] - law[y] : 0);
+        const int64_t size = up_to(BLOCK, w.codes), at = r * w.codes;
+        float row[4][size] __attribute__((aligned(64))); /* p, q, limit and the law */
+        memset(row, 0, sizeof row);
+        memcpy(row[0], w.p + at, 4 * w.codes);
+        memcpy(row[1], w.q + at, 4 * w.codes);
+        memcpy(row[2], w.limit + at, 4 * w.codes);
+        law_of_row(row[0], row[1], row[2], w.table, w.near, w.codes, (int)w.whole, row[3]);
+        memcpy(w.law + at, row[3], 4 * w.codes);
     }
 }
 
-/* Where a chain ends, and the weights of the code drawn there. */
-void chain_stops(const Stops *stops, int64_t threads) {
-    const Stops s = *stops;
-    double *masses = s.scratch, *weights = s.scratch + s.batch * s.nodes;
-    for (int64_t b = 0; b < s.batch; b++) {
-        double weight = 1;
-        for (int64_t n = 0; n < s.nodes; n++) {
-            weights[b * s.nodes + n] = weight;
-            if (n + 1 == s.nodes) break;
-            int64_t i = (b * s.nodes + n) * s.codes + s.drawn[b * s.nodes + n + 1];
-            weight = s.q[i] > 0 ? weight * s.p[i] / s.q[i] : 0;
-            if (weight > 1) weight = 1;
-        }
+/* The law of the code behind node i of all chains, by its logits; q is 0 where `child` is not set. */
+static void law_of_node(const Ends *ends, int64_t i, int child) {
+    const Ends e = *ends;
+    const float *logits = e.logits + i * e.codes, *q = e.q + i * e.codes;
+    const int64_t size = up_to(BLOCK, e.codes);
+    float p[size] __attribute__((aligned(64)));
+    probabilities_of(&e.sampling, logits, e.codes, p);
+    if (!e.near || !child) {
+        memcpy(e.law + i * e.codes, p, 4 * e.codes);
+        return;
     }
-#pragma omp parallel for num_threads(threads)
-    for (int64_t i = 0; i < s.batch * s.nodes; i++) {
-        const float *p = s.p + i * s.codes, *q = s.q + i * s.codes, weight = (float)weights[i];
-        float *left = s.left + i * s.codes;
-        double mass = 0;
+    const float fixed = (float)e.limit[2 * (i % e.nodes)], share = (float)e.limit[2 * (i % e.nodes) + 1];
+    float row[3][size] __attribute__((aligned(64))); /* the limit, q of what the format permits, and the law */
+    for (int64_t y = 0; y < e.codes; y++) {
+        row[0][y] = fixed + share * p[y];
+        row[1][y] = logits[y] > -INFINITY ? q[y] : 0;
+    }
+    for (int64_t y = e.codes; y < size; y++) row[0][y] = row[1][y] = 0;
+    law_of_row(p, row[1], row[0], e.table, e.near, e.codes, 1, row[2]);
+    memcpy(e.law + i * e.codes, row[2], 4 * e.codes);
+}
+
+/* [weight p - q]+ of rows of `codes`, q null: 0, and its sum; left may be null. */
+static double left_of(const float *p, const float *q, float weight, int64_t codes, float *left) {
+    double mass = 0;
 #pragma omp simd reduction(+ : mass)
-        for (int64_t y = 0; y < s.codes; y++) {
-            float more = p[y] * weight - q[y];
-            left[y] = more > 0 ? more : 0;
-            mass += left[y];
-        }
-        masses[i] = mass;
+    for (int64_t y = 0; y < codes; y++) {
+        const float more = p[y] * weight - (q ? q[y] : 0);
+        mass += more > 0 ? more : 0;
     }
-    for (int64_t b = 0; b < s.batch; b++) {
-        double none = 1; /* of the events behind a node */
-        for (int64_t n = s.nodes - 1; n > 0; n--) {
-            double mass = masses[b * s.nodes + n], either = mass + 1 - weights[b * s.nodes + n];
-            none *= 1 - (either > 0 ? mass / either : 1);
-            s.behind[b * (s.nodes - 1) + n - 1] = none;
+    for (int64_t y = 0; left && y < codes; y++) {
+        const float more = p[y] * weight - (q ? q[y] : 0);
+        left[y] = more > 0 ? more : 0;
+    }
+    return mass;
+}
+
+/* Block verification: where chains end, and the codes that are drawn there. */
+void chain_ends(const Ends *ends, int64_t threads) {
+    const Ends e = *ends;
+    double *masses = e.scratch, *weights = e.scratch + e.batch * e.nodes;
+#define CHILD(i) (e.ranks && e.children[(i) * e.ranks] >= 0)
+#define Q(i) (CHILD(i) ? e.q + (i) * e.codes : NULL)
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < e.batch * e.nodes; i++) law_of_node(ends, i, CHILD(i));
+#pragma omp for
+        for (int64_t b = 0; b < e.batch; b++) {
+            double weight = 1;
+            for (int64_t i = b * e.nodes, n = 1; n <= e.nodes; i++, n++) {
+                weights[i] = weight;
+                if (n == e.nodes) break;
+                const int64_t code = e.drawn[i + 1];
+                const float chance = CHILD(i) ? e.q[i * e.codes + code] : 0;
+                weight = chance > 0 ? weight * e.law[i * e.codes + code] / chance : 0;
+                if (weight > 1) weight = 1;
+            }
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < e.batch * e.nodes; i++)
+            masses[i] = weights[i] > 0 ? left_of(e.law + i * e.codes, Q(i), (float)weights[i], e.codes, NULL) : 0;
+#pragma omp for
+        for (int64_t b = 0; b < e.batch; b++) {
+            const int64_t first = b * e.nodes, size = up_to(BLOCK, e.codes);
+            int64_t last = 0;
+            double none = 1; /* of the events behind a node */
+            for (int64_t n = e.nodes - 1; n > 0; n--) {
+                const double mass = masses[first + n], either = mass + 1 - weights[first + n];
+                none *= 1 - (either > 0 ? mass / either : 1);
+                e.behind[first - b + n - 1] = none;
+                last += e.u[b] >= none;
+            }
+            const int64_t i = first + last;
+            float left[size];
+            memset(left, 0, sizeof left);
+            if (!(left_of(e.law + i * e.codes, Q(i), (float)weights[i], e.codes, left) > 0)) memcpy(left, e.law + i * e.codes, 4 * e.codes);
+            e.bonus[b] = draw(left, size, e.last[b]);
+            e.kept[b] = last + 1;
+            for (int64_t n = 0; n < e.nodes; n++) {
+                e.path[first + n] = n < last ? n : last;
+                e.following[first + n] = n < last ? e.drawn[first + n + 1] : n == last ? e.bonus[b] : e.drawn[i];
+            }
         }
     }
+#undef CHILD
+#undef Q
 }

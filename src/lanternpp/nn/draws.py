@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lanternpp.nn.layout import COLUMNS, LargePages, blocks, pad
 from lanternpp.nn.native import MOST_WEIGHTS, Linear, kernels
-from lanternpp.types import Draft, on_host
+from lanternpp.types import Draft, Verdict, on_host
 
 GROUP = 4  # blocks of weights, as in draws.c
 LANES = 16  # codes whose neighbours are summed at once, as in draws.c
@@ -22,6 +22,8 @@ MOST_PICTURES = 16  # drafted for at once; PyTorch's products are faster for mor
 
 Weights = tuple[Tensor, Tensor | None]
 """Weight [out, in] and bias [out] of a linear layer."""
+Limits = tuple[tuple[float, float], ...]
+"""`limits` of `Lending`."""
 
 
 class Heads(Structure):
@@ -57,12 +59,14 @@ class Laws(Structure):
     )
 
 
-class Stops(Structure):
-    """`Stops` of draws.c."""
+class Ends(Structure):
+    """`Ends` of draws.c."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("batch", "nodes", "codes")),
-        *((name, c_void_p) for name in ("p", "q", "drawn", "behind", "left", "scratch")),
+        *((name, c_int64) for name in ("batch", "nodes", "codes", "ranks", "near")),
+        ("sampling", Warp),
+        *((name, c_void_p) for name in ("logits", "q", "drawn", "children", "u", "last", "limit", "table")),
+        *((name, c_void_p) for name in ("scratch", "behind", "law", "path", "following", "kept", "bonus")),
     )
 
 
@@ -121,7 +125,7 @@ class NativeChain:
         scratch = torch.empty(size, dtype=torch.uint8)
         assert draft.probs is not None and draft.probs.is_contiguous() and draft.codes.is_contiguous()
         chain = Chain(
-            *(batch, levels, vocab, Warp(warp[0], warp[2], warp[1]), *(x.data_ptr() for x in inputs)),
+            *(batch, levels, vocab, struct_of(warp), *(x.data_ptr() for x in inputs)),
             None if bias is None else bias.data_ptr(),
             *(x.data_ptr() for x in (u, draft.probs, draft.codes, scratch)),
             self.confidence[0],
@@ -136,7 +140,7 @@ class NativeLaws:
 
     def __init__(self, table: Tensor, library: ctypes.CDLL):
         self.library, (self.vocab, self.near) = library, table.shape
-        self.table = pad(table.int(), LANES).view(-1, LANES, self.near).transpose(1, 2).contiguous()
+        self.table = by_lanes(table)
 
     def takes(self, p: Tensor) -> bool:
         """Whether it computes those of p [..., V]."""
@@ -152,25 +156,69 @@ class NativeLaws:
         return out
 
 
-class NativeStops:
-    """`stops` of block verification."""
+class NativeEnds:
+    """Block verification of chains."""
 
     def __init__(self, library: ctypes.CDLL):
         self.library = library
+        self._table: tuple[Tensor | None, Tensor | None] = (None, None)  # the last one, as given and by lanes
+        self._limits: tuple[Limits, Tensor] = ((), torch.empty(0))  # the last ones
 
-    def takes(self, p: Tensor) -> bool:
-        """Whether it computes those of p [B, g + 1, V]."""
-        return fits(p)
+    def takes(self, logits: Tensor) -> bool:
+        """Whether it verifies chains with logits [B, N, V]."""
+        return fits(logits)
 
-    def __call__(self, p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """p, q [B, g + 1, V], codes [B, g + 1] -> as `stops`, [B, g] float64 and [B, g + 1, V]."""
-        batch, nodes, vocab = p.shape
-        p, q, codes = p.contiguous(), q.contiguous(), codes.contiguous()
-        behind = torch.empty(batch, nodes - 1, dtype=torch.float64)
-        left, scratch = torch.empty_like(p), torch.empty(2, batch, nodes, dtype=torch.float64)
-        given = (x.data_ptr() for x in (p, q, codes, behind, left, scratch))
-        self.library.chain_stops(byref(Stops(batch, nodes, vocab, *given)), torch.get_num_threads())
-        return behind, left
+    def __call__(
+        self,
+        draft: Draft,
+        logits: Tensor,
+        warp: tuple[float, int, float],
+        table: Tensor | None,
+        limits: Limits,
+        u: Tensor,
+        last: Tensor,
+    ) -> tuple[Verdict, Tensor]:
+        """A chain drawn from `draft.probs`, its logits [B, N, V], u and last [B, 1] uniform -> the verdict, and `behind` of `stops`.
+
+        table [V, k] int32 and limits: of `Lending`.
+        """
+        if limits != self._limits[0]:
+            self._limits = limits, torch.tensor(limits, dtype=torch.float64)
+        if table is not self._table[0]:
+            self._table = table, None if table is None else by_lanes(table)
+        near = 0 if table is None else table.shape[1]
+        limit, table = self._limits[1], self._table[1]
+        (batch, nodes, vocab), children = logits.shape, draft.tree.children
+        law = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        scratch, behind = (
+            torch.empty(size, dtype=torch.float64) for size in (2 * batch * nodes, batch * (nodes - 1))
+        )
+        both = torch.empty(2, batch, nodes, dtype=torch.int64)
+        each = torch.empty(2, batch, dtype=torch.int64)
+        assert draft.probs is not None
+        q = draft.probs.to(logits.dtype)
+        given = [
+            x if x is None else x.contiguous()
+            for x in (logits, q, draft.codes, children, u, last, limit, table)
+        ]
+        (path, following), (kept, bonus) = both, each
+        places = (
+            x if x is None else x.data_ptr()
+            for x in (*given, scratch, behind, law, path, following, kept, bonus)
+        )
+        sizes = (batch, nodes, vocab, children.shape[2], near)
+        self.library.chain_ends(byref(Ends(*sizes, struct_of(warp), *places)), torch.get_num_threads())
+        return Verdict(path, kept, following, bonus, None, law), behind.view(batch, nodes - 1)
+
+
+def by_lanes(table: Tensor) -> Tensor:
+    """Neighbours [V, k] as `Laws` of draws.c has them, [up to V / LANES, k, LANES]."""
+    return pad(table.int(), LANES).view(-1, LANES, table.shape[1]).transpose(1, 2).contiguous()
+
+
+def struct_of(warp: tuple[float, int, float]) -> Warp:
+    """Temperature, top-k and top-p, as `Sampling` of draws.c."""
+    return Warp(warp[0], warp[2], warp[1])
 
 
 def fits(p: Tensor) -> bool:
@@ -207,7 +255,7 @@ def native_laws(table: Tensor) -> NativeLaws | None:
     return None if found is None else NativeLaws(table, found)
 
 
-def native_stops() -> NativeStops | None:
-    """Stops in C; None where this machine does not allow it."""
+def native_ends() -> NativeEnds | None:
+    """Block verification in C; None where this machine does not allow it."""
     found = kernels()
-    return None if found is None else NativeStops(found)
+    return None if found is None else NativeEnds(found)

@@ -225,7 +225,7 @@ def load(path: Path) -> ctypes.CDLL:
     found.decode.argtypes = (POINTER(Shape), POINTER(Layer), POINTER(Pass), c_int64)
     found.draw_chain.restype, found.draw_chain.argtypes = None, (c_void_p, c_void_p, c_int64)
     found.head_logits.restype, found.head_logits.argtypes = None, (c_void_p, c_void_p, c_int64)
-    for name in ("output_laws", "chain_stops", "row_probs", "draw_children", "walk_tree", "tree_stops"):
+    for name in ("output_laws", "chain_ends", "row_probs", "draw_children", "walk_tree", "tree_stops"):
         function = getattr(found, name)
         function.restype, function.argtypes = None, (c_void_p, c_int64)
     found.prepare()

@@ -119,14 +119,6 @@ void head_logits(const Linear *head, const Logits *work, int64_t threads) {
     }
 }
 
-/* Logits [codes] -> probabilities in x, with room for `codes` up to a multiple of BLOCK. */
-static void probabilities_of(const Sampling *sampling, const float *logits, int64_t codes, float *x) {
-    Sampling plain = *sampling;
-    if (plain.temperature == 0) plain = (Sampling){.temperature = 1, .top_p = 1}; /* `Sampling.probs` of greedy choices */
-    memcpy(x, logits, 4 * codes);
-    probabilities(&plain, x, codes, up_to(BLOCK, codes));
-}
-
 /* `Sampling.probs`. */
 void row_probs(const Rows *rows, int64_t threads) {
     const Rows w = *rows;

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lanternpp.nn.draws import PackedDense, Warp, Weights, fits
+from lanternpp.nn.draws import PackedDense, Warp, Weights, fits, struct_of
 from lanternpp.nn.layout import COLUMNS
 from lanternpp.nn.native import MOST_WEIGHTS, kernels
 from lanternpp.types import Draft, Tree, on_host
@@ -192,11 +192,6 @@ class NativeTreeStops:
         work = Traversal(batch, nodes, vocab, tree.children.shape[2], *given)
         self.library.tree_stops(byref(work), torch.get_num_threads())
         return behind, left
-
-
-def struct_of(warp: tuple[float, int, float]) -> Warp:
-    """Temperature, top-k and top-p, as `Sampling` of draws.c."""
-    return Warp(warp[0], warp[2], warp[1])
 
 
 def native_head(head: Weights | None) -> NativeHead | None:
