@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -98,6 +98,9 @@ class SlowPipe:
 
     def settings(self, method: str, **overrides: object) -> Settings:
         return settings(self.chosen(method).method, **overrides)
+
+    def at_batch(self, settings: Settings, rows: int) -> Settings:
+        return replace(settings, batch_size=rows)
 
     def describe(self, settings: Settings) -> dict[str, object]:
         return asdict(settings)

@@ -27,6 +27,9 @@ class Group(Enum):
 
 ENGINE, PARTS, DRAFT, RULE, MEASURE, SAMPLING = Group
 EVERY = tuple(Group)
+SEVERAL = (
+    "several"  # in a model's defaults for a method: those that it has instead for several pictures at once
+)
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,9 @@ from lanternpp.settings import (
     network_needed,
     resolve,
     suits_latents,
+    with_tree,
 )
-from lanternpp.tuned import CONDITIONS, DRAFTED, Tuned, fingerprint
+from lanternpp.tuned import CONDITIONS, DRAFTED, Tuned, fingerprint, with_tuned
 from lanternpp.vq.neighbours import cache_folder, neighbours
 
 TABLES = [
@@ -150,10 +151,15 @@ class LoadedModel:
             usual = resolve(method, defaults, {k: v for k, v in overrides.items() if k not in DRAFTED}, auto)
             found = self.tuned.settings(method, self.conditions(usual))
         if found:
-            rows = defaults.get("methods", {})
-            own = {**rows, method: {**rows.get(method, {}), **found}}
-            settings = resolve(method, {**defaults, "methods": own}, overrides, auto)
+            settings = resolve(method, with_tuned(defaults, method, found), overrides, auto)
         return fitted(settings, self.target, self.name, overrides)
+
+    def at_batch(self, settings: Settings, rows: int) -> Settings:
+        """These settings for `rows` pictures at once: a tree that is the default of one picture becomes that of so many."""
+        one, several = (self.settings(settings.method, batch_size=size) for size in (1, rows))
+        made = replace(settings, batch_size=rows)
+        usual = (settings.proposer, settings.tree) == (one.proposer, one.tree)
+        return with_tree(made, several.tree) if usual and several.tree != one.tree else made
 
     @property
     def device(self) -> torch.device:

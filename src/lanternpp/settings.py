@@ -14,7 +14,7 @@ from lanternpp.accept.base import Acceptance, Dials
 from lanternpp.accept.neighbours import NativeLaws, NeighbourAcceptance
 from lanternpp.continuous.mixture import MixtureSampling
 from lanternpp.dials import DIALS as TABLE
-from lanternpp.dials import DRAFT, EVERY, RULE, dials, names, spoken
+from lanternpp.dials import DRAFT, EVERY, RULE, SEVERAL, dials, names, spoken
 from lanternpp.drafters.base import Drafter
 from lanternpp.engine.proposer import Parts, Proposer
 from lanternpp.engine.verifiers import (
@@ -97,6 +97,8 @@ def resolve(
     row = {k: v for k, v in asdict(named_method(method)).items() if k != "about"}
     base = {dial.name: dial.default for dial in dials(*EVERY)}
     merged = base | row | defaults_of(defaults, method) | given
+    if merged["batch_size"] > 1:
+        merged |= defaults_of(defaults, method, several=True) | given
     extra = [k for k in merged if k not in Settings.__dataclass_fields__]
     if extra:
         raise InputError(unknown("option", extra[0], Settings.__dataclass_fields__))
@@ -185,14 +187,17 @@ def typed(name: str, value: Any) -> Any:
     return importable(arguments.text(dial.spoken, value))
 
 
-def defaults_of(defaults: Mapping[str, Any], method: str) -> dict[str, Any]:
-    """A model's defaults for a method, which a file may have given. InputError where one cannot be used."""
+def defaults_of(defaults: Mapping[str, Any], method: str, several: bool = False) -> dict[str, Any]:
+    """A model's defaults for a method, or those of `several` pictures at once alone. InputError where one cannot be used."""
     found: dict[str, Any] = {}
     row = defaults.get("methods", {}).get(method, {})
+    own, where = row.get(SEVERAL, {}), f"methods.{method}."
     try:
-        for within, values in (("", defaults), (f"methods.{method}.", row)):
+        if not isinstance(own, Mapping):
+            raise InputError(f"{where}{SEVERAL} is {own!r} instead of settings")
+        for within, values in [(f"{where}{SEVERAL}.", own)] if several else [("", defaults), (where, row)]:
             for name, value in values.items():
-                if name not in ("method", "methods") and value is not None:
+                if name not in ("method", "methods", SEVERAL) and value is not None:
                     found[name] = checked(within + name, value, hints(Settings).get(name, Any))
                     if isinstance(value, int):
                         bounded(within + name, value, SANE)

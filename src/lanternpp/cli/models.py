@@ -85,7 +85,7 @@ def describe_method(
     from lanternpp.models import drawing_dtype, holds, latent_family, model_folder
     from lanternpp.registry import find
     from lanternpp.settings import network_needed, resolve, suits_latents
-    from lanternpp.tuned import CONDITIONS, Tuned
+    from lanternpp.tuned import CONDITIONS, Tuned, with_tuned
 
     folder, other = model_folder(model), model_folder(drafter) if drafter else None
     chosen, defaults = method_for(model, drafter, name)
@@ -95,9 +95,7 @@ def describe_method(
     where = {"device": on.type, "dtype": kind if dtype != "int8" else f"int8, {kind}"}
     where |= {key: getattr(settings, key) for key in CONDITIONS if key not in where}
     if found := Tuned.read(folder, other).settings(name, where):
-        rows = defaults.get("methods", {})
-        own = {**rows, name: {**rows.get(name, {}), **found}}
-        settings = resolve(name, {**defaults, "methods": own}, {})
+        settings = resolve(name, with_tuned(defaults, name, found), {})
     network = network_needed(settings)
     available = network is None or other is not None or holds(folder, network)
     fits = suits_latents(settings) or latent_family(folder) is None

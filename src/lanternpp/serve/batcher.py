@@ -80,7 +80,7 @@ class Batcher(SubmissionQueue):
         self.slots = slots
         self.calibration = calibration
         chosen = calibration.choose if calibration else choose
-        self._choose = chosen or (lambda settings, rows: settings)
+        self._choose = chosen or pipe.at_batch
         self._scheduler = Scheduler(self._build, slots, max_runners)
         self._stop = False
         self._broken: Exception | None = None
