@@ -116,7 +116,7 @@ def drawing_dtype(name: str, device: torch.device, folder: Path) -> torch.dtype:
     read half the bytes and multiply as floats.
     """
     dtype = pick_dtype(name, device)
-    if name not in ("auto", INT8) or device.type != "cpu" or dtype != torch.float32 or latent_family(folder):
+    if name not in ("auto", INT8) or device.type != "cpu" or dtype != torch.float32:
         return dtype
     try:
         source, _ = target_source(folder)
@@ -134,7 +134,7 @@ def pack_target(target: Target) -> None:
     target.native_head = native_head(target.head_weights)
     target.pack()
     vq: object = getattr(target, "vq", None)
-    if isinstance(vq, nn.Module) and not target.channels:
+    if isinstance(vq, nn.Module):
         vq.to(product_dtype(next(vq.parameters())))
 
 

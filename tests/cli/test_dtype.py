@@ -6,8 +6,9 @@ import json
 
 import pytest
 import torch
+from latents import write_diffusion
 
-from lanternpp import models
+from lanternpp import Pipeline, models
 from lanternpp.devices import pick_dtype
 from lanternpp.nn import int8
 from lanternpp.nn.native import SWITCH, kernels
@@ -44,6 +45,19 @@ def test_without_products_of_bfloat16_the_kernels_decide_and_what_was_chosen_is_
     assert " in bfloat16 on cpu, " in run(*DRAW, model, "--dtype", "bfloat16").out
     reported = run("compare", "a red tulip", "--model", model, "--dtype", "float64", "--runs", 1).out
     assert "float64 on cpu" in reported
+
+
+def test_a_model_of_latents_is_drawn_by_the_kernels_too(tmp_path, monkeypatch) -> None:
+    """In bfloat16 where the CPU has no products of it: every wide linear layer is packed, but for a diffusion head in float32."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    pipe = Pipeline.from_pretrained(str(write_diffusion(tmp_path / "latents")), device="cpu")
+    assert pipe.dtype == ("bfloat16" if kernels() else "float32")
+    found = kernels()
+    if found and found.widens():
+        plain = [m for m in pipe.target.modules() if type(m) is torch.nn.Linear]
+        assert all(layer.in_features % 16 or layer.weight.dtype == torch.float32 for layer in plain)
+    assert pipe("a red tulip", seed=1).images[0].size == (4, 4)
 
 
 def test_8_bits_draw_and_tell_what_they_do_to_the_logits(run, model) -> None:

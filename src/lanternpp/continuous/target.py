@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lanternpp.continuous.mixture import bounded, size
 from lanternpp.nn.configs import Width
+from lanternpp.nn.packed import pack
 from lanternpp.schema import Between
 from lanternpp.targets.prompted import PromptedConfig, PromptedTarget
 from lanternpp.vq.folder import read_kl
@@ -56,6 +57,10 @@ class LatentTarget(PromptedTarget):
     def add_tables(self) -> None:
         """A linear map of latents for the input."""
         self.latent_in = nn.Linear(self.config.channels, self.config.dim)
+
+    def pack(self) -> None:
+        """Prepare for passes over few rows: the decoder, the maps of latents, and the head."""
+        pack(self)
 
     def misfit(self) -> tuple[str, str] | None:
         """Channels, and the grid."""

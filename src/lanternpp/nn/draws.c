@@ -383,16 +383,28 @@ static inline floats accepted(const float *all, floats p, floats q, floats limit
     return (floats)(((ints)mass & less) | ((ints)q & ~less));
 }
 
-/* The law of verifying one child drawn from q with the optimal residual; where not `whole`, the accepted mass alone.
+/* A row of codes, with numbers >= 0 behind the last up to a multiple of LANES, and the rule that it is verified under. */
+typedef struct {
+    const float *p, *q;
+    const float *limit;  /* of what neighbours lend; null: fixed + share p */
+    const float *logits; /* -infinity: forbidden, never relaxed; or null */
+    float fixed, share;
+    const int32_t *table;
+    int64_t near;
+} Row;
 
-   p, q, limit and law have `codes` numbers and zeros up to a multiple of BLOCK. */
-static void law_of_row(const float *p, const float *q, const float *limit, const int32_t *table, int64_t near, int64_t codes, int whole,
-                       float *law) {
+/* The law of verifying one child drawn from q with the optimal residual; where not `whole`, the accepted mass alone. */
+static inline __attribute__((always_inline)) void law_of_row(const Row *row, int64_t codes, int whole, float *law) {
+    const Row r = *row;
+    const int32_t *table = r.table;
     doubles kept = {0}, rest = {0};
-    for (int64_t y = 0; y < codes; y += LANES, table += LANES * near) {
-        const floats mine = *(const floats *)(p + y), mass = accepted(p, mine, *(const floats *)(q + y), *(const floats *)(limit + y), table, near);
+    for (int64_t y = 0; y < codes; y += LANES, table += LANES * r.near) {
+        const floats p = *(const floats *)(r.p + y), limit = r.limit ? *(const floats *)(r.limit + y) : r.fixed + r.share * p;
+        floats q = *(const floats *)(r.q + y);
+        if (r.logits) q = (floats)((ints)q & (*(const floats *)(r.logits + y) > -INFINITY));
+        const floats mass = accepted(r.p, p, q, limit, table, r.near);
         *(floats *)(law + y) = mass;
-        const floats more = (floats)((ints)(mine - mass) & (mine > mass));
+        const floats more = (floats)((ints)(p - mass) & (p > mass));
         const eight *kept_by_halves = (const eight *)&mass, *rest_by_halves = (const eight *)&more;
         for (int i = 0; i < 2; i++) {
             kept += __builtin_convertvector(kept_by_halves[i], doubles);
@@ -404,8 +416,8 @@ static void law_of_row(const float *p, const float *q, const float *limit, const
     for (int i = 0; i < 8; i++) all_kept += kept[i], all_rest += rest[i];
     const float share = all_rest > 0 && all_kept < 1 ? (float)((1 - all_kept) / all_rest) : 0;
     for (int64_t y = 0; y < codes; y += LANES) {
-        const floats mine = *(const floats *)(p + y), mass = *(floats *)(law + y);
-        *(floats *)(law + y) = mass + share * (floats)((ints)(mine - mass) & (mine > mass));
+        const floats p = *(const floats *)(r.p + y), mass = *(floats *)(law + y);
+        *(floats *)(law + y) = mass + share * (floats)((ints)(p - mass) & (p > mass));
     }
 }
 
@@ -414,14 +426,15 @@ void output_laws(const Laws *laws, int64_t threads) {
     const Laws w = *laws;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
     for (int64_t r = 0; r < w.rows; r++) {
-        const int64_t size = up_to(BLOCK, w.codes), at = r * w.codes;
-        float row[4][size] __attribute__((aligned(64))); /* p, q, limit and the law */
-        memset(row, 0, sizeof row);
-        memcpy(row[0], w.p + at, 4 * w.codes);
-        memcpy(row[1], w.q + at, 4 * w.codes);
-        memcpy(row[2], w.limit + at, 4 * w.codes);
-        law_of_row(row[0], row[1], row[2], w.table, w.near, w.codes, (int)w.whole, row[3]);
-        memcpy(w.law + at, row[3], 4 * w.codes);
+        const int64_t size = up_to(LANES, w.codes), at = r * w.codes;
+        float all[4][size] __attribute__((aligned(64))); /* p, q, limit and the law */
+        memset(all, 0, sizeof all);
+        memcpy(all[0], w.p + at, 4 * w.codes);
+        memcpy(all[1], w.q + at, 4 * w.codes);
+        memcpy(all[2], w.limit + at, 4 * w.codes);
+        const Row row = {.p = all[0], .q = all[1], .limit = all[2], .table = w.table, .near = w.near};
+        law_of_row(&row, w.codes, (int)w.whole, all[3]);
+        memcpy(w.law + at, all[3], 4 * w.codes);
     }
 }
 
@@ -430,21 +443,24 @@ static void law_of_node(const Ends *ends, int64_t i, int child) {
     const Ends e = *ends;
     const float *logits = e.logits + i * e.codes, *q = e.q + i * e.codes;
     const int64_t size = up_to(BLOCK, e.codes);
-    float p[size] __attribute__((aligned(64)));
+    float p[size] __attribute__((aligned(64))), *law = e.law + i * e.codes;
     probabilities_of(&e.sampling, logits, e.codes, p);
     if (!e.near || !child) {
-        memcpy(e.law + i * e.codes, p, 4 * e.codes);
+        memcpy(law, p, 4 * e.codes);
         return;
     }
-    const float fixed = (float)e.limit[2 * (i % e.nodes)], share = (float)e.limit[2 * (i % e.nodes) + 1];
-    float row[3][size] __attribute__((aligned(64))); /* the limit, q of what the format permits, and the law */
-    for (int64_t y = 0; y < e.codes; y++) {
-        row[0][y] = fixed + share * p[y];
-        row[1][y] = logits[y] > -INFINITY ? q[y] : 0;
+    const double *limit = e.limit + 2 * (i % e.nodes);
+    Row row = {.p = p, .q = q, .logits = logits, .fixed = (float)limit[0], .share = (float)limit[1], .table = e.table, .near = e.near};
+    if (e.codes % LANES == 0) {
+        law_of_row(&row, e.codes, 1, law);
+        return;
     }
-    for (int64_t y = e.codes; y < size; y++) row[0][y] = row[1][y] = 0;
-    law_of_row(p, row[1], row[0], e.table, e.near, e.codes, 1, row[2]);
-    memcpy(e.law + i * e.codes, row[2], 4 * e.codes);
+    float more[3][size] __attribute__((aligned(64))); /* q, logits and the law, with room behind them */
+    memset(more, 0, sizeof more);
+    row.q = memcpy(more[0], q, 4 * e.codes);
+    row.logits = memcpy(more[1], logits, 4 * e.codes);
+    law_of_row(&row, e.codes, 1, more[2]);
+    memcpy(law, more[2], 4 * e.codes);
 }
 
 /* [weight p - q]+ of rows of `codes`, q null: 0, and its sum; left may be null. */
