@@ -74,10 +74,10 @@ def test_prompts_of_a_file_are_taken_in_turn(run, judged, elsewhere: Path) -> No
     pairs = [(text["prompt"], text["seed"]) for text in reported]
     assert pairs == [
         ("a tulip", "0"),
-        ("a red tulip", "0"),
-        ("a tulip", "1"),
         ("a red tulip", "1"),
         ("a tulip", "2"),
+        ("a red tulip", "3"),
+        ("a tulip", "4"),
     ]
 
 

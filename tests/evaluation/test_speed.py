@@ -60,6 +60,8 @@ def test_methods_take_turns_and_each_goes_first_in_its_turn(pipe: Pipeline) -> N
     rounds = [turns[i : i + 3] for i in range(0, len(turns), 3)]
     assert all(len({(p, s) for _, p, s in each}) == 1 for each in rounds)
     assert {each[0][0].label for each in rounds} == {e.label for e in race(pipe).field}
+    pictures = {(prompt, seed) for _, prompt, seed in turns}
+    assert len({seed for _, seed in pictures}) == len(pictures), "pictures of one seed share their noise"
 
 
 def test_what_is_written_down_is_what_the_pipeline_draws(pipe: Pipeline, tmp_path: Path) -> None:
@@ -68,9 +70,9 @@ def test_what_is_written_down_is_what_the_pipeline_draws(pipe: Pipeline, tmp_pat
         assert all((tmp_path / name).is_file() for name in turn.files) and len(turn.files) == 1
         assert all(sum(accepted) == pipe.target.length for accepted in turn.accepted)
         assert turn.seconds >= sum(v for k, v in turn.phases.items() if k != "rest") > 0
-        assert (turn.spent is not None) == (turn.seed == 5)
-    bent = next(t for t in turns if t.label.startswith("lantern++") and (t.prompt, t.seed) == (1, 6))
-    alone = pipe(PROMPTS[1], seed=6, method="lantern++", lam=3.0, batch_size=1)
+        assert (turn.spent is not None) == (turn.seed in (5, 7))
+    bent = next(t for t in turns if t.label.startswith("lantern++") and (t.prompt, t.seed) == (1, 8))
+    alone = pipe(PROMPTS[1], seed=8, method="lantern++", lam=3.0, batch_size=1)
     assert bent.accepted == [alone.stats.accepted_per_pass]
     spent = {t.label: t.spent for t in turns if t.seed == 5}
     assert spent["ar"] == spent["jacobi"] == [0.0] and spent["lantern++ lambda=3"][0] > 0

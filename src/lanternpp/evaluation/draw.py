@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,16 +22,12 @@ class EvaluationRequest:
 def evaluation_requests(prompts: Sequence[str], n: int, seed: int) -> list[EvaluationRequest]:
     """n pictures over some prompts: evenly over them where they are more, in turn where they are fewer.
 
-    The pictures of one prompt have seed, seed + 1, ..., so that `generate` draws the same ones.
+    Their seeds are seed, seed + 1 and so on: pictures of the same seed share their noise, whatever the prompt, and too few
+    seeds would make plain decoding, whose noise is at the same places in every picture, look less varied than it is.
     """
     count = len(prompts)
-    chosen = [prompts[i * count // n if n < count else i % count] for i in range(n)]
-    drawn_of: Counter[str] = Counter()
-    made = []
-    for prompt in chosen:
-        made.append(EvaluationRequest(prompt, seed + drawn_of[prompt]))
-        drawn_of[prompt] += 1
-    return made
+    chosen = (prompts[i * count // n if n < count else i % count] for i in range(n))
+    return [EvaluationRequest(prompt, seed + i) for i, prompt in enumerate(chosen)]
 
 
 def draw(

@@ -95,7 +95,7 @@ def parse_override(word: str, item: str) -> tuple[str, Any]:
 
 
 class Race:
-    """Entries over prompts and seeds, `batch_size` pictures of a prompt at a time."""
+    """Entries over prompts and seeds, `batch_size` pictures of a prompt at a time; `n` seeds for each prompt, which no other has."""
 
     def __init__(
         self,
@@ -129,6 +129,7 @@ class Race:
             "prompts": self.prompts,
             "n": self.n,
             "seed": self.seed,
+            "seeds of a prompt": "its own",  # older runs had the same ones for all prompts
             "measure": self.measure,
             "device": device_name(like.device),
             "dtype": self.pipe.dtype,
@@ -142,7 +143,7 @@ class Race:
         rounds = product(range(0, self.n, self.batch), range(len(self.prompts)))
         for place, (first, prompt) in enumerate(rounds):
             for i in range(len(self.field)):
-                yield self.field[(place + i) % len(self.field)], prompt, self.seed + first
+                yield self.field[(place + i) % len(self.field)], prompt, self.seed + prompt * self.n + first
 
     def draw(self, entry: Entry, prompt: int, seed: int, **extra: Any) -> Result:
         """The pictures of one turn, by the entry's engine; with `extra` overrides, by an engine made for them."""
@@ -180,7 +181,7 @@ class Race:
         result = self.draw(entry, prompt, seed)
         stats, tv_spent = result.stats, None
         phases = watch.take(stats.seconds)
-        if self.measure and seed == self.seed:
+        if self.measure and (seed - self.seed) % self.n == 0:
             tv_spent = self.draw(entry, prompt, seed, measure=True).stats.tv_spent_per_image
         files = []
         for i, image in enumerate(result.images):
