@@ -49,11 +49,12 @@ def test_greedy_exact_equals_greedy_ar_code_by_code() -> None:
     assert torch.equal(ar, drafted)
 
 
-@pytest.mark.parametrize("method", ["ar", "lantern++"])
-def test_a_batch_of_four_equals_four_runs_of_one(method: str) -> None:
-    together = first_codes(engine("float64", method, batch=4), PROMPTS, [3, 4, 5, 6], 20)
+@pytest.mark.parametrize(("method", "tree"), [("ar", None), ("lantern++", "chain-12")])
+def test_a_batch_of_four_equals_four_runs_of_one(method: str, tree: str | None) -> None:
+    """With the same tree, that is; the default is another one for several pictures."""
+    together = first_codes(engine("float64", method, batch=4, tree=tree), PROMPTS, [3, 4, 5, 6], 20)
     alone = [
-        first_codes(engine("float64", method), [p], [s], 20)[0]
+        first_codes(engine("float64", method, tree=tree), [p], [s], 20)[0]
         for p, s in zip(PROMPTS, range(3, 7), strict=True)
     ]
     assert torch.equal(together, torch.stack(alone))
