@@ -23,11 +23,13 @@ from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verifiers import with_native
 from lanternpp.engine.verify import verify
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.packed import pack
 from lanternpp.nn.rope import grid_table
-from lanternpp.nn.trees import native_sampling, native_walk
+from lanternpp.nn.trees import native_sampling
+from lanternpp.nn.verdicts import native_verifier
 from lanternpp.trees.shapes import SHAPES
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft, Frontier
@@ -61,6 +63,7 @@ def main() -> None:
     rules: dict[str, Acceptance] = {"exact": Exact(), "lantern++ (1000, 2)": LanternPlusPlus(table, 2.0)}
     seconds: dict[str, list[float]] = {name: [] for name in ("pass", *rules)}
     kept: dict[str, list[int]] = {name: [] for name in rules}
+    walk = with_native(verify, native_verifier())
     with torch.inference_mode():
         for run in range(options.runs + 5):
             noise = Noise(torch.tensor([run], device=device), torch.tensor([1], device=device))
@@ -72,7 +75,7 @@ def main() -> None:
             took = {"pass": now() - began}
             for name, rule in rules.items():
                 began = now()
-                verdict = verify(draft, logits, sampling, rule, noise, native=native_walk())
+                verdict = walk(draft, logits, sampling, rule, noise, False)
                 took[name] = now() - began
                 if run >= 5:
                     kept[name].append(int(verdict.kept))

@@ -23,16 +23,15 @@ from lanternpp.devices import INT8, pick_device
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verifiers import Kernels
 from lanternpp.engines import BYTES, EngineCache
 from lanternpp.errors import InputError
 from lanternpp.keywords import PictureDials, listing
 from lanternpp.methods import AUTO
 from lanternpp.models import MODELS, Model, drawing_dtype, model_folder, read_defaults
 from lanternpp.nn.checkpoints import digest, write_text
-from lanternpp.nn.draws import native_ends, native_laws
 from lanternpp.nn.int8 import Effect
-from lanternpp.nn.trees import native_sampling, native_tree_stops, native_walk
+from lanternpp.nn.trees import native_sampling
+from lanternpp.nn.verdicts import native_laws, native_verifier
 from lanternpp.registry import find
 from lanternpp.settings import (
     Settings,
@@ -229,8 +228,7 @@ class LoadedModel:
         sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, native=native_sampling())
         parts = (model.target, proposer, rule, sampling, Guidance(settings.cfg))
         codes = not model.target.channels
-        kernels = Kernels(native_walk(), native_ends(), native_tree_stops()) if codes else None
-        verifier = build_verifier(settings, kernels)
+        verifier = build_verifier(settings, native_verifier() if codes else None)
         engine = engine_for(*parts, settings.batch_size, settings.measure, verifier)
         if settings.compile:
             compile_steps(engine)

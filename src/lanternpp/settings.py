@@ -21,11 +21,11 @@ from lanternpp.engine.verifiers import (
     TOKEN,
     VERIFIERS,
     DraftTraits,
-    Kernels,
+    NativeVerifier,
     Verifier,
     best_for,
     why_unsupported,
-    with_kernels,
+    with_native,
 )
 from lanternpp.errors import InputError
 from lanternpp.methods import method as named_method
@@ -96,9 +96,10 @@ def resolve(
     given = {k: typed(k, v) for k, v in overrides.items() if v is not None}
     row = {k: v for k, v in asdict(named_method(method)).items() if k != "about"}
     base = {dial.name: dial.default for dial in dials(*EVERY)}
-    merged = base | row | defaults_of(defaults, method) | given
+    usual, several = defaults_of(defaults, method)
+    merged = base | row | usual | given
     if merged["batch_size"] > 1:
-        merged |= defaults_of(defaults, method, several=True) | given
+        merged |= several | given
     extra = [k for k in merged if k not in Settings.__dataclass_fields__]
     if extra:
         raise InputError(unknown("option", extra[0], Settings.__dataclass_fields__))
@@ -187,15 +188,15 @@ def typed(name: str, value: Any) -> Any:
     return importable(arguments.text(dial.spoken, value))
 
 
-def defaults_of(defaults: Mapping[str, Any], method: str, several: bool = False) -> dict[str, Any]:
-    """A model's defaults for a method, or those of `several` pictures at once alone. InputError where one cannot be used."""
-    found: dict[str, Any] = {}
-    row = defaults.get("methods", {}).get(method, {})
-    own, where = row.get(SEVERAL, {}), f"methods.{method}."
+def defaults_of(defaults: Mapping[str, Any], method: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A model's defaults for a method, and those that several pictures at once have instead. InputError where one cannot be used."""
+    usual, several = dict[str, Any](), dict[str, Any]()
+    row, at = defaults.get("methods", {}).get(method, {}), f"methods.{method}."
+    own, at_own = row.get(SEVERAL, {}), f"{at}{SEVERAL}"
     try:
         if not isinstance(own, Mapping):
-            raise InputError(f"{where}{SEVERAL} is {own!r} instead of settings")
-        for within, values in [(f"{where}{SEVERAL}.", own)] if several else [("", defaults), (where, row)]:
+            raise InputError(f"{at_own} is {own!r} instead of settings")
+        for found, within, values in (usual, "", defaults), (usual, at, row), (several, f"{at_own}.", own):
             for name, value in values.items():
                 if name not in ("method", "methods", SEVERAL) and value is not None:
                     found[name] = checked(within + name, value, hints(Settings).get(name, Any))
@@ -203,7 +204,7 @@ def defaults_of(defaults: Mapping[str, Any], method: str, several: bool = False)
                         bounded(within + name, value, SANE)
     except InputError as error:
         raise InputError(f"the model's defaults: {error}") from None
-    return found
+    return usual, several
 
 
 def dials_read(proposer: str, accept: str) -> frozenset[str]:
@@ -282,9 +283,9 @@ def _parts(settings: Settings) -> Parts:
     return Parts(tree, None, *jacobi, settings.cut)
 
 
-def build_verifier(settings: Settings, kernels: Kernels | None = None) -> Verifier:
-    """The function that verifies drafts; kernels: what computes parts of it outside of PyTorch."""
-    return with_kernels(find("verifier", settings.verify or TOKEN, VERIFIERS), kernels or Kernels())
+def build_verifier(settings: Settings, native: NativeVerifier | None = None) -> Verifier:
+    """The function that verifies drafts; native: what does it outside of PyTorch where it can."""
+    return with_native(find("verifier", settings.verify or TOKEN, VERIFIERS), native)
 
 
 def _unread(

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Warping = tuple[float, int, float]
+"""Temperature, top-k and top-p."""
+
 
 def on_host(x: Tensor) -> bool:
     """Whether Python can look at the values of a tensor at no cost: on a CPU, but for the tracing of a graph."""
@@ -77,6 +80,16 @@ class Verdict:
     law: Tensor | None = None
     """[B, N, V] what the codes behind every node were made to follow, where all guesses together decided how many are kept;
     None where the decision looked at no guess behind the first one that was refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lending:
+    """A rule whose candidate gets the probability of its nearest codes, as numbers, for verification outside of PyTorch."""
+
+    table: Tensor | None  # [V, k] int32 the nearest codes of every code, nearest first; None: nothing is lent
+    limits: tuple[tuple[float, float], ...]
+    """(a, b) of every level: at most a + b p is lent to a code of probability p."""
+    optimal: bool  # whether the residual is the optimal one
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,17 +25,15 @@ from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.block import stops, verify_block, weights
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling, draw
+from lanternpp.engine.verifiers import with_native
 from lanternpp.models import Model, model_folder
 from lanternpp.nn import native
 from lanternpp.nn.draws import (
     NativeChain,
-    NativeEnds,
-    NativeLaws,
     PackedDense,
     native_chain,
-    native_ends,
-    native_laws,
 )
+from lanternpp.nn.verdicts import NativeLaws, NativeVerifier, Node, native_laws, native_verifier
 from lanternpp.proposers.parallel import Parallel, _masked
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.shapes import chain
@@ -46,6 +44,7 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler 
 
 HALF, NEVER = torch.bfloat16, float("-inf")
 DIM, HIDDEN, LEVELS = 48, 32, 4
+BEHIND = [name for name, _ in Node._fields_].index("behind")
 SAMPLINGS = [
     Sampling(),
     Sampling(0.7),
@@ -273,15 +272,15 @@ def in_c(
 ) -> tuple[Tensor, Tensor]:
     """`stops` of chains, as C verifies them under a rule, for tests in float64; p, q [B, g + 1, V], q 0 behind the last guess."""
     lending = (rule or Exact()).lending(p.shape[1] - 1)
-    ends = NativeEnds(library or native.library())  # type: ignore[arg-type]
+    verifier = NativeVerifier(library or native.library())  # type: ignore[arg-type]
     assert lending is not None
     draft = Draft(chain_tree(len(p), p.shape[1] - 1, p.device), codes, q.float())
     u = torch.full((len(p), 1), 0.5, dtype=torch.float64)
     logits = p.log().clamp(min=-200).float()  # below -87 a probability is 0, and yet not forbidden
-    verdict, behind = ends(draft, logits, Sampling().warp, lending.table, lending.limits, u, u)
+    verdict, nodes = verifier(draft, logits, Sampling().warp, lending, False, u, u)
     assert verdict.law is not None
     law = verdict.law.double()
-    return behind, (law * weights(law, q, codes)[..., None] - q).clamp_(min=0)
+    return nodes[:, 1:, BEHIND], (law * weights(law, q, codes)[..., None] - q).clamp_(min=0)
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -359,7 +358,8 @@ def test_a_verdict_is_the_same_by_either(name: str, ended: bool) -> None:
         draft = replace(draft, tree=_masked(draft.tree, lengths, torch.arange(5)))
     warped = Sampling(0.9, 0, 0.98)
     usual = verify_block(draft, logits, warped, rule, noise)
-    found = verify_block(draft, logits, warped, rule, noise, native=native_ends())
+    by_c = with_native(verify_block, native_verifier())
+    found = by_c(draft, logits, warped, rule, noise, False)
     same = (found.kept == usual.kept) & (found.bonus == usual.bonus)
     assert same.float().mean() > 0.98, "a number may fall on the other side of its bound by rounding"
     decided = same[:, None] & (torch.arange(5) < usual.kept[:, None])
@@ -369,10 +369,7 @@ def test_a_verdict_is_the_same_by_either(name: str, ended: bool) -> None:
     far = (found.law - usual.law).abs().sum(-1)
     assert (far < 1e-4).float().mean() > 0.98 and far.max() < 0.05
     fine = replace(draft, probs=None if draft.probs is None else draft.probs.double())
-    exact = [
-        verify_block(fine, logits.double(), warped, rule, noise, native=each)
-        for each in (None, native_ends())
-    ]
+    exact = [each(fine, logits.double(), warped, rule, noise, False) for each in (verify_block, by_c)]
     assert torch.equal(exact[0].next_codes, exact[1].next_codes), "float64 is PyTorch's"
 
 
@@ -389,7 +386,7 @@ def test_what_it_does_not_know_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatc
     laws = native_laws(table)
     assert laws is not None and not laws.takes(torch.zeros(1, 40).double())
     monkeypatch.setenv(native.SWITCH, "0")
-    assert native_chain(up, head) is None and native_laws(table) is None and native_ends() is None
+    assert native_chain(up, head) is None and native_laws(table) is None and native_verifier() is None
 
 
 def test_the_shipped_model_drafts_what_pytorch_drafts() -> None:

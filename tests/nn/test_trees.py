@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -17,16 +18,19 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.traversal import stops, verify_traversal
+from lanternpp.engine.verifiers import with_native
 from lanternpp.engine.verify import verify
 from lanternpp.nn import native
-from lanternpp.nn.trees import native_head, native_sampling, native_tree_stops, native_walk
+from lanternpp.nn.trees import native_head, native_sampling
+from lanternpp.nn.verdicts import Node, native_verifier
 from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.trees.shapes import EAGLE, SHAPES, chain
 from lanternpp.trees.static import StaticTree
-from lanternpp.types import Draft
+from lanternpp.types import Draft, Tree
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 
+BEHIND = [name for name, _ in Node._fields_].index("behind")
 NEVER = float("-inf")
 SAMPLINGS = [(1.0, 0, 1.0), (0.7, 9, 1.0), (1.3, 0, 0.6), (0.8, 40, 0.8), (0.0, 0, 1.0)]
 
@@ -158,15 +162,14 @@ def test_a_walk_ends_where_that_of_pytorch_does(name: str, builder: str) -> None
     draft, logits = drafted(BUILDERS[builder](), batch, vocab)
     warp = (0.9, 50, 1.0)
     usual = verify(draft, logits, both(warp)[0], rule, noise(batch))
-    found = verify(draft, logits, both(warp)[1], rule, noise(batch), native=native_walk())
+    walk = with_native(verify, native_verifier())
+    found = walk(draft, logits, both(warp)[1], rule, noise(batch), False)
     same = (found.path == usual.path).all(1) & (found.kept == usual.kept) & (found.bonus == usual.bonus)
     assert same.float().mean() > 0.99, "a number may fall on the other side of its bound by rounding"
     assert torch.equal(found.next_codes[same], usual.next_codes[same])
     assert found.kept.float().mean() > 1.3
     fine = Draft(draft.tree, draft.codes, None if draft.probs is None else draft.probs.double())
-    pair = [
-        verify(fine, logits.double(), each, rule, noise(batch), native=native_walk()) for each in both(warp)
-    ]
+    pair = [walk(fine, logits.double(), each, rule, noise(batch), False) for each in both(warp)]
     assert torch.equal(pair[0].next_codes, pair[1].next_codes), "float64 is PyTorch's"
 
 
@@ -188,9 +191,8 @@ def test_a_walk_without_a_draft_draws_a_code() -> None:
         draft.tree.mask[:, :1, :1],
         (),
     )
-    verdict = verify(
-        Draft(root, draft.codes[:, :1], None), logits, Sampling(), Exact(), noise(batch), native=native_walk()
-    )
+    walk = with_native(verify, native_verifier())
+    verdict = walk(Draft(root, draft.codes[:, :1], None), logits, Sampling(), Exact(), noise(batch), False)
     assert (verdict.kept == 1).all() and not verdict.path.any()
     share = verdict.bonus.bincount(minlength=vocab) / batch
     assert (share - logits[0, 0].softmax(-1)).abs().max() < 0.01
@@ -209,33 +211,72 @@ def test_a_rule_of_ones_own_is_left_to_pytorch() -> None:
     draft, logits = drafted(StaticTree(EAGLE), 50, 60)
     rule = OwnBudget(table, 2.0)
     usual, found = (
-        verify(draft, logits, Sampling(), rule, noise(50), native=n) for n in (None, native_walk())
+        each(draft, logits, Sampling(), rule, noise(50), False)
+        for each in (verify, with_native(verify, native_verifier()))
     )
     assert torch.equal(usual.next_codes, found.next_codes)
 
 
-@pytest.mark.parametrize("batch", [1, 5])
 @pytest.mark.parametrize("vocab", [9, 300])
 @pytest.mark.parametrize("shape", ["eagle-25", "lantern-57", "deep-8"])
-def test_where_the_traversal_of_a_tree_ends(shape: str, vocab: int, batch: int) -> None:
-    draft, logits = drafted(StaticTree(SHAPES[shape]), batch, vocab)
-    p = logits.softmax(-1)
-    assert draft.probs is not None
-    made = native_tree_stops()
-    assert made is not None and not made.takes(p.double())
-    exact = stops(p.double(), draft.probs.double(), draft.codes, draft.tree)
-    behind, left = made(p, draft.probs, draft.codes, draft.tree)
-    assert torch.allclose(behind, exact[0], atol=1e-4)
-    mass = exact[1].sum(
-        -1, keepdim=True
-    )  # 0: nobody comes to the node, or the law is taken in place of the weights
-    shares = [(x.double() / x.sum(-1, keepdim=True)).where(mass > 0, 0) for x in (left, exact[1])]
-    assert torch.allclose(*shares, atol=1e-4)
+def test_where_the_traversal_of_a_tree_ends(shape: str, vocab: int) -> None:
+    """And which codes are drawn there: at every node, as many as its share of evenly spread numbers."""
+    each = 1 if vocab > 9 else 5
+    draft, logits = drafted(StaticTree(SHAPES[shape]), each, vocab)
+    tree, verifier = draft.tree, native_verifier()
+    assert draft.probs is not None and tree.layout is not None and verifier is not None
+    assert not verifier.takes(logits.double())
+    exact, left = stops(logits.double().softmax(-1), draft.probs.double(), draft.codes, tree)
+    lending, points = Exact().lending(len(tree.widths)), 500
+    assert lending is not None
+    bound = torch.cat((torch.zeros(each, 1), exact, torch.ones(each, 1)), 1)
+    last = ((torch.arange(points) + 0.5) / points)[:, None].double()
+    for sample in range(each):
+        same = [
+            x[sample].expand(points, *x.shape[1:])
+            for x in (*astuple(tree)[:4], draft.codes, draft.probs, logits)
+        ]
+        many = Draft(Tree(*same[:4], tree.widths, tree.layout), *same[4:6])
+        for at, node in enumerate(tree.layout.order.tolist()):
+            low, high = bound[sample, at : at + 2].tolist()
+            if high - low < 1e-4:
+                continue
+            u = torch.full((points, 1), (low + high) / 2, dtype=torch.float64)
+            verdict, nodes = verifier(many, same[6], Sampling().warp, lending, False, u, last)
+            behind = nodes[0, tree.layout.order[1:], BEHIND]
+            assert torch.allclose(behind, exact[sample], atol=1e-4)
+            depth = int(tree.depth[0, node])
+            assert (verdict.kept == depth + 1).all() and (verdict.path[:, depth:] == node).all()
+            above = torch.where(tree.mask[0, node])[0]
+            assert torch.equal(verdict.path[0, : depth + 1], above[tree.depth[0, above].argsort()])
+            decided = draft.codes[sample, verdict.path[0, 1 : depth + 1]]
+            assert torch.equal(verdict.next_codes[0, :depth], decided)
+            assert torch.equal(verdict.next_codes[:, depth], verdict.bonus)
+            weights = left[sample, node]
+            if weights.sum() > 1e-6:
+                share = verdict.bonus.bincount(minlength=vocab) / points
+                assert (share - weights / weights.sum()).abs().max() < 1.1 / points + 1e-4
+
+
+@pytest.mark.parametrize("name", ["exact", "lantern++, optimal", "own"])
+def test_traversal_keeps_what_that_of_pytorch_keeps(name: str) -> None:
+    vocab, batch, table = 60, 300, table_of(60, 9)
+    rule = {
+        "exact": Exact(),
+        "lantern++, optimal": LanternPlusPlus(table, 2.0, "optimal", nu=0.3),
+        "own": OwnBudget(table, 2.0, "optimal"),
+    }[name]
+    draft, logits = drafted(StaticTree(EAGLE), batch, vocab)
     usual, found = (
-        verify_traversal(draft, logits, Sampling(), Exact(), noise(batch), native_tree=n)
-        for n in (None, made)
+        each(draft, logits, Sampling(0.9, 50), rule, noise(batch), False)
+        for each in (verify_traversal, with_native(verify_traversal, native_verifier()))
     )
-    assert torch.equal(usual.path, found.path) and torch.equal(usual.next_codes, found.next_codes)
+    same = (found.path == usual.path).all(1) & (found.bonus == usual.bonus)
+    assert same.float().mean() > 0.98 and found.kept.float().mean() > 1.3
+    assert torch.equal(found.kept[same], usual.kept[same])
+    assert found.law is not None and usual.law is not None
+    far = (found.law - usual.law).abs().sum(-1)
+    assert (far < 1e-4).float().mean() > 0.98 and far.max() < 0.05
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle2", "lantern"])
@@ -262,5 +303,5 @@ def test_without_kernels_pytorch_computes(monkeypatch: pytest.MonkeyPatch) -> No
     assert native_head(None) is None and native_head((weight.float(), None)) is None
     assert native_head((weight[:, :24], None)) is None, "an odd width"
     monkeypatch.setenv(native.SWITCH, "0")
-    made = (native_head((weight, None)), native_sampling(), native_walk(), native_tree_stops())
-    assert made == (None,) * 4
+    made = (native_head((weight, None)), native_sampling(), native_verifier())
+    assert made == (None,) * 3

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.types import on_host
+from lanternpp.types import Lending, on_host
 
 RESIDUALS = ("paper", "optimal")
 
@@ -33,17 +33,6 @@ class Dials:
     lam: float | None = None  # lambda
     nu: float | None = None  # decay of the relaxation with the level of the draft
     residual: str | None = None  # one of RESIDUALS; None: the rule's own
-
-
-@dataclass(frozen=True, slots=True)
-class Lending:
-    """A rule whose candidate gets the probability of its nearest codes, as numbers, for a walk outside of PyTorch."""
-
-    table: Tensor | None  # [V, k] int32 the nearest codes of every code, nearest first; None: nothing is lent
-    limits: tuple[
-        tuple[float, float], ...
-    ]  # (a, b) of every level: at most a + b p is lent to a code of probability p
-    optimal: bool  # whether the residual is the optimal one
 
 
 class Acceptance(ABC):

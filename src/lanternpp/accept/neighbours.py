@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lanternpp.accept.base import DecayingAcceptance, Lending, check_nu, wants_optimal
-from lanternpp.types import on_host
+from lanternpp.accept.base import DecayingAcceptance, check_nu, wants_optimal
+from lanternpp.types import Lending, on_host
 
+LENDS = ("relax", "relax_with_draft", "budget", "residual", "accept_mass", "optimal_law", "output_law")
+"""The functions that decide, with `linear_budget`, how such a rule relaxes."""
 FIRST = 16  # nearest neighbours that are summed for all codes together
 MORE = 64  # neighbours per chunk after that, for the codes whose budget is not used up
 
@@ -58,9 +60,8 @@ class NeighbourAcceptance(DecayingAcceptance):
     def lending(self, levels: int) -> Lending | None:
         """As `Acceptance.lending`; None for a rule that relaxes in a way of its own."""
         table = self.table
-        if table.dtype != torch.int32 or any(
-            getattr(type(self), name) is not part for name, part in OURS.items()
-        ):
+        own = any(getattr(type(self), name) is not getattr(NeighbourAcceptance, name) for name in LENDS)
+        if own or table.dtype != torch.int32:
             return None
         none = table.new_empty(0)
         rules = [self.at(level) for level in range(levels if self.nu else min(levels, 1))]
@@ -122,20 +123,6 @@ class NeighbourAcceptance(DecayingAcceptance):
         if self.native is not None and self.native.takes(p):
             return self.native(p, q, self.budget(p), True)
         return super().optimal_law(p, q)
-
-
-OURS = {
-    name: getattr(NeighbourAcceptance, name)
-    for name in (
-        "relax",
-        "relax_with_draft",
-        "budget",
-        "residual",
-        "accept_mass",
-        "optimal_law",
-        "output_law",
-    )
-}  # what decides how such a rule relaxes, besides `linear_budget`
 
 
 def _lend(mass: Tensor, total: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:

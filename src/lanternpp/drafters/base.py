@@ -20,7 +20,7 @@ from lanternpp.nn.packed import pack
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.schema import Between, Length
 from lanternpp.targets.base import Target
-from lanternpp.types import Draft, Nodes
+from lanternpp.types import Draft, Nodes, Warping
 
 ALIKE = 0.98  # least cosine of a target's probe with that of the target a drafter was trained for
 
@@ -168,7 +168,7 @@ class NativeGuesses(Protocol):
         prev_code_table: Tensor,
         bias: Tensor | None,
         u: Tensor,
-        warp: tuple[float, int, float],
+        warp: Warping,
         draft: Draft,
         cut: float = 0.0,
     ) -> None:

@@ -18,8 +18,6 @@ replaces p by the law that it has for a single guess (`Acceptance.output_law`), 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,30 +29,6 @@ from lanternpp.engine.verify import verdict_of
 from lanternpp.types import Draft, Verdict, on_host
 
 
-class NativeEnds(Protocol):
-    """The interface of block verification outside of PyTorch."""
-
-    def takes(self, logits: Tensor) -> bool:
-        """Whether it verifies chains with logits [B, N, V]."""
-        ...
-
-    def __call__(
-        self,
-        draft: Draft,
-        logits: Tensor,
-        warp: tuple[float, int, float],
-        table: Tensor | None,
-        limits: tuple[tuple[float, float], ...],
-        u: Tensor,
-        last: Tensor,
-    ) -> tuple[Verdict, Tensor]:
-        """A draft, logits [B, N, V], u and last [B, 1] uniform -> the verdict, and `behind` of `stops`.
-
-        warp: temperature, top-k and top-p; table and limits: of `Lending`.
-        """
-        ...
-
-
 def verify_block(
     draft: Draft,
     logits: Tensor,
@@ -62,7 +36,6 @@ def verify_block(
     rule: Acceptance,
     noise: Noise,
     measure: bool = False,
-    native: NativeEnds | None = None,
 ) -> Verdict:
     """A chain of N nodes, each guess drawn from `draft.probs`, and the target's logits [B, N, V] -> the verdict.
 
@@ -70,11 +43,6 @@ def verify_block(
     kept node. Two random numbers are drawn per pass, and nothing is transferred to the host.
     """
     assert draft.probs is not None
-    if native is not None and not measure and native.takes(logits):
-        lending = rule.lending(logits.shape[1] - 1)
-        if lending is not None and (rule.lossless or lending.optimal):
-            numbers = noise.fine(Noise.ACCEPT, 1), noise.fine(Noise.BONUS, 1)
-            return native(draft, logits, sampling.warp, lending.table, lending.limits, *numbers)[0]
     p, there = sampling.probs(logits), draft.tree.children[..., :1] >= 0
     q, law = draft.probs * there, p
     if not rule.lossless:

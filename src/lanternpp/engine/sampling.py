@@ -14,6 +14,7 @@ from torch import Tensor
 from lanternpp.accept.base import Acceptance
 from lanternpp.engine.noise import Noise
 from lanternpp.errors import InputError
+from lanternpp.types import Warping
 
 LEAST, MOST = 1e-6, 1e6  # temperatures; outside this range logits may overflow float32
 
@@ -25,7 +26,7 @@ class NativeSampling(Protocol):
         """Whether it computes those of logits or probabilities x [..., V]."""
         ...
 
-    def probs(self, logits: Tensor, warp: tuple[float, int, float]) -> Tensor:
+    def probs(self, logits: Tensor, warp: Warping) -> Tensor:
         """As `Sampling.probs`; warp: temperature, top-k and top-p."""
         ...
 
@@ -59,7 +60,7 @@ class Sampling:
         return self.temperature == 0
 
     @property
-    def warp(self) -> tuple[float, int, float]:
+    def warp(self) -> Warping:
         """Temperature, top-k and top-p."""
         return self.temperature, self.top_k, self.top_p
 

@@ -19,29 +19,15 @@ A relaxed rule replaces p at every node with children by the law that it has for
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
-from lanternpp.engine.block import NativeEnds, all_refused, verify_block
+from lanternpp.engine.block import all_refused, verify_block
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import verdict_of
 from lanternpp.types import Draft, Tree, Verdict
-
-
-class NativeTreeStops(Protocol):
-    """The interface of `stops` computed outside of PyTorch."""
-
-    def takes(self, p: Tensor) -> bool:
-        """Whether it computes those of p [B, N, V]."""
-        ...
-
-    def __call__(self, p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-        """As `stops`."""
-        ...
 
 
 def verify_traversal(
@@ -51,8 +37,6 @@ def verify_traversal(
     rule: Acceptance,
     noise: Noise,
     measure: bool = False,
-    native: NativeEnds | None = None,
-    native_tree: NativeTreeStops | None = None,
 ) -> Verdict:
     """A tree of N nodes, children drawn from `draft.probs`, and the target's logits [B, N, V] -> the verdict.
 
@@ -61,12 +45,11 @@ def verify_traversal(
     """
     tree = draft.tree
     if tree.chain:
-        return verify_block(draft, logits, sampling, rule, noise, measure, native)
+        return verify_block(draft, logits, sampling, rule, noise, measure)
     assert tree.layout is not None and draft.probs is not None
     p = sampling.probs(logits)
     law = p if rule.lossless else _laws(draft, p, logits, rule)
-    find = native_tree if native_tree is not None and native_tree.takes(law) else stops
-    behind, left = find(law, draft.probs, draft.codes, tree)
+    behind, left = stops(law, draft.probs, draft.codes, tree)
     node = tree.layout.order[(noise.fine(Noise.ACCEPT, 1) >= behind).sum(1)]
     batch = torch.arange(len(node), device=node.device)
     weights = left[batch, node]
@@ -105,12 +88,11 @@ def stops(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tens
     for spans in tree.layout.spans:
         left[:, spans[0]].mul_(weight[:, spans[0], None].to(p.dtype))
         for rank, at in enumerate(spans):
-            here, siblings = left[:, at], code[:, at, : rank + 1]
-            before = here.gather(-1, siblings)
-            weight.scatter_(1, child[:, at, rank], (before[..., rank] * odds[:, at, rank]).clamp_(max=1))
+            here = left[:, at]
+            ratio = here.gather(-1, code[:, at, rank, None])[..., 0] * odds[:, at, rank]
+            weight.scatter_(1, child[:, at, rank], ratio.clamp_(max=1))
+            # q has the siblings before no longer, but of those that can be refused nothing is left to take from
             here.addcmul_(q[:, at], scale[:, at, rank, None], value=-1).clamp_(min=0)
-            if rank:  # q no longer has the siblings before
-                here.scatter_(-1, siblings[..., :rank], before[..., :rank])
             rest = here.sum(-1).double()
             either = rest + 1 - weight[:, at]
             either = either.where(either > 0, 1)

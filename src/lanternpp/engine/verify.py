@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,31 +26,6 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.types import Draft, Verdict, on_host
 
 
-class NativeWalk(Protocol):
-    """The interface of a walk outside of PyTorch."""
-
-    def takes(self, logits: Tensor) -> bool:
-        """Whether it walks over logits [B, N, V]."""
-        ...
-
-    def __call__(
-        self,
-        draft: Draft,
-        logits: Tensor,
-        warp: tuple[float, int, float],
-        table: Tensor | None,
-        limits: Sequence[tuple[float, float]],
-        optimal: bool,
-        u: Tensor,
-        last: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """A draft, logits [B, N, V], u [B, levels, K] and last [B] uniform -> path [B, P], kept [B] and bonus [B].
-
-        warp: temperature, top-k and top-p; table, limits and optimal: of `Lending`.
-        """
-        ...
-
-
 def verify(
     draft: Draft,
     logits: Tensor,
@@ -59,7 +33,6 @@ def verify(
     rule: Acceptance,
     noise: Noise,
     measure: bool = False,
-    native: NativeWalk | None = None,
 ) -> Verdict:
     """A draft of N nodes and the target's logits [B, N, V] at them -> the path that is kept and its bonus.
 
@@ -67,13 +40,6 @@ def verify(
     step can be compiled; on a CPU loops end early once every sample is decided.
     """
     tree, widths = draft.tree, draft.tree.widths
-    if native is not None and not measure and not sampling.greedy and native.takes(logits):
-        lending = rule.lending(len(widths))
-        if lending is not None:
-            u = noise.fine(Noise.ACCEPT, len(widths), max(widths, default=0))
-            numbers = (u, noise.fine(Noise.BONUS, 1)[:, 0])
-            how = (lending.table, lending.limits, lending.optimal)
-            return verdict_of(draft, *native(draft, logits, sampling.warp, *how, *numbers))
     if tree.chain and not measure:
         return _verify_chain(draft, logits, sampling, rule, noise)
     batch = torch.arange(len(logits), device=logits.device)

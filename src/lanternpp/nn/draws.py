@@ -1,4 +1,4 @@
-"""The guesses of a chain and the laws that they are verified against, in C (`draws.c`), in float32 on a CPU.
+"""The guesses of a chain in C (`draws.c`), in float32 on a CPU.
 
 They are many small operations over V codes, and for few rows starting PyTorch's takes longer than computing them.
 """
@@ -12,18 +12,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lanternpp.nn.layout import COLUMNS, LargePages, blocks, pad
+from lanternpp.nn.layout import COLUMNS, LargePages, blocks
 from lanternpp.nn.native import MOST_WEIGHTS, Linear, kernels
-from lanternpp.types import Draft, Verdict, on_host
+from lanternpp.types import Draft, Warping, on_host
 
 GROUP = 4  # blocks of weights, as in draws.c
-LANES = 16  # codes whose neighbours are summed at once, as in draws.c
+LANES = 16  # floats of a vector, as in decoder.c
 MOST_PICTURES = 16  # drafted for at once; PyTorch's products are faster for more
 
 Weights = tuple[Tensor, Tensor | None]
 """Weight [out, in] and bias [out] of a linear layer."""
-Limits = tuple[tuple[float, float], ...]
-"""`limits` of `Lending`."""
 
 
 class Heads(Structure):
@@ -47,26 +45,6 @@ class Chain(Structure):
         *((name, c_void_p) for name in ("features", "query", "prev", "bias", "u")),
         *((name, c_void_p) for name in ("probs", "drawn", "scratch", "confidence", "survival")),
         *((name, c_double) for name in ("bias_of_confidence", "cut")),
-    )
-
-
-class Laws(Structure):
-    """`Laws` of draws.c."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("rows", "codes", "near", "whole")),
-        *((name, c_void_p) for name in ("p", "q", "limit", "table", "law")),
-    )
-
-
-class Ends(Structure):
-    """`Ends` of draws.c."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("batch", "nodes", "codes", "ranks", "near")),
-        ("sampling", Warp),
-        *((name, c_void_p) for name in ("logits", "q", "drawn", "children", "u", "last", "limit", "table")),
-        *((name, c_void_p) for name in ("scratch", "behind", "law", "path", "following", "kept", "bonus")),
     )
 
 
@@ -108,7 +86,7 @@ class NativeChain:
         prev_code_table: Tensor,
         bias: Tensor | None,
         u: Tensor,
-        warp: tuple[float, int, float],
+        warp: Warping,
         draft: Draft,
         cut: float = 0.0,
     ) -> None:
@@ -135,88 +113,7 @@ class NativeChain:
         self.library.draw_chain(byref(self.heads), byref(chain), threads)
 
 
-class NativeLaws:
-    """The masses and laws of a rule whose neighbours lend; table [V, k] holds every code's, nearest first."""
-
-    def __init__(self, table: Tensor, library: ctypes.CDLL):
-        self.library, (self.vocab, self.near) = library, table.shape
-        self.table = by_lanes(table)
-
-    def takes(self, p: Tensor) -> bool:
-        """Whether it computes those of p [..., V]."""
-        return fits(p) and p.shape[-1] == self.vocab
-
-    def __call__(self, p: Tensor, q: Tensor, limit: Tensor, whole: bool) -> Tensor:
-        """p, q and the neighbours' limit [..., V] -> min(q, `accept_mass`); whole: `output_law` with the optimal residual."""
-        p, q, limit, out = p.contiguous(), q.contiguous(), limit.contiguous(), torch.empty_like(p)
-        rows = p.numel() // self.vocab
-        given = (x.data_ptr() for x in (p, q, limit, self.table, out))
-        laws = Laws(rows, self.vocab, self.near, whole, *given)
-        self.library.output_laws(byref(laws), torch.get_num_threads())
-        return out
-
-
-class NativeEnds:
-    """Block verification of chains."""
-
-    def __init__(self, library: ctypes.CDLL):
-        self.library = library
-        self._table: tuple[Tensor | None, Tensor | None] = (None, None)  # the last one, as given and by lanes
-        self._limits: tuple[Limits, Tensor] = ((), torch.empty(0))  # the last ones
-
-    def takes(self, logits: Tensor) -> bool:
-        """Whether it verifies chains with logits [B, N, V]."""
-        return fits(logits)
-
-    def __call__(
-        self,
-        draft: Draft,
-        logits: Tensor,
-        warp: tuple[float, int, float],
-        table: Tensor | None,
-        limits: Limits,
-        u: Tensor,
-        last: Tensor,
-    ) -> tuple[Verdict, Tensor]:
-        """A chain drawn from `draft.probs`, its logits [B, N, V], u and last [B, 1] uniform -> the verdict, and `behind` of `stops`.
-
-        table [V, k] int32 and limits: of `Lending`.
-        """
-        if limits != self._limits[0]:
-            self._limits = limits, torch.tensor(limits, dtype=torch.float64)
-        if table is not self._table[0]:
-            self._table = table, None if table is None else by_lanes(table)
-        near = 0 if table is None else table.shape[1]
-        limit, table = self._limits[1], self._table[1]
-        (batch, nodes, vocab), children = logits.shape, draft.tree.children
-        law = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        scratch, behind = (
-            torch.empty(size, dtype=torch.float64) for size in (2 * batch * nodes, batch * (nodes - 1))
-        )
-        both = torch.empty(2, batch, nodes, dtype=torch.int64)
-        each = torch.empty(2, batch, dtype=torch.int64)
-        assert draft.probs is not None
-        q = draft.probs.to(logits.dtype)
-        given = [
-            x if x is None else x.contiguous()
-            for x in (logits, q, draft.codes, children, u, last, limit, table)
-        ]
-        (path, following), (kept, bonus) = both, each
-        places = (
-            x if x is None else x.data_ptr()
-            for x in (*given, scratch, behind, law, path, following, kept, bonus)
-        )
-        sizes = (batch, nodes, vocab, children.shape[2], near)
-        self.library.chain_ends(byref(Ends(*sizes, struct_of(warp), *places)), torch.get_num_threads())
-        return Verdict(path, kept, following, bonus, None, law), behind.view(batch, nodes - 1)
-
-
-def by_lanes(table: Tensor) -> Tensor:
-    """Neighbours [V, k] as `Laws` of draws.c has them, [up to V / LANES, k, LANES]."""
-    return pad(table.int(), LANES).view(-1, LANES, table.shape[1]).transpose(1, 2).contiguous()
-
-
-def struct_of(warp: tuple[float, int, float]) -> Warp:
+def struct_of(warp: Warping) -> Warp:
     """Temperature, top-k and top-p, as `Sampling` of draws.c."""
     return Warp(warp[0], warp[2], warp[1])
 
@@ -247,15 +144,3 @@ def native_chain(
         if found is None
         else NativeChain(PackedDense(*up), packed or PackedDense(*head), found, confidence)
     )
-
-
-def native_laws(table: Tensor) -> NativeLaws | None:
-    """Laws in C for a table of neighbours [V, k]; None where this machine or the device do not allow it."""
-    found = kernels() if table.device.type == "cpu" else None
-    return None if found is None else NativeLaws(table, found)
-
-
-def native_ends() -> NativeEnds | None:
-    """Block verification in C; None where this machine does not allow it."""
-    found = kernels()
-    return None if found is None else NativeEnds(found)

@@ -1,4 +1,4 @@
-"""A decoder's passes over few rows in C (`decoder.c`), compiled once, with `draws.c` and `trees.c`, on the machine that runs it.
+"""A decoder's passes over few rows in C (`decoder.c`), compiled once, with the other files in C, on the machine that runs it.
 
 For a few rows starting PyTorch's operations takes longer than computing them. The kernels need a C compiler;
 without one, or with LANTERNPP_KERNELS=0 in the environment, everything is computed by PyTorch.
@@ -28,7 +28,7 @@ from lanternpp.nn.int8 import stored_parts
 from lanternpp.nn.layout import COLUMNS, LargePages, blocks, gate_up
 from lanternpp.types import Nodes, on_host
 
-SOURCES = [Path(__file__).with_name(name) for name in ("decoder.c", "draws.c", "trees.c")]
+SOURCES = [Path(__file__).with_name(name) for name in ("decoder.c", "draws.c", "trees.c", "verdicts.c")]
 SOURCE = SOURCES[-1]  # which includes the others
 SWITCH = "LANTERNPP_KERNELS"
 FLAGS = (
@@ -225,7 +225,7 @@ def load(path: Path) -> ctypes.CDLL:
     found.decode.argtypes = (POINTER(Shape), POINTER(Layer), POINTER(Pass), c_int64)
     found.draw_chain.restype, found.draw_chain.argtypes = None, (c_void_p, c_void_p, c_int64)
     found.head_logits.restype, found.head_logits.argtypes = None, (c_void_p, c_void_p, c_int64)
-    for name in ("output_laws", "chain_ends", "row_probs", "draw_children", "walk_tree", "tree_stops"):
+    for name in ("row_probs", "draw_children", "output_laws", "walk_tree", "ends_of_drafts"):
         function = getattr(found, name)
         function.restype, function.argtypes = None, (c_void_p, c_int64)
     found.prepare()

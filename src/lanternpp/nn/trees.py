@@ -1,4 +1,4 @@
-"""The guesses of a tree and their verification, in C (`trees.c`), in float32 on a CPU: logits, probabilities, draws, the walk.
+"""The guesses of a tree in C (`trees.c`), in float32 on a CPU: logits, probabilities and draws.
 
 They are many small operations over V codes, and for few rows starting PyTorch's takes longer than computing them.
 """
@@ -6,7 +6,6 @@ They are many small operations over V codes, and for few rows starting PyTorch's
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from ctypes import Structure, byref, c_double, c_int64, c_void_p
 from typing import ClassVar
 
@@ -16,9 +15,7 @@ from torch import Tensor
 from lanternpp.nn.draws import PackedDense, Warp, Weights, fits, struct_of
 from lanternpp.nn.layout import COLUMNS
 from lanternpp.nn.native import MOST_WEIGHTS, kernels
-from lanternpp.types import Draft, Tree, on_host
-
-BLOCK = 64  # codes whose probabilities are summed at once, as in draws.c
+from lanternpp.types import Warping, on_host
 
 
 class Logits(Structure):
@@ -47,26 +44,6 @@ class Children(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("rows", "codes", "each", "count")),
         *((name, c_void_p) for name in ("q", "u", "drawn")),
-    )
-
-
-class Walk(Structure):
-    """`Walk` of trees.c."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("batch", "nodes", "codes", "ranks", "levels", "near", "optimal")),
-        ("sampling", Warp),
-        *((name, c_void_p) for name in ("logits", "q", "drawn", "children", "u", "last", "limit", "table")),
-        *((name, c_void_p) for name in ("path", "kept", "bonus", "scratch")),
-    )
-
-
-class Traversal(Structure):
-    """`Traversal` of trees.c."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("batch", "nodes", "codes", "ranks")),
-        *((name, c_void_p) for name in ("p", "q", "drawn", "children", "order", "weight", "behind", "left")),
     )
 
 
@@ -107,7 +84,7 @@ class NativeSampling:
         """Whether it computes those of logits or probabilities x [..., V]."""
         return fits(x)
 
-    def probs(self, logits: Tensor, warp: tuple[float, int, float]) -> Tensor:
+    def probs(self, logits: Tensor, warp: Warping) -> Tensor:
         """As `Sampling.probs`; warp: temperature, top-k and top-p."""
         logits = logits.contiguous()
         out, vocab = torch.empty_like(logits), logits.shape[-1]
@@ -127,73 +104,6 @@ class NativeSampling:
         return out
 
 
-class NativeWalk:
-    """The walk of `verify`, for exact acceptance and for rules whose neighbours lend."""
-
-    def __init__(self, library: ctypes.CDLL):
-        self.library = library
-
-    def takes(self, logits: Tensor) -> bool:
-        """Whether it walks over logits [B, N, V]."""
-        return fits(logits)
-
-    def __call__(
-        self,
-        draft: Draft,
-        logits: Tensor,
-        warp: tuple[float, int, float],
-        table: Tensor | None,
-        limits: Sequence[tuple[float, float]],
-        optimal: bool,
-        u: Tensor,
-        last: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """A draft, logits [B, N, V], u [B, levels, K] and last [B] uniform -> path [B, P], kept [B] and bonus [B].
-
-        table [V, k] int32: neighbours, of which the nearest lend a code of probability p at most a + b p, a level's pair of
-        `limits`; None: they lend nothing. optimal: the residual of a refused code is the optimal one.
-        """
-        tree, (batch, nodes, vocab) = draft.tree, logits.shape
-        levels, ranks = len(limits), tree.children.shape[2]
-        limit = torch.tensor(limits, dtype=torch.float64)
-        path, kept = torch.empty(batch, levels + 1, dtype=torch.int64), torch.empty(batch, dtype=torch.int64)
-        bonus = torch.empty_like(kept)
-        scratch = torch.empty(batch, 2, -(-vocab // BLOCK) * BLOCK)
-        inputs = [
-            None if x is None else x.contiguous()
-            for x in (logits, draft.probs, draft.codes, tree.children, u, last, limit, table)
-        ]
-        given = (None if x is None else x.data_ptr() for x in (*inputs, path, kept, bonus, scratch))
-        near = 0 if table is None else table.shape[1]
-        sizes = (batch, nodes, vocab, ranks, levels, near, optimal)
-        work = Walk(*sizes, struct_of(warp), *given)
-        self.library.walk_tree(byref(work), torch.get_num_threads())
-        return path, kept, bonus
-
-
-class NativeTreeStops:
-    """`stops` of traversal verification."""
-
-    def __init__(self, library: ctypes.CDLL):
-        self.library = library
-
-    def takes(self, p: Tensor) -> bool:
-        """Whether it computes those of p [B, N, V]."""
-        return fits(p)
-
-    def __call__(self, p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-        """p, q [B, N, V], codes [B, N] -> as `stops`, [B, N - 1] float64 and [B, N, V]."""
-        assert tree.layout is not None
-        batch, nodes, vocab = p.shape
-        weight = torch.empty(batch, nodes, dtype=torch.float64)
-        behind, left = torch.empty(batch, nodes - 1, dtype=torch.float64), torch.empty_like(p)
-        inputs = [x.contiguous() for x in (p, q, codes, tree.children, tree.layout.order)]
-        given = (x.data_ptr() for x in (*inputs, weight, behind, left))
-        work = Traversal(batch, nodes, vocab, tree.children.shape[2], *given)
-        self.library.tree_stops(byref(work), torch.get_num_threads())
-        return behind, left
-
-
 def native_head(head: Weights | None) -> NativeHead | None:
     """A head in C; None where it is not linear, or the weights or this machine do not allow it."""
     if head is None or head[0].numel() > MOST_WEIGHTS or head[0].shape[1] % COLUMNS:
@@ -208,15 +118,3 @@ def native_sampling() -> NativeSampling | None:
     """Probabilities and draws in C; None where this machine does not allow it."""
     found = kernels()
     return None if found is None else NativeSampling(found)
-
-
-def native_walk() -> NativeWalk | None:
-    """The walk in C; None where this machine does not allow it."""
-    found = kernels()
-    return None if found is None else NativeWalk(found)
-
-
-def native_tree_stops() -> NativeTreeStops | None:
-    """Stops of trees in C; None where this machine does not allow it."""
-    found = kernels()
-    return None if found is None else NativeTreeStops(found)

@@ -1,0 +1,353 @@
+/* The verification of a draft: laws of relaxed rules, block and traversal verification, and the walk; in float32, on a CPU.
+
+   The same functions as `NeighbourAcceptance.output_law`, `verify`, `verify_block` and `verify_traversal`. PyTorch takes some
+   120 operations for each, and starting those costs more than computing them. A row's result depends on that row alone and not
+   on how many rows or threads there are. */
+
+#include "trees.c"
+
+#define TINY 1.17549435e-38 /* the smallest float that is normal */
+
+typedef struct {
+    int64_t rows, codes, near, whole;
+    const float *p, *q, *limit; /* [rows, codes] */
+    const int32_t *table;       /* [codes / LANES, near, LANES], the last block padded: neighbours, nearest first */
+    float *law;                 /* [rows, codes]; where not `whole`, the accepted mass alone */
+} Laws;
+
+/* What is known of a node besides what was drafted. */
+typedef struct {
+    double begin, end;     /* its weight before any of its children is tried, and once all are refused */
+    double behind;         /* the probability that this node and all behind it in the order are refused */
+    int64_t parent, depth; /* -1: no path leads to it */
+} Node;
+
+typedef struct {
+    int64_t batch, nodes, codes, ranks, levels, near, optimal;
+    Sampling sampling;
+    const float *logits;     /* [batch, nodes, codes] */
+    const float *q;          /* [batch, nodes, codes], or for the walk null: point masses */
+    const int64_t *drawn;    /* [batch, nodes] */
+    const int64_t *children; /* [batch, nodes, ranks], -1: none; a node's id is above its parent's */
+    const int64_t *order;    /* [nodes] of traversal, or null: that of the ids */
+    const double *u;         /* [batch, levels, ranks] uniform for the walk, [batch] for the others */
+    const double *last;      /* [batch] uniform, of the code behind the path */
+    const double *limit;     /* [levels, 2]: neighbours lend at most limit[0] + limit[1] p(y) */
+    const int32_t *table;    /* neighbours: [codes, near] for the walk, as in `Laws` for the others */
+    Node *node;              /* [batch, nodes], not for the walk, nor is the next */
+    float *law;              /* [batch, nodes, codes] */
+    int64_t *path;           /* [batch, levels + 1] */
+    int64_t *following;      /* [batch, levels + 1] */
+    int64_t *kept, *bonus;   /* [batch] */
+} Verification;
+
+/* x at LANES places. */
+static inline floats gather(const float *x, const int32_t *place) {
+#ifdef __AVX512F__
+    return (floats)_mm512_i32gather_ps(_mm512_loadu_si512(place), x, 4);
+#else
+    floats found;
+    for (int i = 0; i < LANES; i++) found[i] = x[place[i]];
+    return found;
+#endif
+}
+
+/* Whether any lane of a mask is set. */
+static inline int any_of(ints mask) {
+#ifdef __AVX512F__
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#else
+    int any = 0;
+    for (int i = 0; i < LANES; i++) any |= mask[i];
+    return any;
+#endif
+}
+
+/* The mass that each of LANES codes y is accepted with, min(q(y), p(y) + what its neighbours lend); all is p of all codes.
+
+   The longest prefix of its neighbours lends whose mass is at most the limit; a code of probability 1 never lends. */
+static inline floats accepted(const float *all, floats p, floats q, floats limit, const int32_t *table, int64_t near) {
+    floats total = {0}, lent = {0};
+    ints open = p < q; /* beyond q(y) the value does not matter */
+    for (int64_t n = 0; n < near && any_of(open); n++, table += LANES) {
+        const floats mass = gather(all, table);
+        total += mass;
+        const ints lends = open & (mass < 1) & (total <= limit);
+        lent = (floats)(((ints)total & lends) | ((ints)lent & ~lends));
+        open = lends & (p + lent < q);
+    }
+    const floats mass = p + lent;
+    const ints less = mass < q;
+    return (floats)(((ints)mass & less) | ((ints)q & ~less));
+}
+
+/* A row of codes, with numbers >= 0 behind the last up to a multiple of LANES, and the rule that it is verified under. */
+typedef struct {
+    const float *p, *q;
+    const float *limit;  /* of what neighbours lend; null: fixed + share p */
+    float fixed, share;
+    const int32_t *table;
+    int64_t near;
+} Row;
+
+/* The law of verifying one child drawn from q with the optimal residual; where not `whole`, the accepted mass alone. */
+static inline __attribute__((always_inline)) void law_of_row(const Row *row, int64_t codes, int whole, float *law) {
+    const Row r = *row;
+    const int32_t *table = r.table;
+    doubles kept = {0}, rest = {0};
+    for (int64_t y = 0; y < codes; y += LANES, table += LANES * r.near) {
+        const floats p = *(const floats *)(r.p + y), limit = r.limit ? *(const floats *)(r.limit + y) : r.fixed + r.share * p;
+        const floats mass = accepted(r.p, p, *(const floats *)(r.q + y), limit, table, r.near);
+        *(floats *)(law + y) = mass;
+        const floats more = (floats)((ints)(p - mass) & (p > mass));
+        const eight *kept_by_halves = (const eight *)&mass, *rest_by_halves = (const eight *)&more;
+        for (int i = 0; i < 2; i++) {
+            kept += __builtin_convertvector(kept_by_halves[i], doubles);
+            rest += __builtin_convertvector(rest_by_halves[i], doubles);
+        }
+    }
+    if (!whole) return;
+    double all_kept = 0, all_rest = 0;
+    for (int i = 0; i < 8; i++) all_kept += kept[i], all_rest += rest[i];
+    const float share = all_rest > 0 && all_kept < 1 ? (float)((1 - all_kept) / all_rest) : 0;
+    for (int64_t y = 0; y < codes; y += LANES) {
+        const floats p = *(const floats *)(r.p + y), mass = *(floats *)(law + y);
+        *(floats *)(law + y) = mass + share * (floats)((ints)(p - mass) & (p > mass));
+    }
+}
+
+/* `law_of_row` in every row. */
+void output_laws(const Laws *laws, int64_t threads) {
+    const Laws w = *laws;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (int64_t r = 0; r < w.rows; r++) {
+        const int64_t size = up_to(LANES, w.codes), at = r * w.codes;
+        float all[4][size] __attribute__((aligned(64))); /* p, q, limit and the law */
+        memset(all, 0, sizeof all);
+        memcpy(all[0], w.p + at, 4 * w.codes);
+        memcpy(all[1], w.q + at, 4 * w.codes);
+        memcpy(all[2], w.limit + at, 4 * w.codes);
+        const Row row = {.p = all[0], .q = all[1], .limit = all[2], .table = w.table, .near = w.near};
+        law_of_row(&row, w.codes, (int)w.whole, all[3]);
+        memcpy(w.law + at, all[3], 4 * w.codes);
+    }
+}
+
+/* The path of sample b is known: the codes that are decided along it, the last of them the bonus. */
+static void conclude(const Verification *v, int64_t b, int64_t kept, int64_t bonus) {
+    const int64_t *path = v->path + b * (v->levels + 1), *drawn = v->drawn + b * v->nodes;
+    int64_t *following = v->following + b * (v->levels + 1);
+    for (int64_t n = 0; n < v->levels; n++) following[n] = drawn[path[n + 1]];
+    following[v->levels] = drawn[0];
+    following[kept - 1] = v->bonus[b] = bonus;
+    v->kept[b] = kept;
+}
+
+/* Of the residual [x - scale q]+ of x [codes] its sum; q null: of the point mass at `code`. write: put it in the place of x. */
+static double residual(float *x, const float *q, float scale, int64_t codes, int64_t code, double write) {
+    if (!q) {
+        double sum = sum_of_row(x, codes) - x[code];
+        if (write > 0) {
+            x[code] = 0;
+            for (int64_t i = 0; i < codes; i++) x[i] /= (float)write;
+        }
+        return sum;
+    }
+    double sum = 0;
+    const float over = (float)write;
+    if (write > 0)
+        for (int64_t i = 0; i < codes; i++) {
+            float more = x[i] - q[i] * scale;
+            x[i] = (more > 0 ? more : 0) / over;
+        }
+    else
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < codes; i++) {
+            float more = x[i] - q[i] * scale;
+            sum += more > 0 ? more : 0;
+        }
+    return sum;
+}
+
+/* The walk of one sample. */
+static void walk_one(const Verification *walk, int64_t b) {
+    const Verification w = *walk;
+    float room[2][up_to(BLOCK, w.codes)] __attribute__((aligned(64))), *x = room[0], *rest = room[1];
+    const int64_t *drawn = w.drawn + b * w.nodes, *children = w.children + b * w.nodes * w.ranks;
+    int64_t node = 0, level = 0;
+    w.path[b * (w.levels + 1)] = 0;
+    for (;; level++) {
+        const float *logits = w.logits + (b * w.nodes + node) * w.codes;
+        const float *q = w.q ? w.q + (b * w.nodes + node) * w.codes : NULL;
+        int64_t below = -1;
+        float scale = 1; /* of q, without the codes that were refused */
+        probabilities_of(&w.sampling, logits, w.codes, x);
+        if (level == w.levels) break;
+        for (int64_t rank = 0; rank < w.ranks && below < 0; rank++) {
+            const int64_t child = children[node * w.ranks + rank];
+            if (child < 0) continue;
+            const int64_t code = drawn[child];
+            const float chance = q ? q[code] * scale : 1;
+            if (!(chance > 0)) continue;
+            const int32_t *near = w.table + code * w.near;
+            const double most = w.near ? w.limit[2 * level] + w.limit[2 * level + 1] * x[code] : 0;
+            float lent = 0;
+            int64_t lenders = 0;
+            if (logits[code] > -INFINITY) /* what the format forbids is never relaxed */
+                while (lenders < w.near && x[near[lenders]] < 1 && lent + x[near[lenders]] <= (float)most) lent += x[near[lenders++]];
+            const float relaxed = x[code] + lent;
+            if (w.u[(b * w.levels + level) * w.ranks + rank] * chance < relaxed) {
+                below = child;
+                break;
+            }
+            double mass = w.optimal ? residual(x, q, scale, w.codes, code, 0) : 0;
+            if (!(mass > 0)) { /* the relaxed distribution */
+                for (int64_t i = 0; i < lenders; i++) x[near[i]] = 0;
+                x[code] = relaxed;
+                mass = w.optimal ? 0 : residual(x, q, scale, w.codes, code, 0);
+            }
+            if (mass > 0) residual(x, q, scale, w.codes, code, mass);
+            if (q) {
+                if (q != rest) q = memcpy(rest, q, 4 * w.codes);
+                rest[code] = 0;
+                const double sum = sum_of_row(rest, w.codes);
+                scale = (float)(1 / (sum > TINY ? sum : TINY));
+            }
+        }
+        if (below < 0) break;
+        node = below;
+        w.path[b * (w.levels + 1) + level + 1] = node;
+    }
+    const int64_t kept = level + 1;
+    for (; level < w.levels; level++) w.path[b * (w.levels + 1) + level + 1] = node;
+    int64_t bonus;
+    draw_all(x, w.codes, w.last + b, 1, &bonus);
+    conclude(walk, b, kept, bonus);
+}
+
+/* `verify`. */
+void walk_tree(const Verification *walk, int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (int64_t b = 0; b < walk->batch; b++) walk_one(walk, b);
+}
+
+/* Parents and depths of the nodes of sample b; nothing is refused yet. */
+static void places_of(const Verification *v, int64_t b) {
+    Node *node = v->node + b * v->nodes;
+    const int64_t *children = v->children + b * v->nodes * v->ranks;
+    for (int64_t n = 0; n < v->nodes; n++) node[n] = (Node){n == 0, n == 0, 1, -1, n ? -1 : 0};
+    for (int64_t n = 0; n < v->nodes; n++)
+        for (int64_t rank = 0; rank < v->ranks; rank++) {
+            const int64_t child = children[n * v->ranks + rank];
+            if (child >= 0 && node[n].depth >= 0) node[child] = (Node){0, 0, 1, n, node[n].depth + 1};
+        }
+}
+
+/* How many children node i of all samples has. */
+static int64_t children_of(const Verification *v, int64_t i) {
+    int64_t count = 0;
+    while (count < v->ranks && v->children[i * v->ranks + count] >= 0) count++;
+    return count;
+}
+
+/* The law of the code behind node i of all samples. */
+static void law_of_node(const Verification *v, int64_t i) {
+    const float *logits = v->logits + i * v->codes, *q = v->q + i * v->codes;
+    const int64_t size = up_to(BLOCK, v->codes);
+    float p[size] __attribute__((aligned(64))), *law = v->law + i * v->codes;
+    probabilities_of(&v->sampling, logits, v->codes, p);
+    if (!v->near || v->node[i].depth < 0 || !children_of(v, i)) {
+        memcpy(law, p, 4 * v->codes);
+        return;
+    }
+    float more[2][size] __attribute__((aligned(64))); /* q, but 0 for what the format forbids, which is never relaxed; the law */
+    memset(more, 0, sizeof more);
+    for (int64_t y = 0; y < v->codes; y++) more[0][y] = logits[y] > -INFINITY ? q[y] : 0;
+    const double *limit = v->limit + 2 * v->node[i].depth;
+    const Row row = {.p = p, .q = more[0], .fixed = (float)limit[0], .share = (float)limit[1], .table = v->table, .near = v->near};
+    law_of_row(&row, v->codes, 1, more[1]);
+    memcpy(law, more[1], 4 * v->codes);
+}
+
+/* The weight of a child: that of its parent times p / q of its code, and at most 1; mass: what q has left. */
+static double weight_of(double weight, float p, float q, double mass) {
+    const double found = q > 0 ? weight * p * (mass / q) : 0;
+    return found < 1 ? found : 1;
+}
+
+/* All children of node i of all samples are refused, one after another: the weights of several children, that of the node, and in
+   left [codes up to a multiple of BLOCK] the law of the code behind it, not normalised. */
+static void refuse(const Verification *v, int64_t i, float *left) {
+    const int64_t first = i - i % v->nodes, count = children_of(v, i);
+    const int64_t *child = v->children + i * v->ranks, *drawn = v->drawn + first;
+    const float *q = v->q + i * v->codes, *from = v->law + i * v->codes;
+    double weight = v->node[i].begin, scale = weight;      /* of the node, and of `from` */
+    double rest = count > 1 ? sum_of_row(q, v->codes) : 1; /* of q, without the siblings before */
+    for (int64_t rank = 0; rank < count; rank++) {
+        const int64_t code = drawn[child[rank]];
+        double mass = rest > q[code] ? rest : q[code];
+        int again = 0;
+        for (int64_t j = 0; j < rank; j++) again |= drawn[child[j]] == code;
+        if (rank && (again || !(q[code] > 0))) continue; /* the drafter had no other code to offer */
+        mass = mass > TINY ? mass : TINY;
+        if (count > 1) v->node[first + child[rank]].begin = weight_of(scale, from[code], q[code], mass);
+        const float over = (float)scale, share = (float)(1 / mass);
+        for (int64_t y = 0; y < v->codes; y++) { /* q has the siblings before no longer, but of those that can be refused nothing is left */
+            const float more = from[y] * over - q[y] * share;
+            left[y] = more > 0 ? more : 0;
+        }
+        const double sum = sum_of_row(left, v->codes), either = sum + 1 - weight;
+        scale = 1 / (either > 0 ? either : 1);
+        weight = sum * scale;
+        from = left;
+        rest -= q[code];
+    }
+    if (from != left) memcpy(left, from, 4 * v->codes);
+    v->node[i].end = weight;
+}
+
+/* Block and traversal verification: where drafts end, and the codes that are drawn there. */
+void ends_of_drafts(const Verification *verification, int64_t threads) {
+    const Verification v = *verification;
+    const int64_t size = up_to(BLOCK, v.codes);
+    for (int64_t b = 0; b < v.batch; b++) places_of(&v, b);
+#pragma omp parallel num_threads(threads)
+    {
+        float left[size] __attribute__((aligned(64)));
+        memset(left, 0, sizeof left);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < v.batch * v.nodes; i++) law_of_node(&v, i);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t b = 0; b < v.batch; b++)
+            for (int64_t i = b * v.nodes; i < (b + 1) * v.nodes; i++) {
+                const int64_t child = v.ranks ? v.children[i * v.ranks] : -1, count = children_of(&v, i);
+                if (count > 1) refuse(&v, i, left);
+                if (count != 1) continue; /* the weight of an only child takes one code of the law, so what is left can wait */
+                const int64_t at = i * v.codes + v.drawn[b * v.nodes + child];
+                v.node[b * v.nodes + child].begin = weight_of(v.node[i].begin, v.law[at], v.q[at], 1);
+            }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < v.batch * v.nodes; i++)
+            if (children_of(&v, i) < 2) refuse(&v, i, left);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t b = 0; b < v.batch; b++) {
+            const int64_t first = b * v.nodes;
+            int64_t end = 0;
+            double none = 1;
+            for (int64_t n = v.nodes - 1; n > 0; n--) {
+                Node *at = v.node + first + (v.order ? v.order[n] : n);
+                end += v.u[b] >= (at->behind = none *= 1 - at->end);
+            }
+            int64_t node = v.order ? v.order[end] : end;
+            refuse(&v, first + node, left);
+            if (!(sum_of_row(left, v.codes) > 0)) memcpy(left, v.law + (first + node) * v.codes, 4 * v.codes);
+            const int64_t bonus = draw(left, size, v.last[b]), depth = v.node[first + node].depth;
+            int64_t *path = v.path + b * (v.levels + 1);
+            for (int64_t n = v.levels; n >= 0; n--) {
+                path[n] = node;
+                if (n <= depth) node = v.node[first + node].parent;
+            }
+            conclude(&v, b, depth + 1, bonus);
+        }
+    }
+}

@@ -1,0 +1,138 @@
+"""The verification of drafts in C (`verdicts.c`), in float32 on a CPU: laws of relaxed rules, walks, block and traversal verification.
+
+They are many small operations over V codes, and for few rows starting PyTorch's takes longer than computing them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure, byref, c_double, c_int64, c_void_p, sizeof
+
+import torch
+from torch import Tensor
+
+from lanternpp.nn.draws import LANES, Warp, fits, struct_of
+from lanternpp.nn.layout import pad
+from lanternpp.nn.native import kernels
+from lanternpp.types import Draft, Lending, Verdict, Warping
+
+
+class Laws(Structure):
+    """`Laws` of verdicts.c."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "codes", "near", "whole")),
+        *((name, c_void_p) for name in ("p", "q", "limit", "table", "law")),
+    )
+
+
+class Node(Structure):
+    """`Node` of verdicts.c."""
+
+    _fields_ = (
+        *((name, c_double) for name in ("begin", "end", "behind")),
+        *((name, c_int64) for name in ("parent", "depth")),
+    )
+
+
+class Verification(Structure):
+    """`Verification` of verdicts.c."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "nodes", "codes", "ranks", "levels", "near", "optimal")),
+        ("sampling", Warp),
+        *((name, c_void_p) for name in ("logits", "q", "drawn", "children", "order", "u", "last")),
+        *((name, c_void_p) for name in ("limit", "table", "node", "law")),
+        *((name, c_void_p) for name in ("path", "following", "kept", "bonus")),
+    )
+
+
+class NativeLaws:
+    """The masses and laws of a rule whose neighbours lend; table [V, k] holds every code's, nearest first."""
+
+    def __init__(self, table: Tensor, library: ctypes.CDLL):
+        self.library, (self.vocab, self.near) = library, table.shape
+        self.table = by_lanes(table)
+
+    def takes(self, p: Tensor) -> bool:
+        """Whether it computes those of p [..., V]."""
+        return fits(p) and p.shape[-1] == self.vocab
+
+    def __call__(self, p: Tensor, q: Tensor, limit: Tensor, whole: bool) -> Tensor:
+        """p, q and the neighbours' limit [..., V] -> min(q, `accept_mass`); whole: `output_law` with the optimal residual."""
+        p, q, limit, out = p.contiguous(), q.contiguous(), limit.contiguous(), torch.empty_like(p)
+        rows = p.numel() // self.vocab
+        given = (x.data_ptr() for x in (p, q, limit, self.table, out))
+        laws = Laws(rows, self.vocab, self.near, whole, *given)
+        self.library.output_laws(byref(laws), torch.get_num_threads())
+        return out
+
+
+class NativeVerifier:
+    """The verifiers of `engine/verifiers.py`, for exact acceptance and for rules whose neighbours lend."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self.library = library
+        self._table: tuple[Tensor | None, Tensor | None] = (None, None)  # the last one, as given and by lanes
+        self._limits: tuple[object, Tensor] = ((), torch.empty(0))  # the last ones
+
+    def takes(self, logits: Tensor) -> bool:
+        """Whether it verifies drafts with logits [B, N, V]."""
+        return fits(logits)
+
+    def __call__(
+        self,
+        draft: Draft,
+        logits: Tensor,
+        warp: Warping,
+        lending: Lending,
+        walk: bool,
+        u: Tensor,
+        last: Tensor,
+    ) -> tuple[Verdict, Tensor]:
+        """Logits [B, N, V] -> the verdict, and the nodes as in C, [B, N, 5].
+
+        u and last [B, 1] are uniform. walk: as `verify`, with u [B, levels, K]; else as `verify_block` and `verify_traversal`
+        with u [B, 1].
+        """
+        tree, (batch, nodes, vocab) = draft.tree, logits.shape
+        levels, ranks = len(tree.widths), tree.children.shape[2]
+        if lending.limits != self._limits[0]:
+            self._limits = lending.limits, torch.tensor(lending.limits, dtype=torch.float64)
+        table, near = lending.table, 0 if lending.table is None else lending.table.shape[1]
+        if table is not None and not walk:
+            if table is not self._table[0]:
+                self._table = table, by_lanes(table)
+            table = self._table[1]
+        order = None if walk or tree.layout is None else tree.layout.order
+        q = None if draft.probs is None else draft.probs.to(logits.dtype)
+        given = (logits, q, draft.codes, tree.children, order, u, last, self._limits[1], table)
+        law = None if walk else torch.empty(batch, nodes, vocab)
+        known = torch.empty(batch, nodes, sizeof(Node) // 8, dtype=torch.float64)
+        path, following = torch.empty(2, batch, levels + 1, dtype=torch.int64)
+        kept, bonus = torch.empty(2, batch, dtype=torch.int64)
+        inputs = [None if x is None else x.contiguous() for x in given]
+        places = (*inputs, known, law, path, following, kept, bonus)
+        sizes = (batch, nodes, vocab, ranks, levels, near, lending.optimal)
+        work = Verification(*sizes, struct_of(warp), *(None if x is None else x.data_ptr() for x in places))
+        (self.library.walk_tree if walk else self.library.ends_of_drafts)(
+            byref(work), torch.get_num_threads()
+        )
+        return Verdict(path, kept, following, bonus, None, law), known
+
+
+def by_lanes(table: Tensor) -> Tensor:
+    """Neighbours [V, k] as `Laws` of verdicts.c has them, [up to V / LANES, k, LANES]."""
+    return pad(table.int(), LANES).view(-1, LANES, table.shape[1]).transpose(1, 2).contiguous()
+
+
+def native_laws(table: Tensor) -> NativeLaws | None:
+    """Laws in C for a table of neighbours [V, k]; None where this machine or the device do not allow it."""
+    found = kernels() if table.device.type == "cpu" else None
+    return None if found is None else NativeLaws(table, found)
+
+
+def native_verifier() -> NativeVerifier | None:
+    """Verification in C; None where this machine does not allow it."""
+    found = kernels()
+    return None if found is None else NativeVerifier(found)
