@@ -82,6 +82,7 @@ class Parallel(NetworkProposer):
             self._trees = {depth: self._tree}  # by their depth
         self._row = torch.arange(batch, device=like.device)
         self._line = torch.arange(span, device=like.device)
+        self._layouts = layouts(depth + 1, self._line)
 
     def begin(self, new: Admission) -> None:
         """Prefill with the prompt's guided features, each paired with the conditional input at the next position."""
@@ -182,26 +183,24 @@ class Parallel(NetworkProposer):
         super().observe(output)
         verdict = output.verdict
         features = self.guidance.merge(output.features)
-        path = verdict.path[..., None].expand(-1, -1, features.shape[-1])
-        self.features.copy_(features.gather(1, path))
+        if output.draft.tree.chain:  # what is behind the kept nodes does not wait, so nothing reads it
+            self.features[:, : features.shape[1]].copy_(features)
+        else:
+            path = verdict.path[..., None].expand(-1, -1, features.shape[-1])
+            self.features.copy_(features.gather(1, path))
         self.next_embeds.copy_(self.target.embed(verdict.next_codes))
         self.waiting.copy_(verdict.kept)
         self.hints.copy_(refused(output, features[..., : self.hints.shape[-1]]))
 
     def _drafter_forward(self) -> Tensor:
         """The drafter's pass over the waiting inputs and the queries -> features of every level, [B, depth, D]."""
-        known, line, waiting = self.next_embeds.shape[1], self._line, self.waiting[:, None]
-        query = line >= known
-        there = query | (line < waiting)  # [B, N]
-        place = torch.where(query, waiting + line - known, line)  # relative to the decided codes
-        mask = (line[:, None] >= line) & there[:, None] | (line[:, None] == line)
+        place, mask, last = (each[self.waiting] for each in self._layouts)
         nodes = self.cache.nodes(place, mask)
-        last = (line[:known] == waiting - 1)[..., None]  # the hint of the first level belongs to the root
         hints = torch.cat((self.hints[:, :1] * last, self.hints[:, 1:]), 1)
         out = self.drafter(self.next_embeds, self.features, nodes, self.cache, hints)
         self.cache.used += self.waiting
         first = out[self._row, (self.waiting - 1).clamp(min=0)]
-        return torch.cat((first[:, None], out[:, known:]), 1)
+        return torch.cat((first[:, None], out[:, self.next_embeds.shape[1] :]), 1)
 
     def _probs(self, features: Tensor, index: Tensor) -> Tensor:
         """Features [B, W, D] of codes index [B, 1] of the image -> their distributions, [B, W, V]."""
@@ -219,6 +218,20 @@ def why_uncut(cut: float, tree: TreeBuilder, compiled: bool) -> str | None:
     return None
 
 
+def layouts(known: int, line: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The drafter's inputs when 0 .. `known` of the first `known` wait and the others of line [N] are queries; W = known + 1.
+
+    Their places behind the decided codes, [W, N]; which of them each attends to, [W, N, N]; and the last that waits, whose
+    hint is that of the root, [W, known, 1].
+    """
+    waiting = torch.arange(known + 1, device=line.device)[:, None]
+    query = line >= known
+    there = query | (line < waiting)
+    place = torch.where(query, waiting + line - known, line)
+    mask = (line[:, None] >= line) & there[:, None] | (line[:, None] == line)
+    return place, mask, (line[:known] == waiting - 1)[..., None]
+
+
 def _masked(tree: Tree, lengths: Tensor, line: Tensor) -> Tree:
     """Chains of N nodes, each without its nodes behind the first 1 + lengths [B]: they are no children; line [N] counts nodes."""
     children = tree.children.where((line < lengths[:, None])[..., None], -1)
@@ -232,7 +245,11 @@ def refused(output: TargetOutput, features: Tensor) -> Tensor:
     """
     tree, kept = output.draft.tree, output.verdict.kept
     depth = output.verdict.path.shape[1] - 1
-    level = torch.arange(depth, device=kept.device)
-    at = tree.depth[:, None] == (kept[:, None] + level)[..., None]  # [B, depth, N]
-    first = at.byte().argmax(-1)[..., None].expand(-1, -1, features.shape[-1])
-    return features.gather(1, first) * at.any(-1, keepdim=True)
+    level = kept[:, None] + torch.arange(depth, device=kept.device)
+    if tree.chain:
+        first = level.clamp(max=tree.depth.shape[1] - 1)
+        there = tree.depth.gather(1, first) == level
+    else:
+        at = tree.depth[:, None] == level[..., None]  # [B, depth, N]
+        first, there = at.byte().argmax(-1), at.any(-1)
+    return features.gather(1, first[..., None].expand(-1, -1, features.shape[-1])) * there[..., None]
