@@ -47,7 +47,7 @@ def test_the_image_follows_the_targets_law(coupling, fresh):
 )
 def test_with_siblings_too(coupling, verify):
     engine = engine_of(CHAIN, 2, coupling, "mixed", Sampling(), 50_000, 2, verify)
-    assert chi_square(counts(engine, 4, 400_000), engine.target.law()) > 1e-3
+    assert chi_square(counts(engine, 4, 200_000), engine.target.law()) > 1e-3
 
 
 def forked(target, condition, batch):

@@ -188,7 +188,7 @@ def product_dtype(like: Tensor) -> torch.dtype:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, from the user's cache or compiled now, in about a second; None, with a warning, where that is impossible."""
+    """The kernels, from the user's cache or compiled now, in a few seconds; None, with a warning, where that is impossible."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     if platform.system() != "Linux" or compiler is None:
         warnings.warn(
