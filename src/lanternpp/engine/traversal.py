@@ -91,7 +91,7 @@ def stops(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tens
             here = left[:, at]
             ratio = here.gather(-1, code[:, at, rank, None])[..., 0] * odds[:, at, rank]
             weight.scatter_(1, child[:, at, rank], ratio.clamp_(max=1))
-            # q has the siblings before no longer, but of those that can be refused nothing is left to take from
+            # The codes of earlier siblings are subtracted again, which changes nothing: where one was refused its code has 0 left.
             here.addcmul_(q[:, at], scale[:, at, rank, None], value=-1).clamp_(min=0)
             rest = here.sum(-1).double()
             either = rest + 1 - weight[:, at]

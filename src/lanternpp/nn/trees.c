@@ -1,6 +1,7 @@
 /* The guesses of a tree: rows of V probabilities in float32, on a CPU.
 
-   The same functions as the head of guided features, `Sampling.probs`, `Sampling.children` and `likeliest`. A row's result depends on that row alone and not on how many rows or threads there are. */
+   The same functions as the head of guided features, `Sampling.probs`, `Sampling.children` and `likeliest`. A row's result
+   depends on that row alone and not on how many rows or threads there are. */
 
 #include "draws.c"
 

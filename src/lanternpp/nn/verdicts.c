@@ -292,7 +292,7 @@ static void refuse(const Verification *v, int64_t i, float *left) {
         mass = mass > TINY ? mass : TINY;
         if (count > 1) v->node[first + child[rank]].begin = weight_of(scale, from[code], q[code], mass);
         const float over = (float)scale, share = (float)(1 / mass);
-        for (int64_t y = 0; y < v->codes; y++) { /* q has the siblings before no longer, but of those that can be refused nothing is left */
+        for (int64_t y = 0; y < v->codes; y++) { /* the codes of refused siblings have 0 left, so that taking more changes nothing */
             const float more = from[y] * over - q[y] * share;
             left[y] = more > 0 ? more : 0;
         }
