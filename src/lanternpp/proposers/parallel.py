@@ -19,7 +19,7 @@ from lanternpp.proposers.network import NetworkProposer
 from lanternpp.targets.base import Target
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.chain import chain_tree
-from lanternpp.types import Admission, Draft, Frontier, TargetOutput, Tree
+from lanternpp.types import Admission, Draft, Frontier, TargetOutput, Tree, on_host
 
 
 class Parallel(NetworkProposer):
@@ -82,7 +82,8 @@ class Parallel(NetworkProposer):
             self._trees = {depth: self._tree}  # by their depth
         self._row = torch.arange(batch, device=like.device)
         self._line = torch.arange(span, device=like.device)
-        self._layouts = layouts(depth + 1, self._line)
+        self._layouts = {depth + 1: layout(depth + 1, depth + 1, self._line)}  # by how many inputs may wait
+        self._most = depth + 1  # of the inputs of any sample that wait, as far as the host knows
 
     def begin(self, new: Admission) -> None:
         """Prefill with the prompt's guided features, each paired with the conditional input at the next position."""
@@ -183,6 +184,8 @@ class Parallel(NetworkProposer):
         super().observe(output)
         verdict = output.verdict
         features = self.guidance.merge(output.features)
+        if on_host(verdict.kept):
+            self._most = max(int(verdict.kept.max()), 1)
         if output.draft.tree.chain:  # what is behind the kept nodes does not wait, so nothing reads it
             self.features[:, : features.shape[1]].copy_(features)
         else:
@@ -194,13 +197,17 @@ class Parallel(NetworkProposer):
 
     def _drafter_forward(self) -> Tensor:
         """The drafter's pass over the waiting inputs and the queries -> features of every level, [B, depth, D]."""
-        place, mask, last = (each[self.waiting] for each in self._layouts)
-        nodes = self.cache.nodes(place, mask)
+        most, known = self._most, self.next_embeds.shape[1]
+        if most not in self._layouts:
+            self._layouts[most] = layout(known, most, self._line)
+        *by_waiting, scratch = self._layouts[most]
+        place, mask, last = (each[self.waiting] for each in by_waiting)
+        nodes = self.cache.nodes(place, mask, scratch)
         hints = torch.cat((self.hints[:, :1] * last, self.hints[:, 1:]), 1)
-        out = self.drafter(self.next_embeds, self.features, nodes, self.cache, hints)
+        out = self.drafter(self.next_embeds[:, :most], self.features[:, :most], nodes, self.cache, hints)
         self.cache.used += self.waiting
         first = out[self._row, (self.waiting - 1).clamp(min=0)]
-        return torch.cat((first[:, None], out[:, self.next_embeds.shape[1] :]), 1)
+        return torch.cat((first[:, None], out[:, most:]), 1)
 
     def _probs(self, features: Tensor, index: Tensor) -> Tensor:
         """Features [B, W, D] of codes index [B, 1] of the image -> their distributions, [B, W, V]."""
@@ -218,18 +225,20 @@ def why_uncut(cut: float, tree: TreeBuilder, compiled: bool) -> str | None:
     return None
 
 
-def layouts(known: int, line: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The drafter's inputs when 0 .. `known` of the first `known` wait and the others of line [N] are queries; W = known + 1.
+def layout(known: int, most: int, line: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The drafter's inputs when up to `most` wait, of which there may be `known`; the others of line [M] are queries.
 
-    Their places behind the decided codes, [W, N]; which of them each attends to, [W, N, N]; and the last that waits, whose
-    hint is that of the root, [W, known, 1].
+    N = M - known + most, W = known + 1. By how many wait: their places behind the decided codes, [W, N]; the scratch slots that
+    each attends to, [W, N, M]; and the last that waits, whose hint is that of the root, [W, most, 1]. And their own scratch slots,
+    [1, N], which do not depend on `most`, as sums over slots are rounded in their order.
     """
     waiting = torch.arange(known + 1, device=line.device)[:, None]
     query = line >= known
     there = query | (line < waiting)
     place = torch.where(query, waiting + line - known, line)
     mask = (line[:, None] >= line) & there[:, None] | (line[:, None] == line)
-    return place, mask, (line[:known] == waiting - 1)[..., None]
+    own = torch.cat((line[:most], line[known:]))
+    return place[:, own], mask[:, own], (line[:most] == waiting - 1)[..., None], own[None]
 
 
 def _masked(tree: Tree, lengths: Tensor, line: Tensor) -> Tree:
