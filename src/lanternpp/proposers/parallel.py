@@ -184,8 +184,8 @@ class Parallel(NetworkProposer):
         super().observe(output)
         verdict = output.verdict
         features = self.guidance.merge(output.features)
-        if on_host(verdict.kept):
-            self._most = max(int(verdict.kept.max()), 1)
+        known = self.next_embeds.shape[1]
+        self._most = max(int(verdict.kept.max()), 1) if on_host(verdict.kept) else known
         if output.draft.tree.chain:  # what is behind the kept nodes does not wait, so nothing reads it
             self.features[:, : features.shape[1]].copy_(features)
         else:
@@ -197,7 +197,8 @@ class Parallel(NetworkProposer):
 
     def _drafter_forward(self) -> Tensor:
         """The drafter's pass over the waiting inputs and the queries -> features of every level, [B, depth, D]."""
-        most, known = self._most, self.next_embeds.shape[1]
+        known = self.next_embeds.shape[1]
+        most = self._most if on_host(self.waiting) else known
         if most not in self._layouts:
             self._layouts[most] = layout(known, most, self._line)
         *by_waiting, scratch = self._layouts[most]
