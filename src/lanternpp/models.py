@@ -20,7 +20,7 @@ from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import CONFIG, load_config
 from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
 from lanternpp.nn.native import MOST_WEIGHTS, kernels, product_dtype
-from lanternpp.nn.packed import attach_eight_bits
+from lanternpp.nn.packed import attach_eight_bits, pack
 from lanternpp.nn.shards import INDEX, PICKLED, SAFE
 from lanternpp.nn.sources import Source
 from lanternpp.nn.trees import native_head
@@ -135,7 +135,7 @@ def pack_target(target: Target) -> None:
     target.pack()
     vq: object = getattr(target, "vq", None)
     if isinstance(vq, nn.Module):
-        vq.to(product_dtype(next(vq.parameters())))
+        pack(vq.to(product_dtype(next(vq.parameters()))))
 
 
 def holds(folder: Path, kind: str) -> bool:

@@ -1,4 +1,4 @@
-"""Packed linear layers: the same products, on CPUs with bfloat16 and without."""
+"""Packed linear layers and convolutions: the same products, on CPUs with bfloat16 and without."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from toys import stored_in_8_bits
 
+from lanternpp.models import ASSETS, pack_target, read_target
 from lanternpp.nn import native
-from lanternpp.nn.packed import NativeLinear, packed
+from lanternpp.nn.packed import NativeLinear, PackedConvolution, pack, packed, packed_convolution
 
 LESS = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # what oneDNN and PyTorch may use
 NO_BFLOAT16 = """
@@ -65,3 +66,41 @@ def test_where_onednn_has_no_bfloat16_and_there_is_no_compiler_layers_stay_as_th
     less = {**os.environ, **LESS, native.SWITCH: "0"}
     done = subprocess.run([sys.executable, "-c", NO_BFLOAT16], env=less, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+CONVOLUTIONS = {
+    "3 x 3": nn.Conv2d(8, 24, 3, padding=1),
+    "1 x 1, no bias": nn.Conv2d(16, 5, 1, bias=False),
+    "every second": nn.Conv2d(6, 12, 3, stride=2, padding=1),
+    "in groups": nn.Conv2d(8, 8, 3, padding=2, dilation=2, groups=4),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_packed_convolution_is_the_same_for_pictures_of_any_size(name: str) -> None:
+    plain = CONVOLUTIONS[name].requires_grad_(False)
+    made = packed_convolution(plain)
+    assert made is not None and [*made.state_dict()] == [*plain.state_dict()]
+    with torch.inference_mode():
+        for size in ((1, 16, 16), (4, 16, 16), (2, 9, 31)):
+            x = torch.randn(size[0], plain.in_channels, *size[1:])
+            for laid in (x, x.contiguous(memory_format=torch.channels_last)):
+                assert torch.allclose(made(laid), plain(x), atol=1e-5)
+
+
+def test_convolutions_that_onednn_does_not_know_stay_as_they_are() -> None:
+    assert packed_convolution(nn.Conv2d(4, 4, 3, padding="same")) is None
+    assert packed_convolution(nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")) is None
+    assert packed_convolution(nn.Conv2d(4, 4, 3).double()) is None
+    odd = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Conv2d(4, 4, 3).double())
+    pack(odd)
+    assert type(odd[0]) is nn.Conv1d and type(odd[1]) is nn.Conv2d
+
+
+def test_the_shipped_tokenizer_draws_the_same_with_packed_weights() -> None:
+    packed_one, plain = (read_target(ASSETS / "nature-128", torch.float32) for _ in range(2))
+    pack_target(packed_one)
+    assert any(isinstance(part, PackedConvolution) for part in packed_one.vq.modules())
+    codes = torch.randint(plain.vocab, (1, plain.length), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        assert torch.allclose(packed_one.pixels(codes), plain.pixels(codes), atol=1e-4)
