@@ -20,8 +20,10 @@ NATURE := src/lanternpp/assets/nature-128
 demo: $(STAMP)
 	$(BIN)/lanternpp compare "$(PROMPT)" -n 4 -o out/demo.png
 
+# One process more than cores, as some tests wait for others.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist worksteal \
+	    -n $$($(BIN)/python -c "import os; print(min(4, os.cpu_count() + 1))")
 
 gpu: $(STAMP)
 	$(BIN)/lanternpp gpu-report
