@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from lanternpp.nn import native
@@ -10,9 +9,9 @@ from lanternpp.nn import native
 
 def own_cache(folder: Path) -> str:
     """`folder` as a value of XDG_CACHE_HOME: empty but for the compiled kernels, which take seconds to compile."""
-    compiler = shutil.which("cc")
-    if compiler is not None and native.library() is not None:
-        made = native.compiled(compiler)
+    kernels = native.library()
+    if kernels is not None:
+        made = Path(kernels._name)  # the file that was loaded
         link = folder / made.parent.name / made.name
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.is_symlink():

@@ -128,9 +128,8 @@ class Parallel(NetworkProposer):
         if type(self.target).constrain is not Target.constrain:
             bias = torch.zeros_like(self._probs_of_nodes[:, 1:])
             bias = self.target.constrain(bias, self._index())
-        sampling = self.sampling
-        warp = (sampling.temperature, sampling.top_k, sampling.top_p)
-        native(levels, query, self.prev_code_table, bias, noise.guesses(self.depth), warp, draft, self.cut)
+        u = noise.guesses(self.depth)
+        native(levels, query, self.prev_code_table, bias, u, self.sampling.warp, draft, self.cut)
         return self._ended(draft)
 
     def _chain(self, levels: Tensor, query: Tensor, index: Tensor, noise: Noise) -> Draft:
