@@ -19,7 +19,7 @@ from lanternpp.nn.decoder import Decoder
 WAITS = Path(
     "/proc/thread-self/schedstat"
 )  # of this thread: nanoseconds that it ran, and that it waited for a core
-INTERVAL = 0.05  # seconds between two looks at it
+INTERVAL = 0.03  # seconds that the thread runs between two looks at it
 SHARED = 0.15  # of the time in which a thread wants to run: a share of waiting from which on the machine counts as shared
 # Seconds of running without such waits before more threads are tried: at first, and at most.
 PATIENCE = (0.3, 10.0)
@@ -47,10 +47,10 @@ shared = Shared()
 class FittedThreads:
     """A context in which `update`, called often, halves PyTorch's threads while the calling thread waits for a core.
 
-    Once it no longer waits they are doubled, up to as many as there were, and after the context there are as many again.
-    Where that lasts a warning says so, once. Only where a decoder's passes over so many rows are computed in C:
-    their results do not depend on the number of threads, while those of PyTorch's products of many rows do. And only on Linux,
-    which counts how long threads wait. Within such a context of the same thread another one does nothing.
+    Once it no longer waits they are doubled, up to as many as there were, and after the context there are as many again; the
+    same thread may enter it again. Where that lasts a warning says so, once. Only where a decoder's passes over so many rows are
+    computed in C: their results do not depend on the number of threads, while those of PyTorch's products of many rows do. And
+    only on Linux, which counts how long threads wait. Within such a context of the same thread another one does nothing.
     """
 
     _inside = threading.local()
@@ -59,13 +59,14 @@ class FittedThreads:
         in_c = decoder.native is not None and rows <= decoder.native.most_rows
         self.active = in_c and WAITS.is_file() and not getattr(self._inside, "context", False)
         self.threads = self.every = torch.get_num_threads()
-        self.looked, self.ran, self.waited = 0.0, 0, 0
+        self.looked = self.ran = self.waited = 0.0  # seconds that the thread had run at the last look; `WAITS` then
 
     def __enter__(self) -> FittedThreads:
         """Begin with as many threads as the last context ended with."""
         if self.active:
             self._inside.context = True
-            self._look()
+            if not self.looked:
+                self._look()
             self._set()
         return self
 
@@ -73,12 +74,11 @@ class FittedThreads:
         """Back to as many threads as there were."""
         if self.active:
             self._inside.context = False
-            if self.threads != self.every:
-                torch.set_num_threads(self.every)
+            self._use(self.every)
 
     def update(self) -> None:
-        """Look whether the calling thread has waited, where the last look is long enough ago."""
-        if not self.active or time.perf_counter() - self.looked < INTERVAL:
+        """Look whether the calling thread has waited, where it has run for long enough since the last look."""
+        if not self.active or time.thread_time() - self.looked < INTERVAL:
             return
         ran, waited = self._look()
         shared.alone += ran
@@ -87,9 +87,9 @@ class FittedThreads:
                 early = shared.alone < PATIENCE[0]
                 shared.patience = min(2 * shared.patience, PATIENCE[1]) if early else PATIENCE[0]
                 shared.halvings += 1
-            shared.alone = 0.0
-            shared.waits = 1 if self.looked > shared.waited + LASTING[1] else shared.waits + 1
-            shared.waited = self.looked
+            shared.alone, now = 0.0, time.monotonic()
+            shared.waits = 1 if now > shared.waited + LASTING[1] else shared.waits + 1
+            shared.waited = now
         elif shared.halvings and shared.alone > shared.patience:
             shared.halvings, shared.alone = shared.halvings - 1, 0.0
         self._set()
@@ -97,15 +97,14 @@ class FittedThreads:
     def _look(self) -> tuple[float, float]:
         """Seconds that the calling thread has run since the last look, and that it waited for a core."""
         before = self.ran, self.waited
-        self.looked = time.perf_counter()
-        self.ran, self.waited = map(int, WAITS.read_text().split()[:2])
-        return (self.ran - before[0]) / 1e9, (self.waited - before[1]) / 1e9
+        self.looked = time.thread_time()
+        self.ran, self.waited = (int(nanoseconds) / 1e9 for nanoseconds in WAITS.read_text().split()[:2])
+        return self.ran - before[0], self.waited - before[1]
 
     def _set(self) -> None:
+        """Use as many threads as the machine has for them."""
         threads = max(1, self.every >> shared.halvings)
-        if threads != self.threads:
-            torch.set_num_threads(threads)
-            self.threads = threads
+        self._use(threads)
         if threads < self.every and shared.waits >= LASTING[0] and not shared.warned:
             shared.warned = True
             warnings.warn(
@@ -113,3 +112,8 @@ class FittedThreads:
                 "pictures take longer",
                 stacklevel=2,
             )
+
+    def _use(self, threads: int) -> None:
+        if threads != self.threads:
+            torch.set_num_threads(threads)
+            self.threads = threads

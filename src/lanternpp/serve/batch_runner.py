@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from PIL import Image
 from torch import Tensor
 
+from lanternpp.engine.batching import fitted_threads
 from lanternpp.engine.decode import Engine
 from lanternpp.errors import InputError
 from lanternpp.serve.tickets import FinishedImage, Progress, Ticket
@@ -28,6 +29,7 @@ class BatchRunner:
         """pixels: turns codes [pictures, length] into pictures."""
         self.engine, self.key, self.settings, self.pixels = engine, key, settings, pixels
         self.rows = settings.batch_size
+        self.threads = fitted_threads(engine)
         self.occupied: dict[int, tuple[Ticket, float]] = {}  # slot -> ticket, `busy_seconds` when it entered
         self.busy_seconds = 0.0  # computed so far
         self.virtual_time = 0.0  # those seconds, each divided by the number of pictures in it at the time
@@ -49,7 +51,7 @@ class BatchRunner:
         slot = next(i for i in range(self.rows) if i not in self.occupied)
         self.occupied[slot] = (ticket, self.busy_seconds)
         try:
-            with self._timed():
+            with self._timed(), self.threads:
                 self.engine.admit(slot, ticket.spec.prompt, ticket.spec.seed, ticket.encoded)
         except InputError:
             self.engine.drop(slot)
@@ -61,8 +63,9 @@ class BatchRunner:
         self.sweep()
         if not self.occupied:
             return []
-        with self._timed():
+        with self._timed(), self.threads:
             self.engine.step()
+            self.threads.update()
             done = set(self.engine.done())
         now = time.monotonic()
         for slot, (ticket, _) in self.occupied.items():
