@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import uvicorn
@@ -45,7 +46,9 @@ class SlowEngine:
     """Decides a code per step, and a step only when its pipeline allows one."""
 
     def __init__(self, pipe: SlowPipe, rows: int):
-        self.pipe = pipe
+        self.pipe, self.batch = pipe, rows
+        self.guidance, self.proposer = SimpleNamespace(branches=1), SimpleNamespace(size=1)
+        self.target = SimpleNamespace(decoder=SimpleNamespace(native=None))
         self.count = torch.full((rows,), LENGTH)
         self.codes = torch.zeros(rows, LENGTH, dtype=torch.int64)
         self.passes, self.accepted = torch.zeros_like(self.count), torch.ones_like(self.codes)
