@@ -59,9 +59,8 @@ class FittedThreads:
         in_c = decoder.native is not None and rows <= decoder.native.most_rows
         self.active = in_c and WAITS.is_file() and not getattr(self._inside, "context", False)
         self.threads = self.every = torch.get_num_threads()
-        self.looked = self.ran = self.waited = (
-            0.0  # seconds that the thread had run at the last look; `WAITS` then
-        )
+        # At the last look: seconds that the thread had run, and both numbers of `WAITS`, in seconds.
+        self.looked = self.ran = self.waited = 0.0
 
     def __enter__(self) -> FittedThreads:
         """Begin with as many threads as the last context ended with."""
