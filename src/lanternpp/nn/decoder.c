@@ -27,8 +27,8 @@
 #define LANES 16   /* channels of a head that are handled at once */
 #define CHANNELS 4 /* of such vectors that attention sums at once */
 #define QUERIES 4  /* that attention handles at once */
-#define TOGETHER 6 /* rows that a vector of weights in 8 bits is multiplied with, once it is in a register */
-#define MOST_WHOLE (5 * TOGETHER) /* rows that are multiplied with a block of weights in 8 bits before the next one, without tiles */
+#define STEP (4 * COLUMNS) /* bytes of weights that are multiplied with rows of inputs at once */
+#define MOST_WHOLE 30 /* rows that are multiplied with a block of weights in 8 bits before the next one, without tiles */
 #define DEPTH 64   /* inputs of a tile of weights in 8 bits */
 #define AHEAD 16384 /* bytes of weights between what is multiplied and what is fetched */
 
@@ -159,33 +159,60 @@ static void normalise(const float *x, const float *weight, float eps, int64_t co
 
 static int64_t up_to(int64_t multiple, int64_t x) { return (x + multiple - 1) / multiple * multiple; }
 
-#ifdef __AVX512BF16__
-#define FEW 4 /* rows that `few_rows` multiplies at once */
+#ifdef __AVX512BW__
+/* Add to the sums of `count` rows, a constant, their products with `size` inputs of a block of weights.
 
-/* out [rows, COLUMNS] = x [rows, inputs] times one block of weights, of up to FEW rows; out has room for FEW. */
-static void few_rows(int rows, const half *x, int64_t inputs, const half *weight, float (*out)[COLUMNS]) {
-    const half *row[4];
-    for (int r = 0; r < 4; r++) row[r] = x + (r < rows ? r : rows - 1) * inputs;
-    __m512 left[4], right[4];
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; r++) left[r] = right[r] = _mm512_setzero_ps();
-    for (int64_t i = 0; i < inputs; i += 2, weight += 2 * COLUMNS) {
-        __m512bh first = (__m512bh)_mm512_loadu_si512(weight);
-        __m512bh second = (__m512bh)_mm512_loadu_si512(weight + COLUMNS);
-#pragma GCC unroll 4
-        for (int r = 0; r < 4; r++) {
+   Each of its steps reads STEP bytes of weights, and fetches `share` bytes from `next` on. */
+typedef void Add(int count, const half *x, int64_t pitch, int64_t size, const char *weight, const char *next, int64_t share, char *sums);
+
+/* sums [rows, bytes] = x [rows, inputs] times one block of weights, `inputs_of_step` of them in STEP bytes, by groups of up to `most` rows,
+   at most 8. The weights that are multiplied soon are fetched meanwhile. */
+static inline __attribute__((always_inline)) void by_groups(Add add, int most, int inputs_of_step, int rows, const half *x, int64_t inputs,
+                                                            const char *weight, char *sums, int64_t bytes) {
+    const char *next = weight + AHEAD;
+    const int groups = (rows + most - 1) / most;
+    const int64_t share = (STEP + groups - 1) / groups;
+    memset(sums, 0, rows * bytes);
+    for (int64_t from = 0, size; from < inputs; from += size) {
+        size = groups > 1 && inputs - from > CHUNK ? CHUNK : inputs - from;
+        for (int g = 0, r = 0, count; g < groups; g++, r += count, next += size / inputs_of_step * share) {
+            const half *y = x + r * inputs + from;
+            const char *w = weight + from / inputs_of_step * STEP;
+            count = (rows - r) / (groups - g);
+#define IF(n) if (n == count && n <= most) add(n, y, inputs, size, w, next, share, sums + r * bytes);
+            IF(1) else IF(2) else IF(3) else IF(4) else IF(5) else IF(6) else IF(7) else IF(8)
+#undef IF
+        }
+    }
+}
+#endif
+
+#ifdef __AVX512BF16__
+static inline __attribute__((always_inline)) void add_halves(int count, const half *x, int64_t pitch, int64_t size, const char *weight,
+                                                             const char *next, int64_t share, char *sums) {
+    float (*out)[COLUMNS] = (float (*)[COLUMNS])sums;
+    __m512 left[8], right[8];
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++) left[r] = _mm512_loadu_ps(out[r]), right[r] = _mm512_loadu_ps(out[r] + COLUMNS / 2);
+    for (int64_t i = 0; i < size; i += 2, weight += STEP, next += share) {
+        const __m512bh first = (__m512bh)_mm512_loadu_si512(weight), second = (__m512bh)_mm512_loadu_si512(weight + STEP / 2);
+        for (int64_t j = 0; j < share; j += 64) _mm_prefetch(next + j, _MM_HINT_T0);
+#pragma GCC unroll 8
+        for (int r = 0; r < count; r++) {
             int32_t pair;
-            memcpy(&pair, row[r] + i, 4);
-            __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            memcpy(&pair, x + r * pitch + i, 4);
+            const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
             left[r] = _mm512_dpbf16_ps(left[r], both, first);
             right[r] = _mm512_dpbf16_ps(right[r], both, second);
         }
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; r++) {
-        _mm512_storeu_ps(out[r], left[r]);
-        _mm512_storeu_ps(out[r] + COLUMNS / 2, right[r]);
-    }
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++) _mm512_storeu_ps(out[r], left[r]), _mm512_storeu_ps(out[r] + COLUMNS / 2, right[r]);
+}
+
+/* out [rows, COLUMNS] = x [rows, inputs] times one block of weights. */
+static void few_rows(int rows, const half *x, int64_t inputs, const half *weight, float (*out)[COLUMNS]) {
+    by_groups(add_halves, 8, 2, rows, x, inputs, (const char *)weight, (char *)out, sizeof *out);
 }
 #else /* without products of bfloat16: of floats, in as many rows and columns as there are registers for sums */
 #if defined(__AVX512F__)
@@ -235,12 +262,13 @@ static inline __attribute__((always_inline)) void rows_of(int count, int rows, c
     }
 }
 
-/* out [rows, COLUMNS] = x [rows, inputs] times one block of weights, of up to FEW rows. */
+/* out [rows, COLUMNS] = x [rows, inputs] times one block of weights. */
 static void few_rows(int rows, const half *x, int64_t inputs, const half *weight, float (*out)[COLUMNS]) {
-    if (rows == 1) rows_of(1, rows, x, inputs, weight, out);
-    else if (rows == 2) rows_of(2, rows, x, inputs, weight, out);
-    else if (rows <= 4 || FEW == 4) rows_of(4, rows, x, inputs, weight, out);
-    else rows_of(FEW, rows, x, inputs, weight, out);
+    for (; rows > 0; rows -= FEW, x += FEW * inputs, out += FEW)
+        if (rows == 1) rows_of(1, rows, x, inputs, weight, out);
+        else if (rows == 2) rows_of(2, rows, x, inputs, weight, out);
+        else if (rows <= 4 || FEW == 4) rows_of(4, rows, x, inputs, weight, out);
+        else rows_of(FEW, rows, x, inputs, weight, out);
 }
 #endif
 
@@ -325,21 +353,19 @@ static void quantise(const half *x, int64_t rows, int64_t inputs, Whole *out) {
 }
 
 #ifdef __AVX512BW__
-/* Add products with `size` inputs of a block of weights to parts of `count` rows, a constant: two sums for each of 8 columns.
-
-   Every 4 inputs `share` bytes from `next` on are fetched meanwhile. */
-static inline __attribute__((always_inline)) void add_to(int count, const int16_t *x, int64_t pitch, int64_t size, const int8_t *weight,
-                                                         const char *next, int64_t share, __m512i (*parts)[4]) {
-    __m512i sums[TOGETHER][4];
+/* The sums are two for each of 8 columns, in 4 vectors. */
+static inline __attribute__((always_inline)) void add_wholes(int count, const half *x, int64_t pitch, int64_t size, const char *weight,
+                                                             const char *next, int64_t share, char *parts) {
+    __m512i sums[6][4];
 #pragma GCC unroll 6
     for (int r = 0; r < count; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; c++) sums[r][c] = parts[r][c];
-    for (int64_t i = 0; i < size; i += 4, next += share) {
+        for (int c = 0; c < 4; c++) sums[r][c] = ((__m512i *)parts)[4 * r + c];
+    for (int64_t i = 0; i < size; i += 4, weight += STEP, next += share) {
         __m512i some[4];
         for (int64_t j = 0; j < share; j += 64) _mm_prefetch(next + j, _MM_HINT_T0);
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; c++) some[c] = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(weight + i * COLUMNS + 32 * c)));
+        for (int c = 0; c < 4; c++) some[c] = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(weight + 32 * c)));
 #pragma GCC unroll 6
         for (int r = 0; r < count; r++) {
             int64_t four;
@@ -357,34 +383,13 @@ static inline __attribute__((always_inline)) void add_to(int count, const int16_
 #pragma GCC unroll 6
     for (int r = 0; r < count; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; c++) parts[r][c] = sums[r][c];
-}
-
-/* The same of 1 to TOGETHER rows. */
-static void add_whole_rows(int count, const int16_t *x, int64_t pitch, int64_t size, const int8_t *weight, const char *next, int64_t share,
-                           __m512i (*parts)[4]) {
-    if (count == 1) add_to(1, x, pitch, size, weight, next, share, parts);
-    else if (count == 2) add_to(2, x, pitch, size, weight, next, share, parts);
-    else if (count == 3) add_to(3, x, pitch, size, weight, next, share, parts);
-    else if (count == 4) add_to(4, x, pitch, size, weight, next, share, parts);
-    else if (count == 5) add_to(5, x, pitch, size, weight, next, share, parts);
-    else add_to(TOGETHER, x, pitch, size, weight, next, share, parts);
+        for (int c = 0; c < 4; c++) ((__m512i *)parts)[4 * r + c] = sums[r][c];
 }
 
 /* sums [rows, COLUMNS] = x [rows, width] times one block of weights in 8 bits, of up to MOST_WHOLE rows. */
 static void some_whole_rows(int rows, const int16_t *x, int64_t width, const int8_t *weight, int32_t (*sums)[COLUMNS]) {
     __m512i parts[MOST_WHOLE][4];
-    memset(parts, 0, (size_t)rows * sizeof *parts);
-    const char *next = (const char *)weight + AHEAD;
-    const int groups = (rows + TOGETHER - 1) / TOGETHER;
-    const int64_t share = (4 * COLUMNS + groups - 1) / groups;
-    for (int64_t from = 0, size; from < width; from += size) {
-        size = groups > 1 && width - from > CHUNK ? CHUNK : width - from;
-        for (int g = 0, r = 0, count; g < groups; g++, r += count, next += size / 4 * share) {
-            count = (rows - r) / (groups - g);
-            add_whole_rows(count, x + r * width + from, width, size, weight + from * COLUMNS, next, share, parts + r);
-        }
-    }
+    by_groups(add_wholes, 6, 4, rows, (const half *)x, width, (const char *)weight, (char *)parts, sizeof *parts);
     int32_t order[16];
     for (int i = 0; i < 16; i++) order[i] = 2 * i;
     const __m512i even = _mm512_loadu_si512(order), odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
@@ -563,7 +568,7 @@ static void product(const Linear *layer, int64_t block, const half *x, int in_ti
         _tile_stored(1, out[0] + COLUMNS / 2, 4 * COLUMNS);
     } else
 #endif
-        for (int r = 0; r < rows; r += FEW) few_rows(rows - r, x + r * inputs, inputs, weight, out + r);
+        few_rows(rows, x, inputs, weight, out);
     if (layer->bias)
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < COLUMNS; c++) out[r][c] += layer->bias[block * COLUMNS + c];

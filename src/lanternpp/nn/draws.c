@@ -206,13 +206,12 @@ static void dense(const Linear *layer, int64_t first, int64_t last, const half *
     if (layer->scale) quantise(x, rows, layer->inputs, whole);
     for (int64_t g = first; g < last; g++) {
         const half *weight = (const half *)layer->weight + g * GROUP * COLUMNS * layer->inputs;
-        const int64_t together = layer->scale ? ROWS : FEW;
         float out[ROWS][COLUMNS];
         if (rows == 1 && !layer->scale) one_row(x, layer->inputs, weight, (float (*)[COLUMNS])(y + g * GROUP * COLUMNS));
         else
             for (int64_t k = 0; k < GROUP; k++)
-                for (int64_t r = 0; r < rows; r += together) {
-                    const int64_t some = rows - r < together ? rows - r : together;
+                for (int64_t r = 0; r < rows; r += ROWS) {
+                    const int64_t some = rows - r < ROWS ? rows - r : ROWS;
                     if (layer->scale) whole_product(layer, g * GROUP + k, whole, r, (int)some, out);
                     else few_rows((int)some, x + r * layer->inputs, layer->inputs, weight + k * COLUMNS * layer->inputs, out);
                     for (int64_t i = 0; i < some; i++) memcpy(y + (r + i) * width + (g * GROUP + k) * COLUMNS, out[i], sizeof out[i]);
