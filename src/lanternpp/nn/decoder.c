@@ -635,6 +635,26 @@ static inline float highest_of(const float *x, int64_t size) {
     return highest;
 }
 
+/* The sums where their mask [count] is set, else -infinity; up to LANES are read of the mask. */
+static inline floats where_seen(floats sums, const uint8_t *mask, int64_t count) {
+    uint8_t seen[LANES] = {0};
+    if (count < LANES) mask = memcpy(seen, mask, count);
+    const ints kept = flags(mask) != 0, none = (ints)((floats){0} - INFINITY);
+    return (floats)(((ints)sums & kept) | (none & ~kept));
+}
+
+/* exp(x) over its sum, of x [size], size a multiple of LANES. */
+static void softmax(float *x, int64_t size) {
+    const float highest = highest_of(x, size);
+    floats total = {0};
+    for (int64_t j = 0; j < size; j += LANES) {
+        floats *some = (floats *)(x + j);
+        total += *some = exponential(*some - highest);
+    }
+    const float scale = 1 / sum_of(total);
+    for (int64_t j = 0; j < size; j += LANES) *(floats *)(x + j) *= scale;
+}
+
 /* Attention of `count` queries [count, d] over keys and values [size, d], query q where its mask is set: out [count] of [d].
 
    weights [count, stride] is scratch, stride a multiple of LANES and at least size. A query's result depends on that query alone. */
@@ -653,23 +673,10 @@ static inline __attribute__((always_inline)) void attend_to(const float *query, 
                 sums[k] = some[0] * key[k][0];
                 for (int64_t i = 1; i < d / LANES; i++) sums[k] += some[i] * key[k][i];
             }
-            uint8_t seen[LANES] = {0};
-            memcpy(seen, mask[q] + j, size - j < LANES ? size - j : LANES);
-            const ints kept = flags(seen) != 0, none = (ints)((floats){0} - INFINITY);
-            *(floats *)(weights + q * stride + j) = (floats)(((ints)sums_of(sums) & kept) | (none & ~kept));
+            *(floats *)(weights + q * stride + j) = where_seen(sums_of(sums), mask[q] + j, size - j);
         }
     }
-    for (int64_t q = 0; q < count; q++) {
-        float *weight = weights + q * stride;
-        const float highest = highest_of(weight, stride);
-        floats total = {0};
-        for (int64_t j = 0; j < stride; j += LANES) {
-            floats *some = (floats *)(weight + j);
-            total += *some = exponential(*some - highest);
-        }
-        float scale = 1 / sum_of(total);
-        for (int64_t j = 0; j < stride; j += LANES) *(floats *)(weight + j) *= scale;
-    }
+    for (int64_t q = 0; q < count; q++) softmax(weights + q * stride, stride);
     for (int64_t first = 0; first < count; first += QUERIES)
         for (int64_t i = 0; i < d; i += CHANNELS * LANES) {
             const float *weight[QUERIES];
@@ -689,9 +696,94 @@ static inline __attribute__((always_inline)) void attend_to(const float *query, 
         }
 }
 
-/* The same, with a constant number of channels where that is a usual one, so that a key stays in registers. */
-static void attend(const float *query, int64_t count, const half *keys, const half *values, const uint8_t **mask, int64_t size,
+#ifdef __AVX512BF16__
+/* x [size] as bfloat16, where it was; size is a multiple of LANES. */
+static void narrow_here(float *x, int64_t size) {
+    for (int64_t i = 0; i < size; i += 2 * LANES) {
+        const __m512 lower = _mm512_loadu_ps(x + i), upper = i + LANES < size ? _mm512_loadu_ps(x + i + LANES) : _mm512_setzero_ps();
+        _mm512_storeu_si512((half *)x + i, (__m512i)_mm512_cvtne2ps_pbh(upper, lower));
+    }
+}
+
+static inline __m512bh pairs_at(const half *x) { return (__m512bh)_mm512_loadu_si512(x); }
+
+/* `attend_to` by products of bfloat16, to which queries and weights are rounded; d is a multiple of 32.
+
+   While keys are read values are fetched, and meanwhile the keys at `next`. */
+static inline __attribute__((always_inline)) void attend_in_halves(float *query, int64_t count, const half *keys, const half *values,
+                                                                   const half *next, const uint8_t **mask, int64_t size, int64_t d,
+                                                                   float *weights, int64_t stride, half **out) {
+    const int64_t whole = size / LANES * LANES, left = size - whole;
+    half last[LANES * d]; /* the keys of the last vector of weights, zeros behind them */
+    memcpy(last, keys + whole * d, 2 * left * d);
+    memset(last + left * d, 0, 2 * (LANES - left) * d);
+    narrow_here(query, count * d);
+    for (int64_t j = 0; j < size; j += LANES) {
+        const half *key = j < whole ? keys + j * d : last;
+        for (int64_t i = 0; i < LANES * d; i += 32) _mm_prefetch((const char *)(values + j * d + i), _MM_HINT_T0);
+        for (int64_t q = 0; q < count; q++) {
+            const half *some = (const half *)query + q * d;
+            floats sums[LANES];
+#pragma GCC unroll 16
+            for (int k = 0; k < LANES; k++) {
+                __m512 sum = _mm512_setzero_ps();
+                for (int64_t i = 0; i < d; i += 32) sum = _mm512_dpbf16_ps(sum, pairs_at(some + i), pairs_at(key + k * d + i));
+                sums[k] = (floats)sum;
+            }
+            *(floats *)(weights + q * stride + j) = where_seen(sums_of(sums), mask[q] + j, size - j);
+        }
+    }
+    for (int64_t q = 0; q < count; q++) {
+        softmax(weights + q * stride, stride);
+        narrow_here(weights + q * stride, stride);
+    }
+    int16_t order[64]; /* of channels of two slots, in pairs */
+    for (int i = 0; i < 64; i++) order[i] = i / 2 + i % 2 * 32;
+    const __m512i lower = _mm512_loadu_si512(order), upper = _mm512_loadu_si512(order + 32);
+    for (int64_t first = 0; first < count; first += QUERIES)
+        for (int64_t i = 0; i < d; i += CHANNELS * LANES) {
+            const half *weight[QUERIES];
+            __m512 sums[QUERIES][CHANNELS];
+#pragma GCC unroll 4
+            for (int q = 0; q < QUERIES; q++) {
+                weight[q] = (const half *)(weights + (first + q < count ? first + q : count - 1) * stride);
+#pragma GCC unroll 4
+                for (int c = 0; c < CHANNELS; c++) sums[q][c] = _mm512_setzero_ps();
+            }
+            for (int64_t j = 0; j < size; j += 2) {
+                for (int64_t c = 0; c < 2 * d && !first; c += 32) _mm_prefetch((const char *)(next + j * d + c), _MM_HINT_T0);
+#pragma GCC unroll 2
+                for (int c = 0; c < CHANNELS; c += 2) {
+                    if (i + c * LANES >= d) break;
+                    const half *from = values + j * d + i + c * LANES;
+                    const __m512i even = _mm512_loadu_si512(from), odd = j + 1 < size ? _mm512_loadu_si512(from + d) : _mm512_setzero_si512();
+                    const __m512bh left = (__m512bh)_mm512_permutex2var_epi16(even, lower, odd);
+                    const __m512bh right = (__m512bh)_mm512_permutex2var_epi16(even, upper, odd);
+#pragma GCC unroll 4
+                    for (int q = 0; q < QUERIES; q++) {
+                        int32_t two;
+                        memcpy(&two, weight[q] + j, 4);
+                        const __m512bh both = (__m512bh)_mm512_set1_epi32(two);
+                        sums[q][c] = _mm512_dpbf16_ps(sums[q][c], both, left);
+                        sums[q][c + 1] = _mm512_dpbf16_ps(sums[q][c + 1], both, right);
+                    }
+                }
+            }
+            for (int64_t q = 0; q < QUERIES && first + q < count; q++)
+                for (int64_t c = 0; c < CHANNELS && i + c * LANES < d; c++)
+                    *(halves *)(out[first + q] + i + c * LANES) = narrow_all((floats)sums[q][c]);
+        }
+}
+#endif
+
+/* `attend_to`, with a constant number of channels where that is a usual one, so that a key stays in registers. */
+static void attend(float *query, int64_t count, const half *keys, const half *values, const half *next, const uint8_t **mask, int64_t size,
                    int64_t d, float *weights, int64_t stride, half **out) {
+#ifdef __AVX512BF16__
+    if (d == 64) attend_in_halves(query, count, keys, values, next, mask, size, 64, weights, stride, out);
+    else if (d % 32 == 0) attend_in_halves(query, count, keys, values, next, mask, size, d, weights, stride, out);
+    else
+#endif
     if (d == 64) attend_to(query, count, keys, values, mask, size, 64, weights, stride, out);
     else if (d == 128) attend_to(query, count, keys, values, mask, size, 128, weights, stride, out);
     else attend_to(query, count, keys, values, mask, size, d, weights, stride, out);
@@ -992,7 +1084,7 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
                 }
 #endif
                 for (int64_t q = 0; q < queries; q++) mask[q] += from;
-                attend(query, queries, keys + from * d, values + from * d, mask, to - from, d, weights,
+                attend(query, queries, keys + from * d, values + from * d, keys + (p.slots + from) * d, mask, to - from, d, weights,
                        up_to(LANES, to - from), where);
             }
 #pragma omp barrier
