@@ -306,10 +306,10 @@ int64_t widens(void) {
 #endif
 }
 
-/* The most rows of a pass: products of more are PyTorch's, where the CPU multiplies bfloat16. */
-int64_t most_rows(void) { return widens() ? INT32_MAX : MOST_ROWS; }
+/* The most rows of a pass: with tiles products of more are PyTorch's. */
+int64_t most_rows(void) { return tiles ? MOST_ROWS : INT32_MAX; }
 
-/* Ask for the CPU's tiles. Called once. */
+/* Ask for the CPU's tiles. Called once, before all else. */
 void prepare(void) {
 #ifdef __AMX_BF16__
     enum { REQUEST = 0x1023, TILE_DATA = 18 };
