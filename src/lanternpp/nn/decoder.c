@@ -1,4 +1,4 @@
-/* One pass of a pre-norm transformer decoder over few rows, in bfloat16, for inference on a CPU.
+/* One pass of a pre-norm transformer decoder, in bfloat16, for inference on a CPU.
 
    The same function as `Decoder.forward` of decoder.py with a KV cache. PyTorch takes some 50 operations a layer for it, and
    for a few rows starting them costs more than computing them; here a layer is five stages with a barrier after each.

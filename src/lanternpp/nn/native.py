@@ -1,4 +1,4 @@
-"""A decoder's passes over few rows in C (`decoder.c`), compiled once, with the other files in C, on the machine that runs it.
+"""A decoder's passes in C (`decoder.c`), compiled once, with the other files in C, on the machine that runs it.
 
 For a few rows starting PyTorch's operations takes longer than computing them. The kernels need a C compiler;
 without one, or with LANTERNPP_KERNELS=0 in the environment, everything is computed by PyTorch.
@@ -84,7 +84,7 @@ class Pass(Structure):
 
 
 class NativeDecoder:
-    """The passes of a `Decoder` over few rows; it keeps a second copy of the weights, in the order they are read in."""
+    """The passes of a `Decoder` of up to `most_rows` rows; it keeps a second copy of the weights, in the order they are read in."""
 
     active = True  # False while what PyTorch would compute is recorded
 
