@@ -188,7 +188,12 @@ def listening(app: object, limits: Limits | None = None, proxies: Sequence[str] 
         bound.close()
 
 
-COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve", "--no-calibrate"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "from lanternpp.cli import main; main()",
+    "serve",
+]
 
 
 @contextmanager

@@ -1,8 +1,7 @@
 """`method="auto"`: the method that is used for a model where none is named, and the reason.
 
 In this order: the method that the model's `defaults.json` names; the one that `lanternpp tune` was last run for with these
-weights; the parallel drafter's chain; EAGLE's drafter, in a short chain on a CPU and on its tree elsewhere; coupled
-Jacobi decoding, which needs no drafter. A method whose network is missing is passed over. The last three are lossless:
+weights; the parallel drafter's chain; EAGLE's drafter; coupled Jacobi decoding, which needs no drafter. A method whose network is missing is passed over. The last three are lossless:
 `auto` relaxes only where the model or a tuning says so.
 """
 
@@ -23,8 +22,6 @@ from lanternpp.registry import unknown
 from lanternpp.settings import network_needed, resolve
 from lanternpp.tuned import Tuned
 
-SHORT = "chain-4"  # EAGLE's tree on a CPU, where the time of a pass grows with every drafted code
-
 
 @dataclass(frozen=True)
 class Chosen:
@@ -32,14 +29,6 @@ class Chosen:
 
     method: str
     why: str | None = None  # None: it was named
-    tree: str | None = None  # to draft on, where neither the model nor the caller says
-
-    def defaults(self, model: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A model's defaults with the tree beneath them."""
-        if self.tree is None:
-            return model
-        rows = model.get("methods", {})
-        return {**model, "methods": {**rows, self.method: {"tree": self.tree, **rows.get(self.method, {})}}}
 
 
 def choose(
@@ -48,9 +37,8 @@ def choose(
     drafter: Path | None,
     defaults: Mapping[str, Any],
     tuned: Tuned | None,
-    device: str,
 ) -> Chosen:
-    """The method that `requested` stands for, for the model in `folder`, a given drafter or None, and a device type.
+    """The method that `requested` stands for, for the model in `folder` and a given drafter or None.
 
     Reads at most the headers of a drafter. Raises InputError where the model's default is no method.
     """
@@ -72,8 +60,7 @@ def choose(
     if kind == "independent":
         return Chosen("independent", f"{whose} smaller target drafts, lossless")
     if kind == "drafter":
-        tree = SHORT if device == "cpu" else None
-        return Chosen("eagle", f"{whose} EAGLE drafter, lossless", tree)
+        return Chosen("eagle", f"{whose} EAGLE drafter, lossless")
     if latent_family(folder):
         return Chosen(BASELINE, "no drafter for its latents")
     return Chosen("jacobi-coupled", "no drafter, lossless")

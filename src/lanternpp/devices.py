@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import torch
 
 from lanternpp.errors import InputError
@@ -30,6 +32,11 @@ def pick_device(name: str = "auto") -> torch.device:
             f"device {name!r} is not on this machine, which has {torch.cuda.device_count()} CUDA GPUs"
         )
     return device
+
+
+def device_name(device: torch.device) -> str:
+    """What computes: the GPU's name, or the processor's architecture."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {platform.machine()}"
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

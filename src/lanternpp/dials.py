@@ -27,9 +27,6 @@ class Group(Enum):
 
 ENGINE, PARTS, DRAFT, RULE, MEASURE, SAMPLING = Group
 EVERY = tuple(Group)
-SEVERAL = (
-    "several"  # in a model's defaults for a method: those that it has instead for several pictures at once
-)
 
 
 @dataclass(frozen=True)
@@ -77,6 +74,8 @@ _ROWS = (
          default=1, low=1),
     Dial("compile", bool, ENGINE, "Compile the steps (torch.compile), which the first picture waits for; on a GPU the default once `warm` has.",
          default=False),
+    Dial("fit", bool, ENGINE, "Draft what is fastest on this machine, which is measured once; --no-fit: what the model's defaults say. "
+         "A --tree or --window that you give is kept.", default=True),
     Dial("proposer", str, PARTS, "What drafts, in place of the method's proposer.", metavar="NAME",
          choices=("nothing", "tree", "parallel", "independent", "jacobi")),
     Dial("tree", str, DRAFT, "The tree of a draft, in place of the method's.", metavar="NAME|FILE.json|PATHS",

@@ -45,6 +45,7 @@ class PictureDials(MethodDials, total=False):
 
     batch_size: int | None
     compile: bool | None
+    fit: bool | None
     measure: bool | None
     cfg: float | None
     temperature: float | None

@@ -25,6 +25,7 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engines import BYTES, EngineCache
 from lanternpp.errors import InputError
+from lanternpp.fit.choice import Fit, fit_for
 from lanternpp.keywords import PictureDials, listing
 from lanternpp.methods import AUTO
 from lanternpp.models import MODELS, Model, drawing_dtype, model_folder, read_defaults
@@ -119,13 +120,17 @@ class LoadedModel:
                 self.target = moved.target
                 self._models = {False: moved}
                 self._engines = EngineCache(self.new_engine, self._engines.most)
-                self.__dict__.pop("_auto", None)
+                for kept in ("_auto", "_fit"):
+                    self.__dict__.pop(kept, None)
         return self
 
     @cached_property
+    def _fit(self) -> Fit:
+        return fit_for(self._models[False], self._new_engine, self.weights, self.dtype)
+
+    @cached_property
     def _auto(self) -> Chosen:
-        model = self._models[False]
-        return choose(AUTO, self.folder, model.other, self.defaults, self.tuned, model.device.type)
+        return choose(AUTO, self.folder, self._models[False].other, self.defaults, self.tuned)
 
     def chosen(self, method: str | None = AUTO) -> Chosen:
         """The method that a name means on this model, which is another where the name is "auto".
@@ -139,10 +144,12 @@ class LoadedModel:
     def settings(self, method: str | None = AUTO, **overrides: Unpack[PictureDials]) -> Settings:
         """A method's settings on this model: overrides, what was tuned, the model's defaults, the method's row.
 
+        A draft that is to be fitted to the machine is still the model's own: `fit` fits it.
+
         Raises InputError, also where an override is a dial that no part of the method reads.
         """
         chosen = self.chosen(method)
-        method, defaults, auto = chosen.method, chosen.defaults(self.defaults), chosen.why is not None
+        method, defaults, auto = chosen.method, self.defaults, chosen.why is not None
         settings = resolve(method, defaults, overrides, auto)
         found: dict[str, Any] = {}
         if self.tuned and self.tuned.entries:
@@ -153,12 +160,26 @@ class LoadedModel:
             settings = resolve(method, with_tuned(defaults, method, found), overrides, auto)
         return fitted(settings, self.target, self.name, overrides)
 
+    def fit(self, settings: Settings) -> Settings:
+        """Settings with the draft that is fastest on this machine, or with plain decoding's where that is.
+
+        What is not known of the machine is measured now, which takes at most a second or 5 % of a picture's time. Settings whose
+        draft was given or tuned stay as they are, and so do those for which no acceptance rates are known yet. Their `fit` is False.
+        """
+        with self._lock:
+            return replace(settings, fit=False) if self.target.channels else self._fit(settings)
+
+    def bound(self, settings: Settings) -> str | None:
+        """One sentence on what bounds passes on this machine; None where `fit` measured nothing for such settings."""
+        return None if self.target.channels else self._fit.bound(settings)
+
     def at_batch(self, settings: Settings, rows: int) -> Settings:
-        """These settings for `rows` pictures at once: a tree that is the default of one picture becomes that of so many."""
+        """These settings for `rows` pictures at once: a draft that was tuned for so many, else a fitted one."""
         one, several = (self.settings(settings.method, batch_size=size) for size in (1, rows))
         made = replace(settings, batch_size=rows)
-        usual = (settings.proposer, settings.tree) == (one.proposer, one.tree)
-        return with_tree(made, several.tree) if usual and several.tree != one.tree else made
+        if (settings.proposer, settings.tree, settings.fit) == (one.proposer, one.tree, one.fit):
+            made = replace(with_tree(made, several.tree), fit=several.fit)
+        return self.fit(made)
 
     @property
     def device(self) -> torch.device:
@@ -232,6 +253,8 @@ class LoadedModel:
         engine = engine_for(*parts, settings.batch_size, settings.measure, verifier)
         if settings.compile:
             compile_steps(engine)
+        if codes:
+            self._fit.count(settings, engine)
         return engine
 
     def _model(self, unpacked: bool) -> Model:

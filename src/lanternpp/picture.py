@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ PAPER, INK, QUIET, ACCENT = "#ffffff", "#1a1a1a", "#5c5c5c", "#b3470e"
 MARGIN = 32  # pixels around everything, and between panels
 TITLE, HEADING, FIGURE = 26, 26, 20  # font sizes in pixels
 LEADING = 1.4  # line height over font size
+BAR = 10  # pixels that a bar under a figure is high
 PNG_END = bytes.fromhex("00 00 00 00 49 45 4E 44 AE 42 60 82")  # the chunk that closes a PNG
 
 
@@ -31,6 +33,7 @@ class Panel:
     heading: str
     figures: Sequence[str]
     highlight: str = ""  # printed last, in colour
+    shares: Sequence[float] = ()  # of the width, 0 to 1: a bar under each figure, to compare the sides by
 
 
 def grid(images: Sequence[Image.Image], gap: int = 2) -> Image.Image:
@@ -70,7 +73,8 @@ def comparison(title: str, panels: Sequence[Panel], side: int = 512) -> Image.Im
     heading = wrap(title, TITLE, len(panels) * (width + MARGIN) - MARGIN)
     top = MARGIN + round(len(heading) * TITLE * LEADING + TITLE * 0.6)
     below = max(len(panel.figures) + bool(panel.highlight) for panel in panels)
-    text = round((HEADING + below * FIGURE) * LEADING + FIGURE)
+    bars = max(len(panel.shares) for panel in panels) * 2 * BAR
+    text = round((HEADING + below * FIGURE) * LEADING + FIGURE) + bars
     canvas = Image.new("RGB", (len(panels) * (width + MARGIN) + MARGIN, top + height + text + MARGIN), PAPER)
     draw = ImageDraw.Draw(canvas)
     write(draw, heading, (MARGIN, MARGIN), TITLE, INK)
@@ -78,7 +82,12 @@ def comparison(title: str, panels: Sequence[Panel], side: int = 512) -> Image.Im
         left = MARGIN + i * (width + MARGIN)
         canvas.paste(sheet, (left, top))
         at = write(draw, [fit(panel.heading, HEADING, width)], (left, top + height + FIGURE), HEADING, INK)
-        at = write(draw, [fit(line, FIGURE, width) for line in panel.figures], (left, at), FIGURE, QUIET)
+        for line, share in zip_longest(panel.figures, panel.shares):
+            at = write(draw, [fit(line, FIGURE, width)], (left, at), FIGURE, QUIET)
+            if share is not None:
+                bar = (left, at, left + max(1, round(share * width)), at + BAR)
+                draw.rectangle(bar, fill=ACCENT if panel.highlight else QUIET)
+                at += 2 * BAR
         if panel.highlight:
             write(draw, [fit(panel.highlight, FIGURE, width)], (left, at), FIGURE, ACCENT)
     return canvas

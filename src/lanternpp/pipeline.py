@@ -184,6 +184,7 @@ class Pipeline(LoadedModel):
         settings = self.settings(method, **{"batch_size": min(len(seeds), 8)} | given)
         if "compile" not in given and self.is_warm(settings):
             settings = replace(settings, compile=True)
+        settings = self.fit(settings)
         with self._lock:
             for one in dict.fromkeys(prompts):
                 self.target.check(one)  # raise errors of all prompts before drawing any

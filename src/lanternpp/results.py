@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -129,6 +129,22 @@ def versions() -> dict[str, str]:
     }
 
 
-def drawn_with(method: str, auto: str | None) -> str:
-    """A method as users read it, with the reason where `auto` chose it."""
+def drawn_with(method: str, auto: str | None, settings: Mapping[str, Any] | None = None) -> str:
+    """A method as users read it, with the reason where `auto` chose it, and the draft where settings say that it was fitted."""
+    if settings is not None and settings.get("fit"):
+        where = "this CPU" if str(settings["device"]).startswith("cpu") else "this device"
+        draft = draft_of(settings)
+        if draft is None:
+            return f"{method}, as plain decoding is the fastest on {where}"
+        return f"{drawn_with(method, auto)}, {draft}, fitted to {where}"
     return method if auto is None else f"{method} (auto: {auto})"
+
+
+def draft_of(settings: Mapping[str, Any]) -> str | None:
+    """The draft of settings in words; None where there is none."""
+    if settings["window"] is not None:
+        return f"a window of {settings['window']}"
+    tree = settings["tree"]
+    if tree is None:
+        return None
+    return f"a chain of {tree.removeprefix('chain-')}" if tree.startswith("chain-") else f"the tree {tree}"

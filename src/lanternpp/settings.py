@@ -14,7 +14,7 @@ from lanternpp.accept.base import Acceptance, Dials
 from lanternpp.accept.neighbours import NativeLaws, NeighbourAcceptance
 from lanternpp.continuous.mixture import MixtureSampling
 from lanternpp.dials import DIALS as TABLE
-from lanternpp.dials import DRAFT, EVERY, RULE, SEVERAL, dials, names, spoken
+from lanternpp.dials import DRAFT, EVERY, RULE, dials, names, spoken
 from lanternpp.drafters.base import Drafter
 from lanternpp.engine.proposer import Parts, Proposer
 from lanternpp.engine.verifiers import (
@@ -51,6 +51,8 @@ PLAIN: dict[type, Callable[[str, Any], Any]] = {
     bool: arguments.switch,
 }
 SANE = Between(-(1 << 31), 1 << 31)  # whole numbers in files; the parts check their own ranges
+BASE = "nothing"  # the proposer of plain decoding
+SHAPES = {"tree", "window", "cut"}  # dials that decide the shape of a draft
 TREE = "eagle-25"  # default of proposers that take a tree
 
 
@@ -71,6 +73,7 @@ class Settings:
     top_p: float
     batch_size: int
     compile: bool
+    fit: bool  # whether the draft is to be fitted to this machine, or has been
     nu: float | None = None
     residual: str | None = None
     window: int | None = None
@@ -91,15 +94,14 @@ def resolve(
     Overrides are the caller's own: their names may be imported (`Importable`), those of defaults may not.
     auto: the caller named no method; a message says so.
     Raises InputError where a name is unknown, or an override is a dial that no part of the method reads.
-    Where the row or the defaults have such a dial, because the part that read it was overridden, it is dropped.
+    Where the row or the defaults have such a dial, because the part that read it was overridden, it is dropped. A draft whose
+    shape is given is not fitted to the machine.
     """
     given = {k: typed(k, v) for k, v in overrides.items() if v is not None}
     row = {k: v for k, v in asdict(named_method(method)).items() if k != "about"}
     base = {dial.name: dial.default for dial in dials(*EVERY)}
-    usual, several = defaults_of(defaults, method)
-    merged = base | row | usual | given
-    if merged["batch_size"] > 1:
-        merged |= several | given
+    merged = base | row | defaults_of(defaults, method) | given
+    merged["fit"] = merged["fit"] and merged["proposer"] != BASE and not given.keys() & SHAPES
     extra = [k for k in merged if k not in Settings.__dataclass_fields__]
     if extra:
         raise InputError(unknown("option", extra[0], Settings.__dataclass_fields__))
@@ -188,23 +190,20 @@ def typed(name: str, value: Any) -> Any:
     return importable(arguments.text(dial.spoken, value))
 
 
-def defaults_of(defaults: Mapping[str, Any], method: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A model's defaults for a method, and those that several pictures at once have instead. InputError where one cannot be used."""
-    usual, several = dict[str, Any](), dict[str, Any]()
+def defaults_of(defaults: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """A model's defaults for a method. InputError where one cannot be used."""
+    found = dict[str, Any]()
     row, at = defaults.get("methods", {}).get(method, {}), f"methods.{method}."
-    own, at_own = row.get(SEVERAL, {}), f"{at}{SEVERAL}"
     try:
-        if not isinstance(own, Mapping):
-            raise InputError(f"{at_own} is {own!r} instead of settings")
-        for found, within, values in (usual, "", defaults), (usual, at, row), (several, f"{at_own}.", own):
+        for within, values in ("", defaults), (at, row):
             for name, value in values.items():
-                if name not in ("method", "methods", SEVERAL) and value is not None:
+                if name not in ("method", "methods") and value is not None:
                     found[name] = checked(within + name, value, hints(Settings).get(name, Any))
                     if isinstance(value, int):
                         bounded(within + name, value, SANE)
     except InputError as error:
         raise InputError(f"the model's defaults: {error}") from None
-    return usual, several
+    return found
 
 
 def dials_read(proposer: str, accept: str) -> frozenset[str]:

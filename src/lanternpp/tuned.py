@@ -18,7 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from lanternpp.dials import DRAFT, RULE, SEVERAL, names
+from lanternpp.dials import DRAFT, RULE, names
 from lanternpp.errors import InputError
 from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import write_text
@@ -207,7 +207,6 @@ def _entries(path: Path) -> tuple[dict[str, Any], ...]:
 
 
 def with_tuned(defaults: Mapping[str, Any], method: str, tuned: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's defaults with what was tuned for a method, at some batch size, in place of theirs."""
+    """A model's defaults with what was tuned for a method in place of theirs, which is then not fitted."""
     rows = defaults.get("methods", {})
-    row = {name: value for name, value in rows.get(method, {}).items() if name != SEVERAL}
-    return {**defaults, "methods": {**rows, method: {**row, **tuned}}}
+    return {**defaults, "methods": {**rows, method: {**rows.get(method, {}), **tuned, "fit": False}}}

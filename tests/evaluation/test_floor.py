@@ -20,7 +20,7 @@ from lanternpp.evaluation import floor
 from lanternpp.evaluation.floor import PARTS, Limits, measure_floors, measure_limits
 from lanternpp.evaluation.recorded import ATTENTION, LINEARS, OTHERS, RecordedStep, Replay
 from lanternpp.evaluation.speed import parse_methods
-from lanternpp.evaluation.stopwatch import TimedEngine
+from lanternpp.engine.stopwatch import TimedEngine
 from lanternpp.pipeline import Pipeline
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer

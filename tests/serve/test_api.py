@@ -282,7 +282,7 @@ def test_answers_make_browsers_careful(http):
 
 
 def test_health_and_figures(http, client):
-    assert http.get("/healthz").json() == {"status": "ok", "running": 0, "queued": 0, "calibration": None}
+    assert http.get("/healthz").json() == {"status": "ok", "running": 0, "queued": 0}
     client.images.generate(prompt="a tulip")
     text = http.get("/metrics").text
     for figure in (

@@ -263,18 +263,6 @@ def test_a_wrong_prompt_is_answered_in_a_sentence_and_the_next_one_is_drawn(
 
 
 @needs_browser
-def test_that_trees_are_measured_is_said(browser: Browser, address: str) -> None:
-    with browser.new_context() as context:
-        page = context.new_page()
-        state = {"status": "ok", "calibration": {"state": "measuring", "done": 3, "total": 20}}
-        page.route("**/healthz", lambda route: route.fulfill(json=state))
-        page.goto(address)
-        expect(page.locator("#calibration")).to_contain_text("3 of 20")
-        state["calibration"]["state"] = "done"
-        expect(page.locator("#calibration")).to_be_empty(timeout=60_000)
-
-
-@needs_browser
 def test_stop_and_a_closed_page_free_their_slots(page: Page, batcher: Batcher) -> None:
     page.get_by_label("4", exact=True).check()
     page.locator("#race").click()

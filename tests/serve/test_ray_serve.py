@@ -38,7 +38,17 @@ def folder() -> Iterator[Path]:
 
 
 def test_two_replicas_answer_as_one_server(model: Path, pipe: Pipeline, folder: Path) -> None:
-    options = ["--ray", "--replicas", "2", "--port", "0", "--slots", "2", "--queue", "40", "--no-calibrate"]
+    options = [
+        "--ray",
+        "--replicas",
+        "2",
+        "--port",
+        "0",
+        "--slots",
+        "2",
+        "--queue",
+        "40",
+    ]
     command = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve", *options]
     process = subprocess.Popen(
         [*command, "--model", str(model), "--device", "cpu", "--dtype", "float32", "--method", "ar"],
@@ -69,7 +79,6 @@ def test_two_replicas_answer_as_one_server(model: Path, pipe: Pipeline, folder: 
                 "status": "ok",
                 "running": 0,
                 "queued": 0,
-                "calibration": None,
             }
             assert http.get("/").text.startswith("<!doctype html>")
             assert http.get("/page/setup").json()["methods"]

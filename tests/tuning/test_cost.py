@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lanternpp.evaluation.stopwatch import trimmed
+from lanternpp.engine.stopwatch import trimmed
 from lanternpp.trees.search import expected, expected_tried
 from lanternpp.trees.shapes import SHAPES, Shape, chain, is_chain
 from lanternpp.tuning.acceptance import Acceptances, CutChains

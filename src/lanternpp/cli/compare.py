@@ -60,14 +60,15 @@ def compare(
     with progress_bar("comparing") as progress:
         base, side = race(draw, options.method, overrides, runs, measure, progress)
     speedup = base.seconds / side.seconds
+    bound = pipe.bound(pipe.settings(options.method, **overrides))
     stats = side.last.stats
     chunks = notes(prompt, seed, stats.model, stats.settings, stats.versions, stats.images)
     save_png(render(prompt, base, side, speedup), path, chunks)
     if as_json:
         rows = [base.row() | {"speedup": 1.0}, side.row() | {"speedup": speedup}]
-        typer.echo(json.dumps(rows[1] | {"methods": rows, "file": str(path)}))
+        typer.echo(json.dumps(rows[1] | {"methods": rows, "bound": bound, "file": str(path)}))
         return
-    show(prompt, base, side, speedup)
+    show(prompt, base, side, speedup, bound)
     typer.echo(str(path))
 
 
@@ -154,17 +155,24 @@ def render(prompt: str, base: Side, side: Side, speedup: float) -> Any:
         (side, side.last.stats.method, f"{speedup:.2f}x the speed"),
     ):
         seconds, passes, per_pass = each.figures()
-        figures = (f"{seconds} s per picture", f"{passes} passes per picture, {per_pass} codes per pass")
-        panels.append(Panel(each.last.images, heading, figures, highlight))
+        figures = (f"{seconds} s per picture", f"{per_pass} codes per pass, {passes} passes per picture")
+        codes = each.last.stats.codes_per_pass
+        shares = (each.seconds / max(base.seconds, side.seconds), codes / side.last.stats.codes_per_pass)
+        panels.append(Panel(each.last.images, heading, figures, highlight, shares))
     return comparison(prompt, panels)
 
 
-def show(prompt: str, base: Side, side: Side, speedup: float) -> None:
-    """The figures as a table on stdout."""
+def show(prompt: str, base: Side, side: Side, speedup: float, bound: str | None) -> None:
+    """The figures as a table on stdout. bound: what bounds passes on this machine, in a sentence."""
+    from lanternpp.results import drawn_with
+
     runs, spread = len(base.results), max(base.spread, side.spread)
     caption = f"medians of {runs} runs; slowest / fastest: {spread:.2f}" if runs > 1 else "one run"
-    if side.last.stats.auto:
-        caption += f"; auto took {side.last.stats.method}: {side.last.stats.auto}"
+    stats = side.last.stats
+    if stats.auto or stats.settings["fit"]:
+        caption += f"; {drawn_with(stats.method, stats.auto, stats.settings)}"
+    if bound:
+        caption += f"; {bound}"
     caption += f"; {base.last.stats.settings['dtype']} on {base.last.stats.settings['device']}"
     headings = ["method", "seconds / picture", "passes / picture", "codes / pass", "speed-up"]
     rows = [

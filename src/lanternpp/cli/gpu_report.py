@@ -60,9 +60,8 @@ def gpu_report(
         raise InputError(f"output {str(output)!r} is a folder; give the name of a file")
     writable_folder(output.parent)
 
-    from lanternpp.devices import pick_device
+    from lanternpp.devices import device_name, pick_device
     from lanternpp.evaluation.prompts import read_prompts
-    from lanternpp.evaluation.speed import device_name
     from lanternpp.models import model_folder
     from lanternpp.nn.checkpoints import write_text
 

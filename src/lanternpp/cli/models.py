@@ -37,7 +37,7 @@ def models(
     model = here(model)
     drafter = None if drafter is None else here(drafter)
     rows = [describe(name, about) for name, about in MODELS.items()]
-    chosen, _ = method_for(model, drafter, AUTO, device)
+    chosen, _ = method_for(model, drafter, AUTO)
     ways = [describe_method(name, model, drafter, device, dtype) for name in METHODS]
     cache = cache_folder(Path(__file__))
     listing: dict[str, Any] = {"models": rows, "published": [asdict(each) for each in PUBLISHED]}

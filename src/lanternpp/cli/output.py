@@ -82,7 +82,7 @@ def figures(row: Mapping[str, Any]) -> list[str]:
     settings, spent = row["settings"], row["tv_spent"]
     measured = settings["measure"] and spent is not None
     return [
-        f"{row['seconds_per_image']:.2f} s per picture with {drawn_with(row['method'], row['auto'])} in "
+        f"{row['seconds_per_image']:.2f} s per picture with {drawn_with(row['method'], row['auto'], settings)} in "
         f"{settings['dtype']} on {settings['device']}",
         f"{row['codes']} codes in {row['passes']} passes",
         f"{row['codes_per_pass']:.2f} codes per pass",

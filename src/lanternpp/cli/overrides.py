@@ -59,12 +59,9 @@ def read(options: DrawOptions, pictures: bool = True) -> Pipeline:
     return pipe
 
 
-def method_for(
-    model: str, drafter: str | None, method: str, device: str = "auto"
-) -> tuple[Chosen, Mapping[str, Any]]:
+def method_for(model: str, drafter: str | None, method: str) -> tuple[Chosen, Mapping[str, Any]]:
     """The method that a name means on a model, and the model's defaults, before the model is read. InputError."""
     from lanternpp.default_method import Chosen, choose
-    from lanternpp.devices import pick_device
     from lanternpp.models import known_defaults, model_folder
     from lanternpp.tuned import Tuned
 
@@ -72,8 +69,8 @@ def method_for(
     defaults = known_defaults(folder)
     if method != AUTO:
         return Chosen(method), defaults
-    other, kind = model_folder(drafter) if drafter else None, pick_device(device).type
-    return choose(method, folder, other, defaults, Tuned.read(folder, other), kind), defaults
+    other = model_folder(drafter) if drafter else None
+    return choose(method, folder, other, defaults, Tuned.read(folder, other)), defaults
 
 
 def check(options: DrawOptions) -> None:
@@ -85,7 +82,7 @@ def check(options: DrawOptions) -> None:
 
     drafter = options.drafter
     chosen, defaults = method_for(options.model, drafter, options.method)
-    settings = resolve(chosen.method, chosen.defaults(defaults), options.overrides, chosen.why is not None)
+    settings = resolve(chosen.method, defaults, options.overrides, chosen.why is not None)
     if settings.accept in RULES:  # a rule of another package might not take an empty table
         build_rule(settings, lambda k: torch.empty(0, k, dtype=torch.int32))
     if network_needed(settings) is None and drafter is not None:

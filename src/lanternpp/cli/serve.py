@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -16,11 +16,6 @@ from lanternpp.cli import options as opt
 from lanternpp.cli.overrides import check, draws
 from lanternpp.cli.terminal import say, tell_effect
 from lanternpp.errors import InputError
-
-if TYPE_CHECKING:
-    from lanternpp.pipeline import Pipeline
-    from lanternpp.serve.server_config import ServerConfig
-    from lanternpp.tuning.batches import Steps
 
 _server = partial(typer.Option, rich_help_panel="Server")
 
@@ -77,14 +72,6 @@ Proxies = Annotated[
 ]
 PromptLimit = Annotated[int, _server(help="Most characters of a prompt.", callback=opt.within(1))]
 BodyLimit = Annotated[int, _server(help="Most bytes of a request.", callback=opt.within(1))]
-Calibrate = Annotated[
-    bool,
-    _server(
-        "--calibrate/--no-calibrate",
-        help="After the first start, measure which tree (or plain decoding) is fastest for each batch size, while no "
-        "request waits. A --tree that you give is kept.",
-    ),
-]
 Page = Annotated[bool, _server("--page/--no-page", help="Serve the page at /.")]
 Replicas = Annotated[
     int | None,
@@ -112,7 +99,6 @@ def serve(
     forwarded_allow_ips: Proxies = None,
     prompt_limit: PromptLimit = 1000,
     body_limit: BodyLimit = 1 << 20,
-    calibrate: Calibrate = True,
     page: Page = True,
     ray: many.Ray = None,
     replicas: Replicas = None,
@@ -125,7 +111,6 @@ def serve(
     servers share the work.
     """
     check_slots(slots, options.overrides)
-    calibrate = calibrate and "tree" not in options.overrides
     if ray is None and replicas is not None:
         raise InputError(f"--replicas {replicas} needs Ray; add --ray")
     many.check_ray(ray)
@@ -152,8 +137,7 @@ def serve(
         config = ServerConfig(
             options.method, options.overrides, keys, names, deadline, body_limit, prompt_limit
         )
-        measure = measuring if calibrate else None
-        spec = ServerSpec(options, config, slots, queue, lanes, measure, page)
+        spec = ServerSpec(options, config, slots, queue, lanes, page)
         if ray is not None:
             from lanternpp.cli.serve_ray import deploy
 
@@ -161,7 +145,7 @@ def serve(
             return
         pipe = run_in_fresh_thread(spec.load_model)
         tell_effect(pipe.effect)
-        batcher, app = spec.start(pipe, partial(say, "serve"))
+        batcher, app = spec.start(pipe)
         chosen = pipe.chosen(options.method)
         label = drawn_with(chosen.method, chosen.why)
 
@@ -180,11 +164,3 @@ def check_slots(slots: int, overrides: Mapping[str, Any]) -> None:
         raise InputError(
             f"--batch-size {overrides['batch_size']} would change nothing: the server decides the batch size itself; use --slots"
         )
-
-
-def measuring(pipe: Pipeline, config: ServerConfig, slots: int) -> Steps:
-    """The steps that measure which tree is fastest for each batch size up to `slots`."""
-    from lanternpp.tuning.batch_runner import usual_conditions
-    from lanternpp.tuning.batches import calibration, sizes
-
-    return calibration(pipe, config.settings(pipe, None, {}), sizes(slots), usual_conditions(pipe))

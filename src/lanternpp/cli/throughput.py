@@ -1,4 +1,4 @@
-"""`lanternpp throughput`: pictures per second by batch size, plain and drafted, and with the tree chosen by batch size."""
+"""`lanternpp throughput`: pictures per second by batch size, plain, drafted, and with the draft fitted to the machine."""
 
 from __future__ import annotations
 
@@ -43,10 +43,9 @@ def throughput(
     options: DrawOptions,
     seed: opt.Seed = 0,
 ) -> None:
-    """Pictures per second by batch size: plain AR, a method, and the method with the fastest tree for each size.
+    """Pictures per second by batch size: plain AR, a method, and the method with the draft that is fastest here at each size.
 
-    First the steps of every tree are timed at every size; the result is kept for later runs and for `serve`. Then the three
-    ways are timed in turn, each with a batch that is kept full. Writes table.md, throughput.json and throughput.png.
+    The three ways are timed in turn, each with a batch that is kept full. Writes table.md, throughput.json and throughput.png.
     """
     sizes = read_sizes(batch_sizes)
     for name, remedy in (("batch_size", "--batch-sizes"), ("measure", "bench --measure")):
@@ -61,7 +60,6 @@ def throughput(
     from lanternpp.results import drawn_with
     from lanternpp.tuning import throughput as measured
     from lanternpp.tuning.batch_runner import usual_conditions
-    from lanternpp.tuning.batches import calibrate
 
     given = read_prompts(prompts, model_folder(options.model)) if prompts else None
     pipe = read(options, pictures=False)
@@ -70,13 +68,10 @@ def throughput(
     conditions = given or usual_conditions(pipe)
     for condition in conditions:
         pipe.target.check(condition)
-    with progress_bar("measuring trees") as tell:
-        choice = calibrate(pipe, settings, sizes, conditions, tell, restart)
-    bench = measured.Throughput(pipe, settings, choice, sizes, conditions, output, seed, restart)
+    bench = measured.Throughput(pipe, settings, sizes, conditions, output, seed, restart)
     with progress_bar("drawing") as tell:
         rates = bench.run(rounds, tell)
     result = bench.facts | {"auto": auto, "rounds": rounds, "rates": [asdict(rate) for rate in rates]}
-    result["trees"] = [asdict(cell) for cell in choice.cells]
     checkpoints.write_text(output / "throughput.json", json.dumps(result, indent=1) + "\n")
     checkpoints.write_text(output / "table.md", measured.markdown(rates, method))
     if with_plots:
@@ -103,9 +98,9 @@ def read_sizes(text: str) -> list[int]:
 
 def show(rates: list[Any], method: str) -> None:
     """The figures on stdout, a line for each way at each size."""
-    from lanternpp.tuning.throughput import CHOSEN, FIXED, PLAIN, figures, named
+    from lanternpp.tuning.throughput import FITTED, OWN, PLAIN, figures, named
 
-    ways = {PLAIN: "plain AR", FIXED: method, CHOSEN: "by batch size"}
+    ways = {PLAIN: "plain AR", OWN: method, FITTED: "fitted"}
     rows = [(str(rate.rows), ways[rate.kind], named(rate).strip("`"), *figures(rate)) for rate in rates]
     headings = ("batch", "way", "draws", "pictures/s", "codes per pass", "speed-up")
     show_table(headings, rows, left=(1, 2))

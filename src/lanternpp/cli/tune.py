@@ -124,8 +124,8 @@ def tune(
     from lanternpp.tuning.trees import TreeTuner
 
     folder, drafter = model_folder(options.model), options.drafter
-    chosen, defaults = method_for(options.model, drafter, options.method, options.device)
-    settings = resolve(chosen.method, chosen.defaults(defaults), options.overrides)
+    chosen, defaults = method_for(options.model, drafter, options.method)
+    settings = resolve(chosen.method, defaults, options.overrides)
     run.check(settings)
     if run.has_window(settings) and not (budget_tv is None is budget_frechet):
         raise InputError(

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from lanternpp.engine.stopwatch import PHASES, TimedEngine, elapsed
 from lanternpp.evaluation.recorded import ATTENTION, LINEARS, OTHERS, RecordedStep, Replay
 from lanternpp.evaluation.report import markdown_table
 from lanternpp.evaluation.speed import Entry
-from lanternpp.evaluation.stopwatch import PHASES, TimedEngine, elapsed
 from lanternpp.nn.native import product_dtype
 from lanternpp.pipeline import Pipeline
 from lanternpp.settings import Settings

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lanternpp.engine.decode import Engine
-from lanternpp.evaluation.stopwatch import elapsed
+from lanternpp.engine.stopwatch import elapsed
 from lanternpp.nn.draws import NativeChain
 from lanternpp.nn.int8 import stored
 from lanternpp.nn.native import NativeDecoder, product_dtype

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median, quantiles
 from typing import Any
 
+from lanternpp.engine.stopwatch import PHASES
 from lanternpp.evaluation.speed import Turn
-from lanternpp.evaluation.stopwatch import PHASES
 from lanternpp.methods import BASELINE
 
 HEADINGS = {

@@ -7,7 +7,6 @@ moment goes on where it stopped) and `pictures/`.
 from __future__ import annotations
 
 import json
-import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -18,9 +17,10 @@ from typing import Any
 import torch
 
 from lanternpp import runlog
+from lanternpp.devices import device_name
 from lanternpp.dials import DRAFT, PARTS, RULE, dials
+from lanternpp.engine.stopwatch import Stopwatch
 from lanternpp.errors import InputError
-from lanternpp.evaluation.stopwatch import Stopwatch
 from lanternpp.jsonfile import read_object
 from lanternpp.methods import BASELINE, check_method
 from lanternpp.nn import checkpoints
@@ -112,7 +112,8 @@ class Race:
         self.overrides_of = {
             e.label: {"batch_size": 1, "compile": False} | shared | e.overrides for e in field
         }
-        self.settings = {e.label: pipe.settings(e.method, **self.overrides_of[e.label]) for e in field}
+        asked = {e.label: pipe.settings(e.method, **self.overrides_of[e.label]) for e in field}
+        self.settings = {label: pipe.fit(settings) for label, settings in asked.items()}
         self.batch = self.settings[BASELINE].batch_size
         if n % self.batch:
             raise InputError(f"{n} pictures per prompt are not a whole number of batches of {self.batch}")
@@ -191,11 +192,6 @@ class Race:
             files.append(name)
         accepted = split(stats.accepted_per_pass, self.pipe.target.length)
         return Turn(entry.label, prompt, seed, stats.seconds, phases, accepted, files, tv_spent)
-
-
-def device_name(device: torch.device) -> str:
-    """What ran it: the GPU's name, or the processor's architecture."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {platform.machine()}"
 
 
 def split(accepted: Sequence[int], length: int) -> list[list[int]]:

@@ -91,6 +91,7 @@ class Held:
             top_k = min(processors.top_k, target.vocab)
             sampling = {"temperature": processors.temperature, "top_k": top_k, "top_p": processors.top_p}
             settings = self.settings(method, dials, cfg=scale, batch_size=len(seeds), **sampling)
+            settings = self.pipe.fit(settings)
             rows = [str(row) for row in range(len(seeds))]
             result = self.pipe.draw(
                 self.pipe.engine(settings), settings, rows, seeds, callback=callback, output_type="codes"

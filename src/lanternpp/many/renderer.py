@@ -50,7 +50,7 @@ class Renderer:
         self.pipe = Pipeline.from_pretrained(**options.pretrained)
         check_output(self.pipe.target)
         given = {"batch_size": BATCH, **options.overrides}
-        self.settings = settings or self.pipe.settings(options.method, **given)
+        self.settings = settings or self.pipe.fit(self.pipe.settings(options.method, **given))
         self.engine = self.pipe.new_engine(self.settings)
         noted = self.pipe.describe(self.settings)
         why, length = self.pipe.chosen(options.method).why, self.pipe.target.length

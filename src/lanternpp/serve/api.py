@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Any
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
@@ -13,7 +13,6 @@ from fastapi.responses import JSONResponse, Response
 
 from lanternpp.serve import schemas
 from lanternpp.serve.batcher import Batcher
-from lanternpp.serve.calibration import Calibration
 from lanternpp.serve.error_responses import error_response, response_for
 from lanternpp.serve.metrics import CONTENT, Metrics
 from lanternpp.serve.request_mapping import RequestMapper
@@ -69,16 +68,6 @@ def client_of(request: Request) -> str:
     """The name by which clients take turns: the number of their API key, else their address."""
     key = getattr(request.state, "client", None)
     return key or (request.client.host if request.client else "")
-
-
-def calibration_state(calibration: Calibration | None, busy: bool) -> schemas.CalibrationState | None:
-    """What /healthz says of the calibration; it is paused while the server is busy drawing."""
-    if calibration is None:
-        return None
-    ended: Literal["failed", "done"] = "failed" if calibration.failed else "done"
-    going: Literal["paused", "measuring"] = "paused" if busy else "measuring"
-    state = ended if calibration.finished else going
-    return schemas.CalibrationState(state=state, done=calibration.done, total=calibration.total)
 
 
 def router(batcher: Batcher, config: ServerConfig, metrics: Metrics) -> APIRouter:
@@ -156,7 +145,6 @@ def router(batcher: Batcher, config: ServerConfig, metrics: Metrics) -> APIRoute
             status="draining" if closed else "ok",
             running=stats.running,
             queued=stats.queued,
-            calibration=calibration_state(batcher.calibration, bool(stats.running or stats.queued)),
         )
         return JSONResponse(state.model_dump(), 503 if closed else 200)
 

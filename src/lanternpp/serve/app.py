@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +11,12 @@ from lanternpp.errors import InputError
 from lanternpp.pipeline import Pipeline, versions
 from lanternpp.pixels import check_output
 from lanternpp.serve.batcher import Batcher
-from lanternpp.serve.calibration import Calibration, Steps
 from lanternpp.serve.server_config import ServerConfig
 from lanternpp.serve.startup import EXTRA
 from lanternpp.targets.base import PromptWarning
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-
-Measure = Callable[[Pipeline, ServerConfig, int], Steps]
-log = logging.getLogger("lanternpp.serve")
 
 
 @dataclass(frozen=True)
@@ -34,9 +28,6 @@ class ServerSpec:
     slots: int = 8  # most rows of a batch runner
     queue: int = 64  # most pictures that wait
     max_runners: int = 4
-    measure: Measure | None = (
-        None  # finds the fastest tree for each batch size; None: the method's own tree is used
-    )
     page: bool = True
 
     def load_model(self) -> Pipeline:
@@ -49,12 +40,10 @@ class ServerSpec:
             pipe.warm(replace(settings, batch_size=1 << power))
         return pipe
 
-    def start(self, pipe: Pipeline, notify: Callable[[str], None] = log.info) -> tuple[Batcher, FastAPI]:
-        """A batcher, which the caller must close, and the app that uses it. notify: see `Calibration`. Raises InputError."""
+    def start(self, pipe: Pipeline) -> tuple[Batcher, FastAPI]:
+        """A batcher, which the caller must close, and the app that uses it. Raises InputError."""
         warnings.simplefilter("ignore", PromptWarning)  # a prompt of a client is not the operator's concern
-        measured = self.measure(pipe, self.config, self.slots) if self.measure else None
-        calibration = None if measured is None else Calibration(measured, notify)
-        batcher = Batcher(pipe, self.slots, self.queue, self.max_runners, calibration=calibration)
+        batcher = Batcher(pipe, self.slots, self.queue, self.max_runners)
         try:
             return batcher, create_app(batcher, self.config, self.page)
         except BaseException:

@@ -22,7 +22,7 @@ class BatchRunner:
     """Draws up to `rows` pictures at the same time; each of them has a slot.
 
     key: the settings that the requests gave, with a batch size of 1. settings: those of the engine, which may differ from
-    them, because a measurement can choose another tree for a batch size.
+    them, because the draft is fitted to a batch size.
     """
 
     def __init__(self, engine: Engine, key: Settings, settings: Settings, pixels: Pixels):

@@ -8,12 +8,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from lanternpp.errors import InputError
 from lanternpp.pipeline import Pipeline
 from lanternpp.serve.batch_runner import BatchRunner
-from lanternpp.serve.calibration import Calibration, Choose
 from lanternpp.serve.fair_queue import FairQueue
 from lanternpp.serve.scheduler import AllRunnersBusy, ClientAtLimit, Scheduler
 from lanternpp.serve.submission_queue import SubmissionQueue
@@ -62,15 +62,14 @@ class Batcher(SubmissionQueue):
         slots: int = 8,
         queue: int = 64,
         max_runners: int = 4,
-        choose: Choose | None = None,
-        calibration: Calibration | None = None,
+        choose: Callable[[Settings, int], Settings] | None = None,
     ):
         """Start the drawing thread.
 
         pipe: best read with `run_in_fresh_thread`. slots: most rows of a batch runner, a power of two. queue: most
         pictures that wait. max_runners: most batch runners, and so engines, that are kept. choose: the settings that a
         batch runner of so many rows draws with in place of those that were requested; the guidance must stay the same.
-        calibration: finds such settings while there is nothing to draw. Raises InputError where a number is wrong.
+        Default: those with a draft that is fitted to the machine. Raises InputError where a number is wrong.
         """
         if slots < 1 or slots & (slots - 1):
             raise InputError(f"{slots} slots are not a power of two; use 1, 2, 4, 8 ...")
@@ -78,9 +77,7 @@ class Batcher(SubmissionQueue):
             raise InputError(f"max_runners {max_runners} is below 1; use 1 or more")
         super().__init__(pipe, queue)
         self.slots = slots
-        self.calibration = calibration
-        chosen = calibration.choose if calibration else choose
-        self._choose = chosen or pipe.at_batch
+        self._choose = choose or pipe.at_batch
         self._scheduler = Scheduler(self._build, slots, max_runners)
         self._stop = False
         self._broken: Exception | None = None
@@ -142,36 +139,16 @@ class Batcher(SubmissionQueue):
     def _iterate(self) -> bool:
         """Wait for work, fill free slots from the queue, and step once. False: it is time to stop."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stop or self._busy() or self._calibration_due())
+            self._changed.wait_for(lambda: self._stop or self._busy())
             if self._stop:
                 return False
             self._expire()
         self._fill_slots()
         if next_step := self._scheduler.next_step():
             self._step(*next_step)
-        elif calibration := self._calibration_due():
-            self._calibrate(calibration)
         with self._changed:
             self._changed.notify_all()  # `close` may be waiting for the last picture
         return True
-
-    def _calibration_due(self) -> Calibration | None:
-        """The calibration, if it is unfinished and no picture is about to enter the queue."""
-        unfinished = self.calibration is not None and not self.calibration.finished
-        return self.calibration if unfinished and not self._reserved and not self._closed else None
-
-    def _calibrate(self, calibration: Calibration) -> None:
-        """Measure once more; after the last measurement, batch runners are built anew with the trees that were found."""
-        if not self._encoding.acquire(timeout=0.1):  # the calibration encodes prompts too
-            return
-        try:
-            calibration.step()
-        finally:
-            self._encoding.release()
-        if calibration.choose is not None:
-            self._choose = calibration.choose
-            for runner in self._scheduler.runners:
-                self._scheduler.close(runner)
 
     def _expire(self) -> None:
         """Fail the tickets that are past their deadline; remove settled ones from the queue and the slots."""

@@ -143,21 +143,12 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-class CalibrationState(BaseModel):
-    """How far the server is with measuring which tree is fastest here; it measures while it draws nothing."""
-
-    state: Literal["measuring", "paused", "done", "failed"]
-    done: int = Field(description="Finished measurements.")
-    total: int
-
-
 class Health(BaseModel):
     """Whether the server takes requests."""
 
     status: Literal["ok", "draining"]
     running: int
     queued: int
-    calibration: CalibrationState | None = Field(None, description="null: nothing is measured.")
 
 
 class Fault(BaseModel):

@@ -8,11 +8,11 @@ from itertools import count, cycle
 import torch
 from torch import Tensor
 
+from lanternpp.devices import device_name
 from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.decode import Engine
+from lanternpp.engine.stopwatch import now
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
-from lanternpp.evaluation.speed import device_name
-from lanternpp.evaluation.stopwatch import now
 from lanternpp.pipeline import Pipeline
 from lanternpp.tuning.run import processor
 

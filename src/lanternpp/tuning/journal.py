@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,16 @@ RACE, PICTURES = "race", "pictures"
 class Journal:
     """A folder with `run.json` (what is tuned, and where) and `measurements.jsonl`.
 
-    optional: where a measurement cannot be written a warning says so, and it serves this process alone.
     Raises InputError where the folder holds a tuning of something else, or cannot be written.
     """
 
-    def __init__(self, folder: Path, run: Mapping[str, Any], restart: bool = False, optional: bool = False):
-        self.folder, self.optional = folder, optional
+    def __init__(self, folder: Path, run: Mapping[str, Any], restart: bool = False):
+        self.folder = folder
         if restart:
             forget(folder)
         check_run(folder, json.loads(json.dumps(run)), resume=True)
         rows = runlog.read_rows(folder / LINES, _row, "begin anew with --restart")
         self._known: dict[str, Any] = dict(rows)
-
-    def knows(self, key: Mapping[str, Any]) -> bool:
-        """Whether it was measured already."""
-        return _name(key) in self._known
 
     def once(self, key: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
         """What was measured under a key; measured now, and written down, where it was not before."""
@@ -45,10 +39,7 @@ class Journal:
             try:
                 runlog.append(self.folder / LINES, {"key": dict(key), "value": value})
             except OSError as error:
-                fault = f"{self.folder / LINES} cannot be written: {error.strerror}"
-                if not self.optional:
-                    raise InputError(fault) from None
-                warnings.warn(f"what is measured is not kept for the next run: {fault}", stacklevel=2)
+                raise InputError(f"{self.folder / LINES} cannot be written: {error.strerror}") from None
             self._known[name] = value
         return self._known[name]
 

@@ -14,7 +14,7 @@ import torch
 
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import AcceptanceByRank, Observer
-from lanternpp.evaluation.stopwatch import PHASES, TimedEngine, now
+from lanternpp.engine.stopwatch import PHASES, TimedEngine, now
 from lanternpp.trees.shapes import Shape
 from lanternpp.tuning.acceptance import CutCounts
 from lanternpp.types import TargetOutput

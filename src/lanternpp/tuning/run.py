@@ -10,13 +10,14 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from lanternpp.devices import device_name
 from lanternpp.dials import ENGINE, SAMPLING, names
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.verifiers import TOKEN
 from lanternpp.errors import InputError
 from lanternpp.evaluation import report
 from lanternpp.evaluation.draw import evaluation_requests
-from lanternpp.evaluation.speed import Entry, Race, device_name
+from lanternpp.evaluation.speed import Entry, Race
 from lanternpp.methods import BASELINE
 from lanternpp.nn.checkpoints import digest
 from lanternpp.pipeline import Pipeline, versions

@@ -1,4 +1,4 @@
-"""Pictures per second by batch size: plain decoding, a method as it is, and what is chosen by batch size.
+"""Pictures per second by batch size: plain decoding, a method with the model's own draft, and with the draft fitted to the machine.
 
 They take turns at the same prompts, a batch of each kept full, so that the machine is the same for all of them. Each turn
 is written down at once.
@@ -6,7 +6,7 @@ is written down at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,13 @@ from statistics import median
 from typing import Any
 
 from lanternpp.evaluation.report import markdown_table
+from lanternpp.fit.choice import plain_settings
 from lanternpp.pipeline import Pipeline, versions
 from lanternpp.settings import Settings
 from lanternpp.tuning.batch_runner import BatchRunner, Conditions, machine
-from lanternpp.tuning.batches import BatchChoice, Progress, plain_settings
 from lanternpp.tuning.journal import Journal
 
-PLAIN, FIXED, CHOSEN = "plain", "fixed", "chosen"
+PLAIN, OWN, FITTED = "plain", "own", "fitted"
 WARM = 3  # steps before the first turn of a batch
 
 
@@ -29,7 +29,7 @@ class Rate:
     """One way to draw at one batch size; figures are medians over the rounds."""
 
     rows: int
-    kind: str  # PLAIN, FIXED or CHOSEN
+    kind: str  # PLAIN, OWN or FITTED
     method: str
     tree: str | None
     pictures: float  # per second
@@ -47,14 +47,13 @@ class Throughput:
         self,
         pipe: Pipeline,
         settings: Settings,
-        choice: BatchChoice,
         rows: Sequence[int],
         conditions: Conditions,
         folder: Path,
         seed: int = 0,
         restart: bool = False,
     ):
-        self.pipe, self.settings, self.choice, self.rows = pipe, settings, choice, rows
+        self.pipe, self.settings, self.rows = pipe, settings, rows
         self.conditions, self.seed = conditions, seed
         facts: dict[str, Any] = {
             "tuned": f"{settings.method}, throughput",
@@ -67,13 +66,15 @@ class Throughput:
 
     def ways(self, rows: int) -> dict[str, Settings]:
         """The three ways to draw at a size."""
-        fixed = replace(self.settings, batch_size=rows)
-        return {PLAIN: plain_settings(fixed), FIXED: fixed, CHOSEN: self.choice(self.settings, rows)}
+        own = replace(self.settings, batch_size=rows, fit=False)
+        fitted = self.pipe.fit(replace(self.settings, batch_size=rows))
+        return {PLAIN: plain_settings(own), OWN: own, FITTED: replace(fitted, fit=False)}
 
-    def run(self, rounds: int, progress: Progress | None = None) -> list[Rate]:
-        """Every way at every size; what is chosen is not drawn again where it is one of the others."""
+    def run(self, rounds: int, progress: Callable[[int, int], None] | None = None) -> list[Rate]:
+        """Every way at every size; the fitted draft is not drawn again where it is one of the others."""
         made: list[Rate] = []
-        every = {rows: list(dict.fromkeys(self.ways(rows).values())) for rows in self.rows}
+        named = {rows: self.ways(rows) for rows in self.rows}
+        every = {rows: list(dict.fromkeys(ways.values())) for rows, ways in named.items()}
         done, total = 0, rounds * sum(rows * len(ways) for rows, ways in every.items())
         for rows, ways in every.items():
             batches: dict[Settings, BatchRunner] = {}
@@ -85,7 +86,7 @@ class Throughput:
                     key = {"rows": rows, "method": way.method, "tree": way.tree, "round": turn}
                     turns[way].append(self.journal.once(key, partial(self._turn, batches, way)))
                     done += rows
-            made += [self._rate(kind, way, turns) for kind, way in self.ways(rows).items()]
+            made += [self._rate(kind, way, turns) for kind, way in named[rows].items()]
         return made
 
     def _turn(self, batches: dict[Settings, BatchRunner], way: Settings) -> dict[str, float]:
@@ -110,11 +111,11 @@ class Throughput:
 def markdown(rates: Sequence[Rate], method: str) -> str:
     """A row per batch size."""
     heads = ["batch", "plain AR, pictures/s", f"`{method}`, pictures/s", "codes per pass", "speed-up"]
-    heads += ["chosen by batch size", "pictures/s", "codes per pass", "speed-up"]
+    heads += ["fitted to this machine", "pictures/s", "codes per pass", "speed-up"]
     lines = []
     for rows in dict.fromkeys(rate.rows for rate in rates):
-        plain, fixed, chosen = (rate for rate in rates if rate.rows == rows)
-        lines.append([str(rows), f"{plain.pictures:.3g}", *figures(fixed), named(chosen), *figures(chosen)])
+        plain, own, fitted = (rate for rate in rates if rate.rows == rows)
+        lines.append([str(rows), f"{plain.pictures:.3g}", *figures(own), named(fitted), *figures(fitted)])
     return markdown_table(heads, lines, left=(5,))
 
 
@@ -124,7 +125,7 @@ def figures(rate: Rate) -> list[str]:
 
 
 def named(rate: Rate) -> str:
-    """What was chosen, in a word or two."""
+    """What is drafted, in a word or two."""
     if rate.tree is None:
         return f"`{rate.method}`"
     return f"a tree of {rate.tree.count('[') - 1}" if rate.tree.startswith("[") else f"`{rate.tree}`"
@@ -139,8 +140,8 @@ def plot(rates: Sequence[Rate], method: str, path: Path) -> Path:
 
     made = Figure(figsize=(9, 4), dpi=130, layout="constrained")
     FigureCanvasAgg(made)
-    labels = {PLAIN: "plain AR", FIXED: f"{method}, one tree", CHOSEN: f"{method}, tree by batch size"}
-    marks = {PLAIN: "s-", FIXED: "o--", CHOSEN: "D-"}
+    labels = {PLAIN: "plain AR", OWN: f"{method}, the model's own draft", FITTED: f"{method}, fitted"}
+    marks = {PLAIN: "s-", OWN: "o--", FITTED: "D-"}
     panels = made.subplots(1, 2)
     for axes, field, says in zip(
         panels, ("pictures", "speedup"), ("pictures per second", "speed-up over plain AR"), strict=True
@@ -149,7 +150,7 @@ def plot(rates: Sequence[Rate], method: str, path: Path) -> Path:
             of_kind = [rate for rate in rates if rate.kind == kind]
             sizes, values = [rate.rows for rate in of_kind], [getattr(rate, field) for rate in of_kind]
             axes.plot(sizes, values, marks[kind], color=f"C{i}", label=label, markersize=5, alpha=0.85)
-            for rate in of_kind if field == "speedup" and kind == CHOSEN else []:
+            for rate in of_kind if field == "speedup" and kind == FITTED else []:
                 axes.annotate(
                     named(rate).strip("`"),
                     (rate.rows, rate.speedup),

@@ -27,18 +27,6 @@ async function start() {
   build();
   byId("key-form").hidden = true;
   byId("race-form").hidden = false;
-  watch();
-}
-
-/** Show how far the server is with measuring which tree is fastest, as long as it measures. */
-async function watch() {
-  const health = await call("healthz").then((answer) => answer.json(), () => ({}));
-  const { state, done, total } = health.calibration ?? {};
-  const going = ["measuring", "paused"].includes(state);
-  byId("calibration").textContent = going
-    ? `The server measures which tree is fastest here, while no picture is drawn: ${done} of ${total}.`
-    : "";
-  if (going) setTimeout(watch, 5000);
 }
 
 function askForKey() {

@@ -88,6 +88,16 @@ class TimedEngine:
         ):  # a drafter's, with a row per sample or per branch of it
             own.used += moved if len(own.used) == len(moved) else rows
 
+    def move_midway(self) -> None:
+        """Move every sample, admitted or not, to the middle of its picture; no slot of the caches need hold keys."""
+        engine = self.engine
+        half = engine.target.length // 2
+        engine.count.fill_(half)
+        engine.proposer.count.fill_(half)
+        for cache in (engine.cache, getattr(engine.proposer, "cache", None)):
+            if cache is not None:
+                cache.used.fill_(engine.target.slots + half)
+
 
 def trimmed(values: Sequence[float]) -> float:
     """The mean without the `TRIM` least and greatest."""
