@@ -188,12 +188,7 @@ def listening(app: object, limits: Limits | None = None, proxies: Sequence[str] 
         bound.close()
 
 
-COMMAND = [
-    sys.executable,
-    "-c",
-    "from lanternpp.cli import main; main()",
-    "serve",
-]
+COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve"]
 
 
 @contextmanager

@@ -51,7 +51,6 @@ def test_greedy_exact_equals_greedy_ar_code_by_code() -> None:
 
 @pytest.mark.parametrize(("method", "tree"), [("ar", None), ("lantern++", "chain-12")])
 def test_a_batch_of_four_equals_four_runs_of_one(method: str, tree: str | None) -> None:
-    """With the same tree, that is; the default is another one for several pictures."""
     together = first_codes(engine("float64", method, batch=4, tree=tree), PROMPTS, [3, 4, 5, 6], 20)
     alone = [
         first_codes(engine("float64", method, tree=tree), [p], [s], 20)[0]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
-from models import write_model
 
-from lanternpp import Pipeline
 from lanternpp.errors import InputError
 from lanternpp.methods import METHODS
 from lanternpp.settings import DIALS, dials_read, resolve, with_tree
@@ -36,32 +32,16 @@ def test_a_dial_of_the_row_goes_with_the_part_that_read_it() -> None:
     assert resolve("lantern", {"methods": {"lantern": {"lam": 3.0}}}, {}).lam is None
 
 
-SHAPES = {"methods": {"eagle": {"tree": "chain-12", "several": {"tree": "chain-7"}}}}
-
-
-def test_a_model_may_have_another_default_for_several_pictures_at_once() -> None:
-    assert resolve("eagle", SHAPES, {}).tree == "chain-12" == resolve("eagle", SHAPES, {"batch_size": 1}).tree
-    assert resolve("eagle", SHAPES, {"batch_size": 4}).tree == "chain-7"
-    assert resolve("eagle", {**SHAPES, "batch_size": 4}, {}).tree == "chain-7"
-    assert resolve("eagle", SHAPES, {"batch_size": 4, "tree": "chain-3"}).tree == "chain-3"
-    tuned = with_tuned(SHAPES, "eagle", {"tree": "chain-5"})
-    assert {resolve("eagle", tuned, {"batch_size": size}).tree for size in (1, 4)} == {"chain-5"}
-
-
-@pytest.mark.parametrize("wrong", [{"tree": 3}, "chain-7", ["tree"]])
-def test_a_default_for_several_pictures_is_checked(wrong: object) -> None:
-    with pytest.raises(InputError, match=r"the model's defaults: methods.eagle.several"):
-        resolve("eagle", {"methods": {"eagle": {"several": wrong}}}, {"batch_size": 2})
-
-
-def test_settings_of_one_picture_become_those_of_several(tmp_path: Path) -> None:
-    """But for a tree that the model's defaults do not name."""
-    folder = write_model(tmp_path / "model")
-    (folder / "defaults.json").write_text(json.dumps(SHAPES))
-    pipe = Pipeline.from_pretrained(str(folder), device="cpu")
-    one, own = pipe.settings("eagle", batch_size=1), pipe.settings("eagle", batch_size=1, tree="chain-3")
-    assert pipe.at_batch(one, 4) == pipe.settings("eagle", batch_size=4)
-    assert pipe.at_batch(one, 1) == one and pipe.at_batch(own, 4) == replace(own, batch_size=4)
+def test_a_draft_is_fitted_unless_its_shape_is_given() -> None:
+    assert resolve("eagle", {}, {}).fit and resolve("jacobi", {"methods": {"jacobi": {"window": 9}}}, {}).fit
+    for method, given in (
+        ("eagle", {"tree": "chain-3"}),
+        ("jacobi", {"window": 4}),
+        ("ar", {}),
+        ("eagle", {"fit": False}),
+    ):
+        assert not resolve(method, {}, given).fit
+    assert not resolve("eagle", with_tuned({}, "eagle", {"tree": "chain-5"}), {}).fit, "what was tuned wins"
 
 
 def test_a_dial_that_is_asked_for_and_read_by_no_part_is_refused() -> None:
@@ -166,7 +146,9 @@ def test_traversal_of_a_chain_is_block_verification_and_not_its_default() -> Non
 def test_settings_given_back_are_the_same_settings(name: str) -> None:
     settings = resolve(name, {}, {})
     given = {field: value for field, value in asdict(settings).items() if field != "method"}
-    assert resolve(name, {}, given) == settings
+    assert resolve(name, {}, given) == replace(settings, fit=False), (
+        "a draft that is given is not fitted again"
+    )
 
 
 def test_a_verifier_nobody_knows_is_refused() -> None:

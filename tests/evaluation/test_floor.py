@@ -15,12 +15,12 @@ from lanternpp.engine import cache
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.stopwatch import TimedEngine
 from lanternpp.errors import InputError
 from lanternpp.evaluation import floor
 from lanternpp.evaluation.floor import PARTS, Limits, measure_floors, measure_limits
 from lanternpp.evaluation.recorded import ATTENTION, LINEARS, OTHERS, RecordedStep, Replay
 from lanternpp.evaluation.speed import parse_methods
-from lanternpp.engine.stopwatch import TimedEngine
 from lanternpp.pipeline import Pipeline
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer

@@ -210,7 +210,7 @@ def few_files() -> None:
 def test_a_real_process_outlives_floods_of_headers_and_of_connections(model) -> None:
     """The attack needs no key; memory does not grow, and other clients are answered meanwhile."""
     command = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve", "--no-page"]
-    command += [""--port", "0", "--model", str(model), "--device", "cpu", "--api-key", KEY]
+    command += ["--port", "0", "--model", str(model), "--device", "cpu", "--api-key", KEY]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=few_files
     )

@@ -108,17 +108,7 @@ def test_a_server_that_starts_has_computed_aside(model: Path, monkeypatch: pytes
 
     monkeypatch.setattr(server, "run", run)
     with pytest.raises(SystemExit) as end:
-        main(
-            [
-                "serve",
-                "--port",
-                "0",
-                "--model",
-                str(model),
-                "--device",
-                "cpu",
-            ]
-        )
+        main(["serve", "--port", "0", "--model", str(model), "--device", "cpu"])
     assert end.value.code == 0
     assert [made.left for made in calls] == [set(), set(), set()]
 

@@ -38,17 +38,7 @@ def folder() -> Iterator[Path]:
 
 
 def test_two_replicas_answer_as_one_server(model: Path, pipe: Pipeline, folder: Path) -> None:
-    options = [
-        "--ray",
-        "--replicas",
-        "2",
-        "--port",
-        "0",
-        "--slots",
-        "2",
-        "--queue",
-        "40",
-    ]
+    options = ["--ray", "--replicas", "2", "--port", "0", "--slots", "2", "--queue", "40"]
     command = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve", *options]
     process = subprocess.Popen(
         [*command, "--model", str(model), "--device", "cpu", "--dtype", "float32", "--method", "ar"],

@@ -8,8 +8,9 @@ import pytest
 from models import write_model
 
 from lanternpp import Pipeline
+from lanternpp.fit.choice import plain_settings
+from lanternpp.settings import with_tree
 from lanternpp.tuning.batch_runner import BatchRunner, usual_conditions
-from lanternpp.tuning.batches import BatchChoice, Cell
 from lanternpp.tuning.throughput import Throughput, markdown
 
 PROMPTS = ("a red tulip", "a tulip")
@@ -37,19 +38,18 @@ def test_a_batch_kept_full_draws_the_pictures_that_generate_draws(pipe) -> None:
     assert len(finished) >= 2 and all(codes in alone.codes.tolist() for codes in finished)
 
 
-def test_what_is_chosen_is_not_drawn_again_where_it_is_one_of_the_others(pipe, tmp_path) -> None:
-    fixed = pipe.settings("lantern++", proposer="parallel", tree="chain-3")
-    cells = [
-        Cell(1, "chain-3", 2, 1, 1, 1.5),
-        Cell(2, "chain-3", 2, 1, 1, 0.5),
-        Cell(4, "chain-1", 2, 1, 1, 2),
-    ]
-    bench = Throughput(pipe, fixed, BatchChoice(fixed, tuple(cells)), [1, 2, 4], PROMPTS, tmp_path / "t")
+def test_a_fitted_draft_is_not_drawn_again_where_it_is_one_of_the_others(pipe, tmp_path, monkeypatch) -> None:
+    own = pipe.settings("lantern++", proposer="parallel", tree="chain-3")
+    fitted = {1: own, 2: plain_settings(own), 4: with_tree(own, "chain-1")}
+    monkeypatch.setattr(
+        pipe, "fit", lambda settings: replace(fitted[settings.batch_size], batch_size=settings.batch_size)
+    )
+    bench = Throughput(pipe, own, [1, 2, 4], PROMPTS, tmp_path / "t")
     rates = bench.run(1)
     assert len((tmp_path / "t" / "measurements.jsonl").read_text().splitlines()) == 2 + 2 + 3
-    chosen = {rate.rows: rate for rate in rates if rate.kind == "chosen"}
-    assert chosen[1] == replace(rates[1], kind="chosen"), "the method's own tree"
-    assert chosen[2] == replace(rates[3], kind="chosen") and chosen[2].speedup == 1, "plain decoding"
+    chosen = {rate.rows: rate for rate in rates if rate.kind == "fitted"}
+    assert chosen[1] == replace(rates[1], kind="fitted"), "the method's own tree"
+    assert chosen[2] == replace(rates[3], kind="fitted") and chosen[2].speedup == 1, "plain decoding"
     assert (chosen[4].method, chosen[4].tree) == ("lantern++", "chain-1")
     assert [line.split(" | ")[5] for line in markdown(rates, "lantern++").splitlines()[2:]] == [
         "`chain-3`",

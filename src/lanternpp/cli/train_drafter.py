@@ -168,6 +168,7 @@ def drafter(
             )
         eagle_hparams = eagle.DrafterSettings(**shared, **only)
         leave(eagle.train(data, model, layers, eagle_hparams, where, crops, limit, drawn, cfg is None, keep))
+        store_rates(model, out, folder, "eagle")
         say_how(model, out, "eagle")
         return
     only |= given(cache_features=cache_features)
@@ -181,7 +182,24 @@ def drafter(
     else:
         more = {"follow": cfg is None, "layers": layers} | given(method=method)
         leave(runs.train(data, model, hparams, where, rollouts, drawn, **more))
+    store_rates(model, out, folder, kind)
     say_how(model, out, kind)
+
+
+def store_rates(model: str, out: Path | None, folder: Path, kind: str) -> None:
+    """Count the acceptance rates of a drafter, by which drafts are fitted to a machine, and store them with it."""
+    from lanternpp.cli.terminal import progress_bar
+    from lanternpp.pipeline import Pipeline
+    from lanternpp.training.rates import record, strengths
+    from lanternpp.training.team import team
+    from lanternpp.tuning.batch_runner import usual_conditions
+
+    if not team().leads:
+        return
+    pipe = Pipeline.from_pretrained(model, out, tuned=False)
+    if not pipe.target.channels:
+        with progress_bar("counting what is accepted") as progress:
+            record(pipe, strengths(pipe, kind), folder, usual_conditions(pipe), progress=progress)
 
 
 def say_how(model: str, out: Path | None, method: str) -> None:

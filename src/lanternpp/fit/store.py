@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -58,22 +58,29 @@ class Store:
 
     def add_steps(self, key: str, steps: tuple[Step, ...], keep: bool) -> tuple[Step, ...]:
         """The steps to use for a key: those of another process that was earlier, else these, which are written down with `keep`."""
-        now = self._read()
-        steps = now.steps.get(key, steps)
-        self.content = _Content(self.facts, {**now.steps, key: steps}, now.counts)
-        if keep and key not in now.steps:
+        self._update()
+        known = self.content.steps.get(key)
+        if known is not None:
+            return known
+        self.content = replace(self.content, steps={**self.content.steps, key: steps})
+        if keep:
             self._write()
         return steps
 
     def add_counts(self, key: str, counts: Counts) -> bool:
         """Add to what was counted for a key, unless that is enough; returns whether more is wanted."""
-        now = self._read()
-        known = now.counts.get(key)
+        self._update()
+        known = self.content.counts.get(key)
         if known is None or known.passes < ENOUGH:
             known = counts if known is None else known + counts
-            self.content = _Content(self.facts, self.content.steps, {**now.counts, key: known})
+            self.content = replace(self.content, counts={**self.content.counts, key: known})
             self._write()
         return known.passes < ENOUGH
+
+    def _update(self) -> None:
+        """Take over what other processes have written since."""
+        now, mine = self._read(), self.content
+        self.content = _Content(self.facts, {**mine.steps, **now.steps}, {**mine.counts, **now.counts})
 
     def _write(self) -> None:
         try:

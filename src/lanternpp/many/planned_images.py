@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lanternpp.dials import DRAFT, PARTS, RULE, names
 from lanternpp.errors import InputError
 from lanternpp.jsonfile import parse_json
+from lanternpp.methods import BASELINE
 from lanternpp.names import picture_name
 from lanternpp.picture import notes, png_notes
+from lanternpp.settings import SHAPES
 
 NOT_DECIDING = ("int8", "tuned")  # are noted beside the settings, but do not decide a picture
 
@@ -67,7 +70,7 @@ def missing(
             image = old_name
         path = folder / image.name
         existing = png_notes(path)
-        differing = None if existing is None else differences(existing, info.notes(image))
+        differing = None if existing is None else differences(existing, info.notes(image), any_draft=True)
         if existing is None or (differing and overwrite):
             found.append(image)
         elif differing:
@@ -78,12 +81,17 @@ def missing(
     return found
 
 
-def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+def differences(old: Mapping[str, str], new: Mapping[str, str], any_draft: bool = False) -> str:
     """The settings that differ between the notes of two PNGs, such as "cfg 2.0, now 3.0"; "" where none does.
 
-    Versions are noted but not compared, so that a job can go on after an update.
+    Versions are noted but not compared, so that a job can go on after an update. any_draft: nor are drafts where the new one is
+    fitted to the machine, so that a job can go on after another fit.
     """
     was, now = _deciding(old), _deciding(new)
+    if any_draft and now.get("fit"):
+        plain = BASELINE in (was.get("method"), now.get("method"))
+        for key in ("fit", *SHAPES, "verify", *(("method", *names(PARTS, DRAFT, RULE)) if plain else ())):
+            was.pop(key, None), now.pop(key, None)
     return ", ".join(
         f"{key} {was.get(key)}, now {now.get(key)}"
         for key in dict.fromkeys((*now, *was))
