@@ -150,11 +150,11 @@ def test_so_is_what_it_returns_of_the_layers_below_the_last(library: object, tap
 def test_a_row_does_not_depend_on_its_neighbours_nor_on_how_many_there_are(
     library: object, sizes: tuple[int, ...], stored: Stored
 ):
-    """Nor on the number of threads, with heads that they can share evenly and with others."""
+    """Up to 300 rows; nor on the number of threads, with heads that they can share evenly and with others."""
     network = in_c(stored(decoder(*sizes)), library)
-    x = torch.randn(3, 41, sizes[0]).to(HALF)
+    x = torch.randn(3, 103, sizes[0]).to(HALF)
     alone = features(network, x[:1].repeat(2, 1, 1), 1)[0]
-    for nodes in (1, 4, 19, 38):
+    for nodes in (1, 4, 19, 38, 43, 100):
         assert torch.equal(features(network, x, nodes)[0], alone)
     before = torch.get_num_threads()
     try:

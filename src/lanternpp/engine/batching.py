@@ -88,8 +88,7 @@ def opened(
 
 def fitted_threads(engine: Engine) -> FittedThreads:
     """A context in which an engine's steps give up threads while other work wants the cores."""
-    rows = engine.guidance.branches * engine.batch * engine.proposer.size
-    return FittedThreads(engine.target.decoder, rows)
+    return FittedThreads(engine.target.decoder)
 
 
 def drawing(

@@ -22,7 +22,7 @@
 
 #define COLUMNS 32 /* of a block of weights: twice LANES */
 #define ROWS 16    /* of a tile of inputs */
-#define MOST_ROWS 128 /* of inputs that are multiplied with a block before the next one, without tiles */
+#define MOST_ROWS 128 /* of inputs whose products with a block of weights are computed before they are used */
 #define CHUNK 256 /* inputs of a block that all rows are multiplied with before the next ones: they stay in the L1 cache */
 #define LANES 16   /* channels of a head that are handled at once */
 #define CHANNELS 4 /* of such vectors that attention sums at once */
@@ -306,9 +306,6 @@ int64_t widens(void) {
 #endif
 }
 
-/* The most rows of a pass: with tiles products of more are PyTorch's. */
-int64_t most_rows(void) { return tiles ? MOST_ROWS : INT32_MAX; }
-
 /* Ask for the CPU's tiles. Called once, before all else. */
 void prepare(void) {
 #ifdef __AMX_BF16__
@@ -552,7 +549,7 @@ static void product(const Linear *layer, int64_t block, const half *x, int in_ti
         for (int r = 0; r < rows; r += most) whole_product(layer, block, whole, first + r, rows - r < most ? rows - r : most, out + r);
     else
 #ifdef __AMX_BF16__
-    if (tiles && rows > ROWS) many_rows(x, inputs, in_tiles, weight, rows, out);
+    if (tiles && (rows > ROWS || in_tiles)) many_rows(x, inputs, in_tiles, weight, rows, out);
     else if (tiles) {
         _tile_zero(0);
         _tile_zero(1);

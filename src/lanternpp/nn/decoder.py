@@ -30,9 +30,7 @@ class AttentionCache(Protocol):
 
 
 class NativePasses(Protocol):
-    """The interface of passes that are computed outside of PyTorch, of up to `most_rows` rows."""
-
-    most_rows: int
+    """The interface of passes that are computed outside of PyTorch."""
 
     def takes(self, x: Tensor) -> bool:
         """Whether it computes a pass with inputs x [R, N, D]."""

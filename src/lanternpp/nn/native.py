@@ -84,13 +84,12 @@ class Pass(Structure):
 
 
 class NativeDecoder:
-    """The passes of a `Decoder` of up to `most_rows` rows; it keeps a second copy of the weights, in the order they are read in."""
+    """The passes of a `Decoder`; it keeps a second copy of the weights, in the order they are read in."""
 
     active = True  # False while what PyTorch would compute is recorded
 
     def __init__(self, decoder: Decoder, library: ctypes.CDLL):
         self.library, self._kept, self._pages = library, list[Tensor](), LargePages()
-        self.most_rows: int = library.most_rows()
         config = decoder.config
         blocks: list[Block] = list(decoder.blocks)  # type: ignore[arg-type]
         self.layers = (Layer * len(blocks))(*map(self._layer, blocks))
@@ -101,8 +100,8 @@ class NativeDecoder:
         self.threads = threading.local()  # the scratch memory of each thread that calls
 
     def takes(self, x: Tensor) -> bool:
-        """Whether a pass with inputs x [R, N, D] has few enough rows."""
-        return self.active and on_host(x) and x.shape[0] * x.shape[1] <= self.most_rows
+        """Whether it computes a pass with inputs x [R, N, D]."""
+        return self.active and on_host(x)
 
     def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
         """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to kv [L, 2, R, Hkv, S, d].
@@ -213,9 +212,7 @@ def load(path: Path) -> ctypes.CDLL:
     """Compiled kernels. OSError."""
     found = ctypes.CDLL(str(path))
     found.prepare.restype, found.prepare.argtypes = None, ()
-    for name in ("widens", "most_rows"):
-        function = getattr(found, name)
-        function.restype, function.argtypes = c_int64, ()
+    found.widens.restype, found.widens.argtypes = c_int64, ()
     for name in ("chain_bytes", "head_bytes"):
         function = getattr(found, name)
         function.restype, function.argtypes = c_int64, (c_void_p, c_int64, c_int64)

@@ -48,15 +48,15 @@ class FittedThreads:
     """A context in which `update`, called often, halves PyTorch's threads while the calling thread waits for a core.
 
     Once it no longer waits they are doubled, up to as many as there were, and after the context there are as many again; the
-    same thread may enter it again. Where that lasts a warning says so, once. Only where a decoder's passes over so many rows are
-    computed in C: their results do not depend on the number of threads, while those of PyTorch's products of many rows do. And
-    only on Linux, which counts how long threads wait. Within such a context of the same thread another one does nothing.
+    same thread may enter it again. Where that lasts a warning says so, once. Only where a decoder's passes are computed in C:
+    their results do not depend on the number of threads, while those of PyTorch's products of many rows do. And only on
+    Linux, which counts how long threads wait. Within such a context of the same thread another one does nothing.
     """
 
     _inside = threading.local()
 
-    def __init__(self, decoder: Decoder, rows: int = 1):
-        in_c = decoder.native is not None and rows <= decoder.native.most_rows
+    def __init__(self, decoder: Decoder):
+        in_c = decoder.native is not None
         self.active = in_c and WAITS.is_file() and not getattr(self._inside, "context", False)
         self.threads = self.every = torch.get_num_threads()
         # At the last look: seconds that the thread had run, and both numbers of `WAITS`, in seconds.

@@ -57,8 +57,7 @@ class NativeHead:
 
     def takes(self, features: Tensor) -> bool:
         """Whether it computes the logits of features [R, N, D]."""
-        few = features.shape[0] * features.shape[1] <= self.library.most_rows()
-        return self.active and few and on_host(features) and features.dtype == torch.bfloat16
+        return self.active and on_host(features) and features.dtype == torch.bfloat16
 
     def __call__(self, features: Tensor, scale: float, branches: int) -> Tensor:
         """Features [R, N, D] -> logits [B, N, V] in float32 of those guided with this scale, where there are two branches."""
