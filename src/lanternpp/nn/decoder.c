@@ -901,6 +901,15 @@ static void attend_in_tiles(const float *query, int64_t step, int64_t count, con
 }
 #endif
 
+/* The calling thread's number among those of a parallel region, and how many they are. */
+#ifdef _OPENMP
+static int64_t thread_number(void) { return omp_get_thread_num(); }
+static int64_t team_size(void) { return omp_get_num_threads(); }
+#else
+static int64_t thread_number(void) { return 0; }
+static int64_t team_size(void) { return 1; }
+#endif
+
 static int64_t padded(int64_t bytes) { return up_to(64, bytes); }
 
 /* The most inputs of a linear layer, up to a multiple of DEPTH. */
@@ -914,13 +923,13 @@ static int64_t bytes_of_a_thread(const Shape *s, int64_t m, int64_t nodes, int64
     int64_t queries = nodes * s->heads / s->kv_heads, most = up_to(ROWS, m);
     int64_t tiled = padded(2 * up_to(32, slots) * s->head_dim) + padded(64 * s->head_dim + 96 * up_to(32, slots));
     return padded(2 * most * s->dim) + padded(2 * most * widest(s)) + padded(4 * most) + padded(4 * queries * s->head_dim) +
-           padded(4 * queries * up_to(LANES, slots)) + tiled;
+           padded(4 * queries * up_to(LANES, slots)) + 2 * padded(8 * queries) + tiled;
 }
 
 int64_t scratch_bytes(const Shape *s, int64_t rows, int64_t nodes, int64_t slots, int64_t threads) {
     int64_t m = rows * nodes, heads = s->heads + 2 * s->kv_heads, most = up_to(ROWS, m);
     return padded(4 * m * s->dim) + padded(4 * most * up_to(COLUMNS, heads * s->head_dim)) + padded(2 * most * s->heads * s->head_dim) +
-           padded(2 * most * s->hidden) + padded(4 * rows * slots * up_to(16, nodes)) + threads * bytes_of_a_thread(s, m, nodes, slots);
+           padded(2 * most * s->hidden) + padded(4 * rows * slots * up_to(16, nodes)) + padded(16 * rows) + threads * bytes_of_a_thread(s, m, nodes, slots);
 }
 
 static void *take(char **at, int64_t bytes) {
@@ -943,6 +952,7 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
     const int even = d == 16 || d == 64 || d == 256; /* the root is a power of 2, by which products are as exact as quotients */
     const int64_t lanes = up_to(16, p.nodes), lines = m > ROWS ? most : up_to(4, m);
     float *bias = take(&at, 4 * p.rows * p.slots * lanes); /* [rows, slots, lanes]: 0 where a node attends, else -infinity */
+    int64_t (*span)[2] = take(&at, 16 * p.rows); /* the slots from the first to behind the last that a node of the row attends to */
 #ifdef __AMX_BF16__
     const int tiled = tiles && d % 32 == 0;
 #else
@@ -952,11 +962,7 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
 
 #pragma omp parallel num_threads((int)threads)
     {
-#ifdef _OPENMP
-        int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
-#else
-        int64_t me = 0, team = 1;
-#endif
+        const int64_t me = thread_number(), team = team_size();
         char *own = at + me * bytes_of_a_thread(shape, m, p.nodes, p.slots);
         half *normed = take(&own, 2 * most * s.dim);
         const int apart = m > ROWS; /* whether each thread normalises some of the rows for all */
@@ -970,8 +976,8 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
         half *pairs = take(&own, 2 * up_to(32, p.slots) * d);
         char *scratch = take(&own, 64 * d + 96 * up_to(32, p.slots));
         float block[MOST_ROWS][COLUMNS];
-        const uint8_t *mask[queries];
-        half *where[queries];
+        const uint8_t **mask = take(&own, 8 * queries); /* of a query, and where its result goes */
+        half **where = take(&own, 8 * queries);
 #ifdef __AMX_BF16__
         const int64_t tile_rows = layers->wqkv.scale ? 2 * m : m; /* with weights in 8 bits, a row of inputs takes two */
         if (tiles) configure(tile_rows < ROWS ? (int)tile_rows : ROWS);
@@ -1003,8 +1009,7 @@ void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t t
                     const uint8_t *seen = p.mask + (i / p.slots * p.nodes + n) * p.slots + i % p.slots;
                     bias[i * lanes + n] = n >= p.nodes || *seen ? 0 : -INFINITY;
                 }
-        int64_t span[p.rows][2]; /* the slots from the first to behind the last that a node of the row attends to */
-        for (int64_t row = 0; row < p.rows; row++) {
+        for (int64_t row = me; row < p.rows; row += team) {
             int64_t from = p.slots, to = 0;
             for (int64_t n = 0; n < p.nodes; n++) {
                 const uint8_t *seen = p.mask + (row * p.nodes + n) * p.slots, *nearest = memchr(seen, 1, from);

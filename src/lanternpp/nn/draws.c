@@ -6,6 +6,7 @@
 #include "decoder.c"
 
 #define GROUP 4  /* blocks of weights that one row is multiplied with at once */
+#define SPARE 5  /* rows of scratch memory that a thread has */
 #define BLOCK 64 /* codes whose probabilities are summed at once; a row of scratch memory is as many times that as it needs */
 
 typedef double doubles __attribute__((vector_size(64)));
@@ -37,6 +38,14 @@ typedef struct {
     float *survival;        /* [batch, levels], how likely a guess and all before it are kept; written where cut > 0 */
     double bias_of_confidence, cut; /* drawing ends at a level where survival is below the cut in every row; 0: never */
 } Chain;
+
+/* Bytes of a row of `codes` floats, up to a multiple of BLOCK. */
+static int64_t bytes_of_row(int64_t codes) { return padded(4 * up_to(BLOCK, codes)); }
+
+/* The scratch memory of a thread that handles one row of `codes` at a time: SPARE such rows, and `draws` codes. */
+static int64_t bytes_of_rows(int64_t codes, int64_t draws) { return SPARE * bytes_of_row(codes) + padded(8 * draws); }
+
+int64_t row_bytes(int64_t codes, int64_t draws, int64_t threads) { return threads * bytes_of_rows(codes, draws); }
 
 /* The sum of x [BLOCK]. */
 static inline double block_sum(const float *x) {
@@ -74,10 +83,9 @@ static int64_t count_above(const bits32 *x, int64_t size, int32_t bits) {
     return count;
 }
 
-/* The bits of the smallest number with less than `limit` of x [size] >= 0 above it. */
-static int32_t least_of(const float *x, int64_t size, int64_t limit) {
+/* The bits of the smallest number with less than `limit` of x [size] >= 0 above it; `some` [size] is scratch. */
+static int32_t least_of(const float *x, int64_t size, int64_t limit, bits32 *some) {
     const bits32 *from = (const bits32 *)x;
-    bits32 some[size];
     int32_t least = INT32_MAX;
     int64_t above = 0; /* what is counted already */
     for (int32_t bit = 1 << 30; bit; bit >>= 1) {
@@ -106,9 +114,11 @@ static int32_t least_of(const float *x, int64_t size, int64_t limit) {
     return least;
 }
 
-/* Keep the largest of x [size] >= 0, of equal ones the first, until their sum, or their number, is at least `limit`; 0 elsewhere. */
-static void keep_largest(float *x, int64_t size, double limit, int counted) {
-    int32_t least = counted ? least_of(x, size, (int64_t)limit) : INT32_MAX; /* the smallest number with less than `limit` above it */
+/* Keep the largest of x [size] >= 0, of equal ones the first, until their sum, or their number, is at least `limit`; 0 elsewhere.
+
+   `spare` [size] is scratch. */
+static void keep_largest(float *x, int64_t size, double limit, int counted, void *spare) {
+    int32_t least = counted ? least_of(x, size, (int64_t)limit, spare) : INT32_MAX; /* the smallest number with less than `limit` above it */
     if (!counted)
         for (int32_t bit = 1 << 30; bit; bit >>= 1)
             if (sum_above(x, size, least & ~bit) < limit) least &= ~bit;
@@ -127,8 +137,10 @@ static void keep_largest(float *x, int64_t size, double limit, int counted) {
     }
 }
 
-/* Logits [codes] in x, of `size` floats, a multiple of BLOCK -> the distribution that codes are drawn from, 0 behind it. */
-static void probabilities(const Sampling *sampling, float *x, int64_t codes, int64_t size) {
+/* Logits [codes] in x, of `size` floats, a multiple of BLOCK -> the distribution that codes are drawn from, 0 behind it.
+
+   `spare` [size] is scratch. */
+static void probabilities(const Sampling *sampling, float *x, int64_t codes, int64_t size, void *spare) {
     const int greedy = sampling->temperature == 0;
     const float scale = greedy ? 1 : (float)(1 / sampling->temperature);
     for (int64_t i = codes; i < size; i++) x[i] = -INFINITY;
@@ -137,18 +149,18 @@ static void probabilities(const Sampling *sampling, float *x, int64_t codes, int
         floats *each = (floats *)(x + i);
         *each = exponential((*each - highest) * scale);
     }
-    if (!greedy && sampling->top_k > 0 && sampling->top_k < codes) keep_largest(x, size, (double)sampling->top_k, 1);
-    if (!greedy && sampling->top_p < 1) keep_largest(x, size, sampling->top_p * sum_all(x, size), 0);
+    if (!greedy && sampling->top_k > 0 && sampling->top_k < codes) keep_largest(x, size, (double)sampling->top_k, 1, spare);
+    if (!greedy && sampling->top_p < 1) keep_largest(x, size, sampling->top_p * sum_all(x, size), 0, spare);
     const float total = (float)sum_all(x, size);
     for (int64_t i = 0; i < size; i += LANES) *(floats *)(x + i) /= total;
 }
 
-/* Logits [codes] -> probabilities in x, with room for `codes` up to a multiple of BLOCK. */
-static void probabilities_of(const Sampling *sampling, const float *logits, int64_t codes, float *x) {
+/* Logits [codes] -> probabilities in x, which like `spare` has room for `codes` up to a multiple of BLOCK. */
+static void probabilities_of(const Sampling *sampling, const float *logits, int64_t codes, float *x, void *spare) {
     Sampling plain = *sampling;
     if (plain.temperature == 0) plain = (Sampling){.temperature = 1, .top_p = 1}; /* `Sampling.probs` of greedy choices */
     memcpy(x, logits, 4 * codes);
-    probabilities(&plain, x, codes, up_to(BLOCK, codes));
+    probabilities(&plain, x, codes, up_to(BLOCK, codes), spare);
 }
 
 /* The first of x [size] at which their running sum exceeds the share u in (0, 1) of the whole. */
@@ -230,13 +242,13 @@ static int64_t wider_of(const Heads *heads) {
     return up_to(DEPTH, heads->up.inputs > heads->head.inputs ? heads->up.inputs : heads->head.inputs);
 }
 
-static int64_t bytes_of_inputs(const Heads *heads, int64_t rows) {
+static int64_t bytes_of_chain(const Heads *heads, int64_t rows) {
     return padded(2 * rows * heads->up.inputs) + padded(2 * rows * heads->head.inputs) + padded(4 * rows * width_of(&heads->up)) +
-           padded(4 * rows) + padded(2 * up_to(ROWS, rows) * wider_of(heads)) + padded(4 * rows);
+           padded(4 * width_of(&heads->head)) + padded(4 * rows) + padded(2 * up_to(ROWS, rows) * wider_of(heads)) + padded(4 * rows);
 }
 
 int64_t chain_bytes(const Heads *heads, int64_t batch, int64_t threads) {
-    return padded(4 * batch * width_of(&heads->head)) + threads * bytes_of_inputs(heads, batch) + 64;
+    return padded(4 * batch * width_of(&heads->head)) + threads * bytes_of_chain(heads, batch) + 64;
 }
 
 /* How likely the guesses of a level will be kept, of features x [batch, dim]; survival [batch] is of the level before, then of this
@@ -262,14 +274,10 @@ void draw_chain(const Heads *heads, const Chain *chain, int64_t threads) {
     float *logits = take(&at, 4 * c.batch * size);
 #pragma omp parallel num_threads(threads)
     {
-#ifdef _OPENMP
-        int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
-#else
-        int64_t me = 0, team = 1;
-#endif
-        char *own = at + me * bytes_of_inputs(heads, c.batch);
+        const int64_t me = thread_number(), team = team_size();
+        char *own = at + me * bytes_of_chain(heads, c.batch);
         half *active = take(&own, 2 * c.batch * up.inputs), *x = take(&own, 2 * c.batch * head.inputs);
-        float *more = take(&own, 4 * c.batch * width), *survival = take(&own, 4 * c.batch);
+        float *more = take(&own, 4 * c.batch * width), *spare = take(&own, 4 * size), *survival = take(&own, 4 * c.batch);
         Whole whole = {take(&own, 2 * up_to(ROWS, c.batch) * wider_of(heads)), take(&own, 4 * c.batch)};
 #ifdef __AMX_BF16__
         const int tiled = tiles && (up.scale || head.scale);
@@ -304,7 +312,7 @@ void draw_chain(const Heads *heads, const Chain *chain, int64_t threads) {
                 float *row = logits + b * size;
                 if (c.bias)
                     for (int64_t i = 0; i < c.codes; i++) row[i] += c.bias[(b * c.levels + level) * c.codes + i];
-                probabilities(&c.sampling, row, c.codes, size);
+                probabilities(&c.sampling, row, c.codes, size, spare);
                 memcpy(c.probs + (b * (c.levels + 1) + level) * c.codes, row, 4 * c.codes);
                 c.drawn[b * (c.levels + 1) + level + 1] =
                     c.sampling.temperature == 0 ? largest(row, size) : draw(row, size, c.u[b * c.levels + level]);

@@ -118,6 +118,11 @@ def struct_of(warp: Warping) -> Warp:
     return Warp(warp[0], warp[2], warp[1])
 
 
+def row_scratch(library: ctypes.CDLL, vocab: int, threads: int, draws: int = 0) -> Tensor:
+    """The scratch memory of kernels that handle rows of V codes, one in each thread; draws: codes drawn for a row."""
+    return torch.empty(library.row_bytes(vocab, draws, threads), dtype=torch.uint8)
+
+
 def fits(p: Tensor) -> bool:
     """Whether these probabilities are of the dtype and on the device that the kernels know."""
     return p.dtype == torch.float32 and on_host(p)

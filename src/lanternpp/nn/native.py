@@ -216,6 +216,7 @@ def load(path: Path) -> ctypes.CDLL:
     for name in ("chain_bytes", "head_bytes"):
         function = getattr(found, name)
         function.restype, function.argtypes = c_int64, (c_void_p, c_int64, c_int64)
+    found.row_bytes.restype, found.row_bytes.argtypes = c_int64, (c_int64, c_int64, c_int64)
     found.scratch_bytes.restype = c_int64
     found.scratch_bytes.argtypes = (POINTER(Shape), c_int64, c_int64, c_int64, c_int64)
     found.decode.restype = None

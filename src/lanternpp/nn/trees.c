@@ -19,6 +19,7 @@ typedef struct {
     Sampling sampling;
     const float *logits; /* [rows, codes] */
     float *probs;        /* [rows, codes] */
+    char *scratch;       /* as many bytes as `row_bytes` says */
 } Rows;
 
 typedef struct {
@@ -26,6 +27,7 @@ typedef struct {
     const float *q;  /* [rows, codes], not necessarily normalised */
     const double *u; /* [rows, each] uniform, or null: the likeliest codes are taken */
     int64_t *drawn;  /* [rows, count] */
+    char *scratch;   /* as many bytes as `row_bytes` says for `each` draws */
 } Children;
 
 static int64_t bytes_of_features(const Linear *head, int64_t rows) {
@@ -43,11 +45,7 @@ void head_logits(const Linear *head, const Logits *work, int64_t threads) {
     const int64_t tile_rows = head->scale ? 2 * w.rows : w.rows;
 #pragma omp parallel num_threads(threads)
     {
-#ifdef _OPENMP
-        int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
-#else
-        int64_t me = 0, team = 1;
-#endif
+        const int64_t me = thread_number(), team = team_size();
         char *own = w.scratch + me * bytes_of_features(head, w.rows);
         half *x = take(&own, 2 * most * inputs);
         Whole whole = {take(&own, 2 * most * up_to(DEPTH, inputs)), take(&own, 4 * most)};
@@ -97,8 +95,9 @@ void row_probs(const Rows *rows, int64_t threads) {
     const Rows w = *rows;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
     for (int64_t r = 0; r < w.rows; r++) {
-        float x[up_to(BLOCK, w.codes)] __attribute__((aligned(64)));
-        probabilities_of(&w.sampling, w.logits + r * w.codes, w.codes, x);
+        char *own = w.scratch + thread_number() * bytes_of_rows(w.codes, 0);
+        float *x = take(&own, bytes_of_row(w.codes));
+        probabilities_of(&w.sampling, w.logits + r * w.codes, w.codes, x, own);
         memcpy(w.probs + r * w.codes, x, 4 * w.codes);
     }
 }
@@ -111,10 +110,9 @@ static double sum_of_row(const float *x, int64_t size) {
     return sum;
 }
 
-/* `draw` for many shares u [each] of x [codes]. */
-static void draw_all(const float *x, int64_t codes, const double *u, int64_t each, int64_t *drawn) {
+/* `draw` for many shares u [each] of x [codes]; running sums are in `until` [blocks]. */
+static void draw_all(const float *x, int64_t codes, const double *u, int64_t each, int64_t *drawn, double *until) {
     const int64_t blocks = up_to(BLOCK, codes) / BLOCK;
-    double until[blocks]; /* running sums */
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t size = codes - b * BLOCK < BLOCK ? codes - b * BLOCK : BLOCK;
         until[b] = (b ? until[b - 1] : 0) + sum_of_row(x + b * BLOCK, size);
@@ -149,10 +147,10 @@ static void first_different(const int64_t *drawn, int64_t each, int64_t count, i
         }
 }
 
-/* The `count` largest of x [codes] in descending order; of equal ones the first. */
-static void likeliest(const float *x, int64_t codes, int64_t count, int64_t *out) {
+/* The `count` largest of x [codes] in descending order; of equal ones the first. Of a block, `best` [blocks] is the largest that is
+   not taken yet, or -1. */
+static void likeliest(const float *x, int64_t codes, int64_t count, int64_t *out, int64_t *best) {
     const int64_t blocks = up_to(BLOCK, codes) / BLOCK;
-    int64_t best[blocks]; /* of a block the largest that is not taken yet, or -1 */
     int64_t changed = -1;
     for (int64_t n = 0; n < count; n++) {
         for (int64_t b = n ? changed : 0; b < (n ? changed + 1 : blocks); b++) {
@@ -178,12 +176,13 @@ void draw_children(const Children *children, int64_t threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
     for (int64_t r = 0; r < w.rows; r++) {
         const float *q = w.q + r * w.codes;
+        char *own = w.scratch + thread_number() * bytes_of_rows(w.codes, w.each);
+        int64_t *drawn = take(&own, 8 * w.each);
         if (!w.u) {
-            likeliest(q, w.codes, w.count, w.drawn + r * w.count);
+            likeliest(q, w.codes, w.count, w.drawn + r * w.count, (int64_t *)own);
             continue;
         }
-        int64_t drawn[w.each];
-        draw_all(q, w.codes, w.u + r * w.each, w.each, drawn);
+        draw_all(q, w.codes, w.u + r * w.each, w.each, drawn, (double *)own);
         first_different(drawn, w.each, w.count, w.drawn + r * w.count);
     }
 }

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lanternpp.nn.draws import PackedDense, Warp, Weights, fits, struct_of
+from lanternpp.nn.draws import PackedDense, Warp, Weights, fits, row_scratch, struct_of
 from lanternpp.nn.layout import COLUMNS
 from lanternpp.nn.native import MOST_WEIGHTS, kernels
 from lanternpp.types import Warping, on_host
@@ -34,7 +34,7 @@ class Rows(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("rows", "codes")),
         ("sampling", Warp),
-        *((name, c_void_p) for name in ("logits", "probs")),
+        *((name, c_void_p) for name in ("logits", "probs", "scratch")),
     )
 
 
@@ -43,7 +43,7 @@ class Children(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("rows", "codes", "each", "count")),
-        *((name, c_void_p) for name in ("q", "u", "drawn")),
+        *((name, c_void_p) for name in ("q", "u", "drawn", "scratch")),
     )
 
 
@@ -86,20 +86,22 @@ class NativeSampling:
     def probs(self, logits: Tensor, warp: Warping) -> Tensor:
         """As `Sampling.probs`; warp: temperature, top-k and top-p."""
         logits = logits.contiguous()
-        out, vocab = torch.empty_like(logits), logits.shape[-1]
-        given = logits.numel() // vocab, vocab, struct_of(warp), logits.data_ptr(), out.data_ptr()
-        self.library.row_probs(byref(Rows(*given)), torch.get_num_threads())
+        out, vocab, threads = torch.empty_like(logits), logits.shape[-1], torch.get_num_threads()
+        given = (logits, out, row_scratch(self.library, vocab, threads))
+        work = Rows(logits.numel() // vocab, vocab, struct_of(warp), *(x.data_ptr() for x in given))
+        self.library.row_probs(byref(work), threads)
         return out
 
     def children(self, q: Tensor, u: Tensor | None, count: int) -> Tensor:
         """q [..., V] -> the first `count` different codes drawn at u [..., M] uniform; without u the likeliest, [..., count]."""
-        q, vocab, each = q.contiguous(), q.shape[-1], 0
+        q, vocab, each, threads = q.contiguous(), q.shape[-1], 0, torch.get_num_threads()
         if u is not None:
             u, each = u.contiguous(), u.shape[-1]
         out = torch.empty(*q.shape[:-1], count, dtype=torch.int64)
-        given = (None if x is None else x.data_ptr() for x in (q, u, out))
+        places = (q, u, out, row_scratch(self.library, vocab, threads, each))
+        given = (None if x is None else x.data_ptr() for x in places)
         work = Children(q.numel() // vocab, vocab, each, count, *given)
-        self.library.draw_children(byref(work), torch.get_num_threads())
+        self.library.draw_children(byref(work), threads)
         return out
 
 

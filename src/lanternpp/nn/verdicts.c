@@ -13,6 +13,7 @@ typedef struct {
     const float *p, *q, *limit; /* [rows, codes] */
     const int32_t *table;       /* [codes / LANES, near, LANES], the last block padded: neighbours, nearest first */
     float *law;                 /* [rows, codes]; where not `whole`, the accepted mass alone */
+    char *scratch;              /* as many bytes as `row_bytes` says */
 } Laws;
 
 /* What is known of a node besides what was drafted. */
@@ -39,6 +40,7 @@ typedef struct {
     int64_t *path;           /* [batch, levels + 1] */
     int64_t *following;      /* [batch, levels + 1] */
     int64_t *kept, *bonus;   /* [batch] */
+    char *scratch;           /* as many bytes as `row_bytes` says */
 } Verification;
 
 /* x at LANES places. */
@@ -116,20 +118,24 @@ static inline __attribute__((always_inline)) void law_of_row(const Row *row, int
     }
 }
 
+/* A copy of x [codes] in a thread's scratch memory, 0 behind it. */
+static float *copied(const float *x, int64_t codes, char **own) {
+    float *copy = take(own, bytes_of_row(codes));
+    memset(copy + codes, 0, 4 * (up_to(BLOCK, codes) - codes));
+    return memcpy(copy, x, 4 * codes);
+}
+
 /* `law_of_row` in every row. */
 void output_laws(const Laws *laws, int64_t threads) {
     const Laws w = *laws;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
     for (int64_t r = 0; r < w.rows; r++) {
-        const int64_t size = up_to(LANES, w.codes), at = r * w.codes;
-        float all[4][size] __attribute__((aligned(64))); /* p, q, limit and the law */
-        memset(all, 0, sizeof all);
-        memcpy(all[0], w.p + at, 4 * w.codes);
-        memcpy(all[1], w.q + at, 4 * w.codes);
-        memcpy(all[2], w.limit + at, 4 * w.codes);
-        const Row row = {.p = all[0], .q = all[1], .limit = all[2], .table = w.table, .near = w.near};
-        law_of_row(&row, w.codes, (int)w.whole, all[3]);
-        memcpy(w.law + at, all[3], 4 * w.codes);
+        const int64_t at = r * w.codes;
+        char *own = w.scratch + thread_number() * bytes_of_rows(w.codes, 0);
+        const float *p = copied(w.p + at, w.codes, &own), *q = copied(w.q + at, w.codes, &own);
+        const Row row = {.p = p, .q = q, .limit = copied(w.limit + at, w.codes, &own), .table = w.table, .near = w.near};
+        law_of_row(&row, w.codes, (int)w.whole, (float *)own);
+        memcpy(w.law + at, own, 4 * w.codes);
     }
 }
 
@@ -172,7 +178,8 @@ static double residual(float *x, const float *q, float scale, int64_t codes, int
 /* The walk of one sample. */
 static void walk_one(const Verification *walk, int64_t b) {
     const Verification w = *walk;
-    float room[2][up_to(BLOCK, w.codes)] __attribute__((aligned(64))), *x = room[0], *rest = room[1];
+    char *own = w.scratch + thread_number() * bytes_of_rows(w.codes, 0);
+    float *x = take(&own, bytes_of_row(w.codes)), *rest = take(&own, bytes_of_row(w.codes));
     const int64_t *drawn = w.drawn + b * w.nodes, *children = w.children + b * w.nodes * w.ranks;
     int64_t node = 0, level = 0;
     w.path[b * (w.levels + 1)] = 0;
@@ -181,7 +188,7 @@ static void walk_one(const Verification *walk, int64_t b) {
         const float *q = w.q ? w.q + (b * w.nodes + node) * w.codes : NULL;
         int64_t below = -1;
         float scale = 1; /* of q, without the codes that were refused */
-        probabilities_of(&w.sampling, logits, w.codes, x);
+        probabilities_of(&w.sampling, logits, w.codes, x, own);
         if (level == w.levels) break;
         for (int64_t rank = 0; rank < w.ranks && below < 0; rank++) {
             const int64_t child = children[node * w.ranks + rank];
@@ -221,7 +228,7 @@ static void walk_one(const Verification *walk, int64_t b) {
     const int64_t kept = level + 1;
     for (; level < w.levels; level++) w.path[b * (w.levels + 1) + level + 1] = node;
     int64_t bonus;
-    draw_all(x, w.codes, w.last + b, 1, &bonus);
+    draw_all(x, w.codes, w.last + b, 1, &bonus, (double *)own);
     conclude(walk, b, kept, bonus);
 }
 
@@ -250,23 +257,21 @@ static int64_t children_of(const Verification *v, int64_t i) {
     return count;
 }
 
-/* The law of the code behind node i of all samples. */
-static void law_of_node(const Verification *v, int64_t i) {
-    const float *logits = v->logits + i * v->codes, *q = v->q + i * v->codes;
-    const int64_t size = up_to(BLOCK, v->codes);
-    float p[size] __attribute__((aligned(64))), *law = v->law + i * v->codes;
-    probabilities_of(&v->sampling, logits, v->codes, p);
+/* The law of the code behind node i of all samples; own: 4 rows of scratch memory. */
+static void law_of_node(const Verification *v, int64_t i, char *own) {
+    const float *logits = v->logits + i * v->codes;
+    float *p = take(&own, bytes_of_row(v->codes)), *law = v->law + i * v->codes;
+    probabilities_of(&v->sampling, logits, v->codes, p, own);
     if (!v->near || v->node[i].depth < 0 || !children_of(v, i)) {
         memcpy(law, p, 4 * v->codes);
         return;
     }
-    float more[2][size] __attribute__((aligned(64))); /* q, but 0 for what the format forbids, which is never relaxed; the law */
-    memset(more, 0, sizeof more);
-    for (int64_t y = 0; y < v->codes; y++) more[0][y] = logits[y] > -INFINITY ? q[y] : 0;
+    float *q = copied(v->q + i * v->codes, v->codes, &own);
+    for (int64_t y = 0; y < v->codes; y++) q[y] = logits[y] > -INFINITY ? q[y] : 0; /* what the format forbids is never relaxed */
     const double *limit = v->limit + 2 * v->node[i].depth;
-    const Row row = {.p = p, .q = more[0], .fixed = (float)limit[0], .share = (float)limit[1], .table = v->table, .near = v->near};
-    law_of_row(&row, v->codes, 1, more[1]);
-    memcpy(law, more[1], 4 * v->codes);
+    const Row row = {.p = p, .q = q, .fixed = (float)limit[0], .share = (float)limit[1], .table = v->table, .near = v->near};
+    law_of_row(&row, v->codes, 1, (float *)own);
+    memcpy(law, own, 4 * v->codes);
 }
 
 /* The weight of a child: that of its parent times p / q of its code, and at most 1; mass: what q has left. */
@@ -313,10 +318,11 @@ void ends_of_drafts(const Verification *verification, int64_t threads) {
     for (int64_t b = 0; b < v.batch; b++) places_of(&v, b);
 #pragma omp parallel num_threads(threads)
     {
-        float left[size] __attribute__((aligned(64)));
-        memset(left, 0, sizeof left);
+        char *own = v.scratch + thread_number() * bytes_of_rows(v.codes, 0);
+        float *left = take(&own, bytes_of_row(v.codes));
+        memset(left, 0, 4 * size);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < v.batch * v.nodes; i++) law_of_node(&v, i);
+        for (int64_t i = 0; i < v.batch * v.nodes; i++) law_of_node(&v, i, own);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t b = 0; b < v.batch; b++)
             for (int64_t i = b * v.nodes; i < (b + 1) * v.nodes; i++) {

@@ -11,7 +11,7 @@ from ctypes import Structure, byref, c_double, c_int64, c_void_p, sizeof
 import torch
 from torch import Tensor
 
-from lanternpp.nn.draws import LANES, Warp, fits, struct_of
+from lanternpp.nn.draws import LANES, Warp, fits, row_scratch, struct_of
 from lanternpp.nn.layout import pad
 from lanternpp.nn.native import kernels
 from lanternpp.types import Draft, Lending, Verdict, Warping
@@ -22,7 +22,7 @@ class Laws(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("rows", "codes", "near", "whole")),
-        *((name, c_void_p) for name in ("p", "q", "limit", "table", "law")),
+        *((name, c_void_p) for name in ("p", "q", "limit", "table", "law", "scratch")),
     )
 
 
@@ -43,7 +43,7 @@ class Verification(Structure):
         ("sampling", Warp),
         *((name, c_void_p) for name in ("logits", "q", "drawn", "children", "order", "u", "last")),
         *((name, c_void_p) for name in ("limit", "table", "node", "law")),
-        *((name, c_void_p) for name in ("path", "following", "kept", "bonus")),
+        *((name, c_void_p) for name in ("path", "following", "kept", "bonus", "scratch")),
     )
 
 
@@ -61,10 +61,10 @@ class NativeLaws:
     def __call__(self, p: Tensor, q: Tensor, limit: Tensor, whole: bool) -> Tensor:
         """p, q and the neighbours' limit [..., V] -> min(q, `accept_mass`); whole: `output_law` with the optimal residual."""
         p, q, limit, out = p.contiguous(), q.contiguous(), limit.contiguous(), torch.empty_like(p)
-        rows = p.numel() // self.vocab
-        given = (x.data_ptr() for x in (p, q, limit, self.table, out))
-        laws = Laws(rows, self.vocab, self.near, whole, *given)
-        self.library.output_laws(byref(laws), torch.get_num_threads())
+        rows, threads = p.numel() // self.vocab, torch.get_num_threads()
+        places = (p, q, limit, self.table, out, row_scratch(self.library, self.vocab, threads))
+        laws = Laws(rows, self.vocab, self.near, whole, *(x.data_ptr() for x in places))
+        self.library.output_laws(byref(laws), threads)
         return out
 
 
@@ -112,12 +112,12 @@ class NativeVerifier:
         path, following = torch.empty(2, batch, levels + 1, dtype=torch.int64)
         kept, bonus = torch.empty(2, batch, dtype=torch.int64)
         inputs = [None if x is None else x.contiguous() for x in given]
-        places = (*inputs, known, law, path, following, kept, bonus)
+        threads = torch.get_num_threads()
+        scratch = row_scratch(self.library, vocab, threads)
+        places = (*inputs, known, law, path, following, kept, bonus, scratch)
         sizes = (batch, nodes, vocab, ranks, levels, near, lending.optimal)
         work = Verification(*sizes, struct_of(warp), *(None if x is None else x.data_ptr() for x in places))
-        (self.library.walk_tree if walk else self.library.ends_of_drafts)(
-            byref(work), torch.get_num_threads()
-        )
+        (self.library.walk_tree if walk else self.library.ends_of_drafts)(byref(work), threads)
         return Verdict(path, kept, following, bonus, None, law), known
 
 
