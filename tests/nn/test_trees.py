@@ -100,6 +100,14 @@ def test_of_equal_codes_the_first_are_likeliest() -> None:
     assert found[0].tolist() == list(range(70))
 
 
+@pytest.mark.parametrize("vocab", [1, 2, 3])
+def test_where_there_are_fewer_codes_the_likeliest_are_repeated(vocab: int) -> None:
+    q = torch.rand(2, 3, vocab, generator=torch.Generator().manual_seed(vocab))
+    expected = q.argsort(-1, descending=True).repeat(1, 1, 8)[..., :8]
+    for sampling in both((0.0, 0, 1.0)):
+        assert torch.equal(sampling.children(q, 8, noise(2), Noise.DRAFT), expected)
+
+
 class OwnBudget(LanternPlusPlus):
     """A rule of a user's own."""
 

@@ -6,9 +6,11 @@ from toys import OracleDrafter, ToyTarget, eagle
 
 from lanternpp.accept.exact import Exact
 from lanternpp.drafters.base import Drafter
+from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
+from lanternpp.nn.trees import native_sampling
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.shapes import EAGLE, chain
@@ -136,3 +138,15 @@ def test_a_newcomer_leaves_the_others_drafts_alone():
     engine.admit(1, "sea", 6)
     after = engine.proposer.propose(engine.noise)
     assert torch.equal(after.codes[0], codes) and torch.equal(after.probs[0], probs)
+
+
+@pytest.mark.parametrize("native", [None, native_sampling()], ids=["PyTorch", "C"])
+@pytest.mark.parametrize("vocab", [1, 2, 3])
+def test_a_greedy_tree_with_more_children_than_there_are_codes_is_plain_ar(vocab, native):
+    target = ToyTarget(vocab).float()
+    drafter = eagle(target).float()
+    drawn = []
+    for proposer in (NoDraft(), TreeProposer(drafter, StaticTree(EAGLE))):
+        engine = Engine(target, proposer, Exact(), Sampling(0, native=native), Guidance(3.0), 1)
+        drawn.append([sample.codes.tolist() for sample in generate(engine, [None, None], [1, 2])])
+    assert drawn[0] == drawn[1]

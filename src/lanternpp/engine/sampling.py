@@ -86,7 +86,7 @@ class Sampling:
         """q [B, W, V] -> `count` codes per row in trial order, [B, W, count].
 
         Stochastic: sampling without replacement, as the distinct codes of four times as many independent draws, in
-        order. A row with too few distinct codes ends in repetitions, which verification skips. Greedy: the top-k.
+        order. A row with too few distinct codes ends in repetitions, which verification skips. Greedy: `likeliest`.
         """
         if self.greedy:
             return self.likeliest(q, count)
@@ -100,10 +100,11 @@ class Sampling:
         return codes.gather(-1, same.byte().argsort(dim=-1, stable=True)[..., :count])
 
     def likeliest(self, q: Tensor, count: int) -> Tensor:
-        """q [..., V] -> the `count` most probable codes, [..., count]."""
+        """q [..., V] -> the `count` most probable codes, [..., count]; where there are fewer they are repeated."""
         if self.native is not None and self.native.takes(q):
             return self.native.children(q, None, count)
-        return q.topk(count, -1).indices
+        best = q.topk(min(count, q.shape[-1]), -1).indices
+        return best if best.shape[-1] == count else best[..., torch.arange(count, device=q.device) % q.shape[-1]]
 
     def accepts(self, relaxed: Tensor, chance: Tensor, code: Tensor, u: Tensor) -> Tensor:
         """Whether a child is kept, [B]: u q(x) < relaxed(x), or the relaxed argmax is x when greedy.

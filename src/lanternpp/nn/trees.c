@@ -147,12 +147,13 @@ static void first_different(const int64_t *drawn, int64_t each, int64_t count, i
         }
 }
 
-/* The `count` largest of x [codes] in descending order; of equal ones the first. Of a block, `best` [blocks] is the largest that is
-   not taken yet, or -1. */
+/* The `count` largest of x [codes] in descending order, of equal ones the first; once all are taken they are repeated.
+
+   Of a block, `best` [blocks] is the largest that is not taken yet, or -1. */
 static void likeliest(const float *x, int64_t codes, int64_t count, int64_t *out, int64_t *best) {
     const int64_t blocks = up_to(BLOCK, codes) / BLOCK;
     int64_t changed = -1;
-    for (int64_t n = 0; n < count; n++) {
+    for (int64_t n = 0; n < count && n < codes; n++) {
         for (int64_t b = n ? changed : 0; b < (n ? changed + 1 : blocks); b++) {
             best[b] = -1;
             for (int64_t i = b * BLOCK; i < codes && i < (b + 1) * BLOCK; i++) {
@@ -168,6 +169,7 @@ static void likeliest(const float *x, int64_t codes, int64_t count, int64_t *out
         out[n] = most;
         changed = most / BLOCK;
     }
+    for (int64_t n = codes; n < count; n++) out[n] = out[n - codes];
 }
 
 /* `Sampling.children`, and `Sampling.likeliest` where there is no u. */
