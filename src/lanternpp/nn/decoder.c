@@ -901,11 +901,18 @@ static void attend_in_tiles(const float *query, int64_t step, int64_t count, con
 }
 #endif
 
-/* The calling thread's number among those of a parallel region, and how many they are. */
+/* The calling thread's number among those of a parallel region, and how many they are. `use_threads`: how many the regions that it
+   starts have from now on, those of PyTorch's operations among them; returned is how many they had. */
 #ifdef _OPENMP
+int64_t use_threads(int64_t count) {
+    const int64_t before = omp_get_max_threads();
+    omp_set_num_threads((int)count);
+    return before;
+}
 static int64_t thread_number(void) { return omp_get_thread_num(); }
 static int64_t team_size(void) { return omp_get_num_threads(); }
 #else
+int64_t use_threads(int64_t count) { return count; }
 static int64_t thread_number(void) { return 0; }
 static int64_t team_size(void) { return 1; }
 #endif

@@ -213,6 +213,7 @@ def load(path: Path) -> ctypes.CDLL:
     found = ctypes.CDLL(str(path))
     found.prepare.restype, found.prepare.argtypes = None, ()
     found.widens.restype, found.widens.argtypes = c_int64, ()
+    found.use_threads.restype, found.use_threads.argtypes = c_int64, (c_int64,)
     for name in ("chain_bytes", "head_bytes"):
         function = getattr(found, name)
         function.restype, function.argtypes = c_int64, (c_void_p, c_int64, c_int64)

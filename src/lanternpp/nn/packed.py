@@ -1,5 +1,7 @@
 """Linear layers and convolutions with weights prepacked, for fast passes over few rows, and fast pictures, on a CPU.
 
+Group norms are replaced too, by ones whose results do not depend on the number of threads.
+
 oneDNN multiplies with weights in a blocked order. In a pass over a few codes much of the time goes into reordering them, and
 of the tokenizer's decoder a third; here they are reordered once. Where the CPU has no products of bfloat16, which oneDNN then
 computes slowly, they are computed in C.
@@ -21,6 +23,9 @@ from lanternpp.nn.native import MOST_WEIGHTS, kernels, native, product_dtype
 from lanternpp.nn.sources import Source
 from lanternpp.nn.stores import restored
 from lanternpp.nn.trees import NativeHead
+
+
+MOST_SERIAL = 1 << 20  # values of an input that one thread normalises; larger ones gain from more threads
 
 
 class PackedLinear(nn.Module):
@@ -57,6 +62,28 @@ class PackedConvolution(nn.Module):
             reorder = torch.ops.mkldnn._reorder_convolution_weight
             self.packed = reorder(self.weight.detach(), *self.dials, list(x.shape))
         return torch.ops.mkldnn._convolution_pointwise(x, self.packed, self.bias, *self.dials, "none", [], "")
+
+
+class SerialGroupNorm(nn.Module):
+    """Group normalisation of x [B, C, H, W] by one thread, unless x is large.
+
+    Where channels come last, PyTorch adds up what each thread has summed, so that the result depends on how many there are.
+    `torch.set_num_threads` would also set the number of those threads that begin meanwhile.
+    """
+
+    def __init__(self, plain: nn.GroupNorm, library: ctypes.CDLL):
+        super().__init__()
+        self.weight, self.bias, self.library = plain.weight, plain.bias, library
+        self.groups, self.eps = plain.num_groups, plain.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normalised x."""
+        before = self.library.use_threads(1) if x.numel() <= MOST_SERIAL else 0
+        try:
+            return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
+        finally:
+            if before:
+                self.library.use_threads(before)
 
 
 class NativeLinear(nn.Module):
@@ -123,6 +150,12 @@ def packed_convolution(plain: nn.Conv2d) -> nn.Module | None:
     return PackedConvolution(plain) if able else None
 
 
+def serial_norm(plain: nn.GroupNorm) -> nn.Module | None:
+    """The same normalisation by one thread; None on other devices than a CPU, and where there are no kernels."""
+    found = kernels() if plain.affine and plain.weight.device.type == "cpu" else None
+    return None if found is None else SerialGroupNorm(plain, found)
+
+
 def onednn(*operations: str) -> bool:
     """Whether this PyTorch has these operations of oneDNN."""
     there = torch.backends.mkldnn.is_available()
@@ -137,7 +170,7 @@ def supports(dtype: torch.dtype) -> bool:
 
 
 def pack(module: nn.Module) -> None:
-    """Replace every linear layer and convolution below `module` that can be packed; it is for inference from then on."""
+    """Replace the linear layers, convolutions and group norms below `module` that can be; it is for inference from then on."""
     if isinstance(module, Decoder):
         module.native = native(module)
     for name, child in module.named_children():
@@ -146,6 +179,8 @@ def pack(module: nn.Module) -> None:
             made = packed(child.weight, child.bias)
         elif type(child) is nn.Conv2d:
             made = packed_convolution(child)
+        elif type(child) is nn.GroupNorm:
+            made = serial_norm(child)
         if made is None:
             pack(child)
         else:
