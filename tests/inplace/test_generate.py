@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
+import io
+import pickle
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -555,6 +561,154 @@ def test_weights_that_torchao_keeps_in_8_bits_are_drawn_with_as_they_are(tmp_pat
     lanternpp.accelerate(model, window=5)
     assert torch.equal(model.generate(**given), expected)
     assert model.generate.codes_per_pass > 1
+
+
+def in_a_thread(work: Callable[[], None]) -> None:
+    """Run it in another thread, to its end; what it raises is raised here."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_another_thread_may_run_the_model_in_the_middle_of_a_pass(
+    made: Callable[[str], Case], name: str
+) -> None:
+    """Its results are the same bits as without a pass, and so are the codes of the draw."""
+    case = made(name)
+    model, given, here = case.model, case.inputs(2) | {"do_sample": False}, threading.get_ident()
+    body = model.model.language_model if name in ("janus", "glm-image") else model.model
+    body = body.text_model if name == "emu3" else body
+    plain = functools.partial(body, inputs_embeds=model.get_input_embeddings()(given["input_ids"]))
+    expected, features, seen = model.generate(**given), plain(output_hidden_states=True), []
+
+    def meanwhile(*_: Any) -> None:
+        if threading.get_ident() == here:
+            in_a_thread(lambda: seen.append(plain(output_hidden_states=True)))
+
+    hook = body.layers[0].mlp.register_forward_hook(meanwhile)
+    try:
+        lanternpp.accelerate(model, window=5)
+        assert torch.equal(model.generate(**given), expected)
+    finally:
+        hook.remove()
+    assert len(seen) > 3
+    for other in seen:
+        assert torch.equal(other.last_hidden_state, features.last_hidden_state)
+        assert len(other.hidden_states) == len(features.hidden_states)
+
+
+def test_threads_generate_as_usual_while_one_draws(made: Callable[[str], Case]) -> None:
+    case = made("emu3")
+    model, given = case.model, case.inputs(2) | {"do_sample": False}
+    text = {**case.inputs(3), "max_new_tokens": 12, "do_sample": False, "prefix_allowed_tokens_fn": None}
+    usual, picture = functools.partial(type(model).generate, model), model.generate(**given)
+    expected = usual(**text)
+    lanternpp.accelerate(model, window=5)
+    with ThreadPoolExecutor(3) as pool:
+        drawn = [pool.submit(model.generate, **given) for _ in range(8)]
+        texts = [pool.submit(call, **text) for call in (usual, model.generate) for _ in range(20)]
+        assert all(torch.equal(one.result(), picture) for one in drawn)
+        assert all(torch.equal(one.result(), expected) for one in texts)
+
+
+def test_a_draw_leaves_the_positions_of_another_call_as_they_are(made: Callable[[str], Case]) -> None:
+    """GLM-Image keeps them in the model; here a picture of another size is drawn in the middle of a plain call."""
+    case = made("glm-image")
+    model, given = case.model, case.inputs(1) | {"do_sample": False, "max_new_tokens": 8}
+    given |= {"output_logits": True, "return_dict_in_generate": True}
+    given["suppress_tokens"] = list(range(CODES, CODES + 4))  # none ends the sequence
+    usual = functools.partial(type(model).generate, model)
+    expected = usual(**given).logits
+    other = case.inputs(1) | {"image_grid_thw": torch.tensor([[1, 2, 6], [1, 1, 6]]), "do_sample": False}
+    lanternpp.accelerate(model, window=5)
+
+    def drawing(ids: Tensor, scores: Tensor) -> Tensor:
+        model.generate(**other)
+        return scores
+
+    found = usual(**given, logits_processor=LogitsProcessorList([drawing])).logits
+    assert all(torch.equal(*logits) for logits in zip(found, expected, strict=True))
+
+
+def test_a_forward_that_was_replaced_is_run_and_another_attention_is_refused(tmp_path: Path) -> None:
+    """As hooks of accelerate replace it."""
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    class Doubled(ModelHook):
+        def post_forward(self, module: Any, output: Any) -> Any:
+            return (2 * output[0], output[1])
+
+    case = emu3(tmp_path)
+    model, given = case.model, case.inputs(2) | {"do_sample": False}
+    before, layers = model.generate(**given), model.model.text_model.layers
+    add_hook_to_module(layers[0].self_attn, Doubled())
+    expected = model.generate(**given)
+    assert not torch.equal(before, expected)
+    lanternpp.accelerate(model, window=5)
+    assert torch.equal(model.generate(**given), expected)
+    layers[1].self_attn.forward = lambda hidden_states, **more: (hidden_states, None)
+    with pytest.raises(InputError, match="1 of 2 layers do not use the attention functions of transformers"):
+        model.generate(**given)
+
+
+def test_a_model_that_was_cast_after_a_draw_draws_as_one_that_was_cast_before(tmp_path: Path) -> None:
+    case = emu3(tmp_path)
+    model, given = case.model, case.inputs(2) | {"do_sample": False}
+    _, drafter = drafters(tmp_path)
+    for method in ({"method": "jacobi", "window": 5}, {"drafter": drafter}):
+        lanternpp.accelerate(model, **method)
+        for cast in (model.double, model.half, lambda: model.to(torch.bfloat16), model.float, model.double):
+            cast()
+            other = lanternpp.accelerate(lanternpp.restore(copy.deepcopy(model)), **method)
+            assert torch.equal(model.generate(**given), other.generate(**given)), method
+            assert model.generate.codes_per_pass == other.generate.codes_per_pass > 1
+        assert torch.equal(model.generate(**given), type(model).generate(model, **given))
+
+
+@pytest.mark.gpu
+def test_a_model_that_was_moved_after_a_draw_draws_there(tmp_path: Path) -> None:
+    case = emu3(tmp_path)
+    model, given = case.model, case.inputs(2) | case.negative(2) | {"do_sample": False}
+    lanternpp.accelerate(model, window=5)
+    expected = model.generate(**given)
+    for device in ("cuda", "cpu"):
+        model.to(device)
+        there = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
+        assert torch.equal(model.generate(**there).cpu(), expected)
+
+
+def saved(model: Any) -> Any:
+    """The model, through torch.save and torch.load."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved])
+@pytest.mark.parametrize("name", CASES)
+def test_a_copy_of_an_accelerated_model_draws_with_its_own_weights(
+    tmp_path: Path, name: str, copied: Callable[[Any], Any]
+) -> None:
+    """A drafter that reads hidden states leaves no hooks of transformers, which cannot be pickled."""
+    case = CASES[name](tmp_path)
+    given = case.inputs(1) | {"do_sample": False}
+    drafter = drafters(tmp_path)[1] if name in ("janus", "emu3") else None
+    lanternpp.accelerate(case.model, drafter=drafter)
+    expected = case.model.generate(**given)
+    other = copied(case.model)
+    assert vars(other)["_lanternpp"] is None
+    for weight in case.model.get_output_embeddings().parameters():
+        weight.data.neg_()
+    try:
+        assert torch.equal(other.generate(**given), expected)
+        assert other.generate.codes_per_pass == case.model.generate.codes_per_pass > 1
+    finally:
+        for weight in case.model.get_output_embeddings().parameters():
+            weight.data.neg_()
+    assert torch.equal(case.model.generate(**given), expected)
+    lanternpp.restore(other)
+    assert "generate" not in vars(other) and torch.equal(other.generate(**given), expected)
 
 
 def test_a_model_from_no_folder_leaves_nothing_where_it_is_run(

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.errors import InputError
+from lanternpp.inplace.decoder import replica
 from lanternpp.inplace.format import Format, Processors, first_end
 from lanternpp.inplace.target import InPlaceTarget, TokenHead, token_rows
 from lanternpp.registry import unknown
@@ -245,7 +246,7 @@ class GlmImage(Family):
         grids = call.more.get("image_grid_thw")
         if grids is None:
             return torch.arange(call.room, device=self.device)[:, None].expand(-1, 3)
-        model = self.model[0]
+        model = replica(self.model[0])  # it keeps the positions, which another thread's call may be using
         model.get_rope_index(call.ids, grids, call.more.get("images_per_sample"), call.mask)
         lengths = torch.tensor([len(row) for row in token_rows(call.ids, call.mask)], device=self.device)
         tables = model._cached_decode_position_ids - lengths[:, None, None]

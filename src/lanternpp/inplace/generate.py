@@ -12,6 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar, Unpack, cast
 
 import torch
@@ -38,7 +39,7 @@ M = TypeVar("M")
 
 
 class Held:
-    """A model's target, the drafters that were read for it, and the engine of its last call."""
+    """A model's target, the drafters that were read for it, and the engine of its last call; copies of a model have none."""
 
     def __init__(self, model: Any, drafter: str | None):
         self.target, self.drafter = family_of(model), drafter
@@ -48,6 +49,16 @@ class Held:
         self.pipe = Pipeline(self.model, name, tuned=False)
         self.codes_per_pass: float | None = None  # of the last call
         self._lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles have None in its place."""
+        return NoneType, ()
+
+    def fits(self, drafter: str | None) -> bool:
+        """Whether it is of this drafter, and of the dtype and device that the model has now."""
+        now = next(self.target.parameters())
+        made = self.drafter, self.model.dtype, self.model.device
+        return made == (drafter, now.dtype, now.device)
 
     def settings(self, method: str, dials: Mapping[str, Any], **sampling: Any) -> Settings:
         """The settings of a call; drafters that these need are read. InputError."""
@@ -76,6 +87,7 @@ class Held:
         """The codes [B, length] that a call asks for, and the format they are in."""
         with self._lock:
             target, processors = self.target, call.processors
+            target.decoder.replicate()  # modules may have been replaced since the last call
             format = target.format(call).without(processors.suppressed, target.codes)
             branches = Guidance(scale).branches
             tokens = token_rows(call.ids, call.mask)
@@ -102,10 +114,10 @@ class Held:
 
 
 def held(model: Any, drafter: str | Path | None) -> Held:
-    """What a model is drawn with, made now or for an earlier call with the same drafter."""
+    """What a model is drawn with, made now or for an earlier call with the same drafter, dtype and device."""
     named = None if drafter is None else arguments.text("drafter", drafter)
-    found = getattr(model, HELD, None)
-    if found is None or found.drafter != named:
+    found: Held | None = getattr(model, HELD, None)
+    if found is None or not found.fits(named):
         found = Held(model, named)
         setattr(model, HELD, found)
     return found
@@ -189,7 +201,8 @@ class Generate:
         self.model, self.usual = model, model.generate
         self.replaced = vars(model).get("generate")  # of the instance, not of its class
         self.options: dict[str, Any] = {"method": method, "drafter": drafter, **dials}
-        functools.update_wrapper(self, self.usual)
+        # no more than signature, name and documentation: the rest cannot be pickled
+        functools.update_wrapper(self, self.usual, ("__name__", "__qualname__", "__doc__"), ())
 
     def __call__(self, *args: Any, **given: Any) -> Any:
         return generate(self.model, *args, usual=self.usual, **{**self.options, **given})

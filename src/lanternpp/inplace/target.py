@@ -29,6 +29,7 @@ class InPlaceTarget(Target):
     order of the image tokenizer. extras: further tokens that the models' pictures usually have, such as a row end.
     """
 
+    decoder: TransformersDecoder
     without_pixels = "pixels are made by the transformers model, from the tokens that generate returns"
 
     def __init__(
