@@ -86,7 +86,7 @@ class TransformersDecoder(Decoder):
             vars(attention).update(config=self._attention_config, decoder=self)
             layer._modules["self_attn"], layers._modules[name] = attention, layer
         # in a tuple: not a module of this one
-        self._replicas, self._depth = (body,), len(layers._modules)
+        self._replicas = (body,)
 
     def attend(self, layer: int, mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [R, H, N, d], key and value [R, Hkv, N, d] of the running pass -> [R, N, H, d]."""
@@ -107,9 +107,9 @@ class TransformersDecoder(Decoder):
             )
         finally:
             del self._running
-        if self._attended != self._depth:
+        if self._attended != self.config.layers:
             raise InputError(
-                f"{self._depth - self._attended} of {self._depth} layers do not use the attention functions of transformers; "
+                f"{self.config.layers - self._attended} of {self.config.layers} layers do not use the attention functions of transformers; "
                 "undo what replaced their attention, or use lanternpp.restore(model)"
             )
         features: Tensor = found.last_hidden_state
