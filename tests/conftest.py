@@ -12,8 +12,11 @@ os.environ["LANTERNPP_FIT"] = "0"  # drafts would depend on this machine and on 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How often tests/training/test_kills.py kills each of its commands."""
+    """How often tests/training/test_kills.py kills each of its commands, and how many pictures tests/test_distribution.py draws."""
     parser.addoption("--kills", type=int, default=3, help="kills of each command that must survive them")
+    parser.addoption(
+        "--pictures", type=int, default=500, help="pictures of each method beside plain decoding"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,6 +24,17 @@ def chi_square(counts: Tensor, law: Tensor) -> float:
     return torch.special.gammaincc(torch.tensor((len(law) - 1) / 2).double(), excess / 2).item()
 
 
+def two_samples(one: Tensor, other: Tensor) -> float:
+    """The p-value of two tensors of as many rows, of whole numbers [n, d]: do their rows follow one law?"""
+    cells = torch.cat((one, other)).unique(dim=0, return_inverse=True)[1]
+    counts = torch.stack([torch.bincount(half, minlength=int(cells.max()) + 1) for half in cells.chunk(2)])
+    few = counts.sum(0) < 10  # pooled into one cell
+    counts = torch.cat((counts[:, ~few], counts[:, few].sum(1, keepdim=True)), 1).double()
+    a, b = counts[:, counts.sum(0) > 0]
+    excess = ((a - b) ** 2 / (a + b)).sum()
+    return torch.special.gammaincc(torch.tensor((len(a) - 1) / 2).double(), excess / 2).item()
+
+
 def tally(codes: Tensor, vocab: int) -> Tensor:
     """How often every sequence occurs: codes [B, n] -> [vocab ** n]."""
     weight = vocab ** torch.arange(codes.shape[1] - 1, -1, -1)
