@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from lanternpp.nn import native
@@ -12,8 +13,8 @@ def own_cache(folder: Path) -> str:
     kernels = native.library()
     if kernels is not None:
         made = Path(kernels._name)  # the file that was loaded
-        link = folder / made.parent.name / made.name
-        link.parent.mkdir(parents=True, exist_ok=True)
-        if not link.is_symlink():
-            link.symlink_to(made)
+        copy = folder / made.parent.name / made.name
+        copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not copy.exists():
+            shutil.copy(made, copy)
     return str(folder)

@@ -23,7 +23,7 @@ from torch import Tensor
 from lanternpp.engine.decode import Engine
 from lanternpp.engines import tensors
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import user_cache
+from lanternpp.nn.checkpoints import code_cache
 from lanternpp.nn.decoder import Block
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch's own variable
@@ -36,7 +36,7 @@ _turn = threading.RLock()  # whether guards are checked is one switch for all th
 
 def compiled_folder() -> Path:
     """Where compiled code is kept."""
-    return Path(os.environ.get(FOLDER) or user_cache() / "compiled")
+    return Path(os.environ.get(FOLDER) or code_cache() / "compiled")
 
 
 def check_compiler(device: torch.device) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import hashlib
 import json
 import os
+import shutil
+import stat
 import time
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -164,8 +170,44 @@ def checksum(tensor: Tensor) -> str:
 
 
 def user_cache() -> Path:
-    """The folder for what can be made again on this machine."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lanternpp"
+    """The folder for what can be made again on this machine. An XDG_CACHE_HOME that is empty or relative is ignored."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (given if given.is_absolute() else Path.home() / ".cache") / "lanternpp"
+
+
+def code_cache() -> Path:
+    """`user_cache`, for files that are run: a folder of this user that nobody else can write.
+
+    Where it is none, this is a temporary folder of this process, with a warning.
+    """
+    folder = user_cache()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        parent, found = folder.parent.stat(), folder.lstat()
+        if not (stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()):
+            reason = "is no folder of this user"
+        # in a parent without the sticky bit whoever can write can put another folder in its place
+        elif found.st_mode & stat.S_IWOTH or parent.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+            reason = "can be written or replaced by every user"
+        else:
+            if found.st_mode & 0o077:
+                folder.chmod(0o700)
+            return folder
+    except OSError as error:
+        reason = f"cannot be used ({error.strerror})"
+    return _temporary_cache(folder, reason)
+
+
+@cache
+def _temporary_cache(instead: Path, reason: str) -> Path:
+    """A folder of this user alone, removed when the process ends. The warning comes once."""
+    made = Path(mkdtemp(prefix="lanternpp-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    warnings.warn(
+        f"{instead} {reason}, so that what is compiled is not kept for the next run: set XDG_CACHE_HOME to a folder of your own",
+        stacklevel=3,
+    )
+    return made
 
 
 def digest(parts: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ import ctypes
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import threading
 import warnings
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import digest, replacing, user_cache
+from lanternpp.nn.checkpoints import code_cache, digest, replacing
 from lanternpp.nn.decoder import Block, Decoder
 from lanternpp.nn.int8 import stored_parts
 from lanternpp.nn.layout import COLUMNS, LargePages, blocks, gate_up
@@ -232,12 +233,16 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def compiled(compiler: str, flags: Sequence[str] = FLAGS) -> Path:
-    """The shared library for this source, compiler and CPU, in the user's cache. OSError, SubprocessError or InputError."""
+    """The shared library for this source, compiler and CPU, in the user's cache. OSError, SubprocessError or InputError.
+
+    A file that is there already is taken if it is this user's: in a folder that others could once write it may be theirs.
+    """
     path = (
-        user_cache()
+        code_cache()
         / f"decoder-{digest([*(source.read_text() for source in SOURCES), *machine(compiler, flags)])}.so"
     )
-    if not path.is_file():
+    found = path.lstat() if path.exists() else None
+    if found is None or not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         with replacing(path) as temporary:
             command = [compiler, *flags, str(SOURCE), "-lm", "-o", str(temporary)]
             subprocess.run(command, check=True, capture_output=True, timeout=120)
