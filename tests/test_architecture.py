@@ -66,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trees": {"types", "registry"},
     "targets": {"nn", "vq", "types"},
     "drafters": {"nn", "targets.base", "types"},
-    "engine": {"accept.base", "accept.variation", "trees.base", "targets.base", "nn", "types"},
+    "engine": {"accept.base", "accept.variation", "trees.base", "targets.base", "nn", "types", "devices"},
     "proposers": {
         *("engine.proposer", "engine.cache", "engine.guidance", "engine.noise", "engine.sampling"),
         *("engine.block", "engine.verify"),

@@ -39,7 +39,7 @@ def test_what_cannot_be_read_is_one_sentence(content: bytes, said: str, tmp_path
 def test_a_file_is_a_plain_one_of_sane_size_and_name(tmp_path: Path, monkeypatch) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     for path in (tmp_path / "pipe.json", tmp_path, tmp_path / "none.json"):
-        with pytest.raises(InputError, match="is missing"):
+        with pytest.raises(InputError, match=r"is missing|is no plain file"):
             read_json(path)
     with pytest.raises(InputError, match="File name too long"):
         read_json(tmp_path / f"{'x' * 5000}.json")

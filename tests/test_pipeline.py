@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch
 from models import write_model
 
 import lanternpp
-from lanternpp import InputError, Pipeline
+from lanternpp import InputError, Pipeline, devices
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.cool import Cool
 from lanternpp.engine.batching import drawing, generate
@@ -176,6 +176,11 @@ def test_what_means_a_number_a_name_or_a_tree_is_taken(pipe: Pipeline, folder: P
         ({"lam": [2.0]}, "lambda .* is no number"),
         ({"top_k": 2.5}, r"top_k 2\.5 is no whole number"),
         ({"batch_size": "8"}, "batch_size '8' is no whole number"),
+        ({"batch_size": 0}, "batch_size 0 is out of range"),
+        ({"batch_size": 10**9}, "batch_size 1000000000 is out of range"),
+        ({"method": "cactus", "delta": 1e308}, r"delta 1e\+308 is out of range"),
+        ({"method": "lantern++", "lam": 1e308}, r"lambda 1e\+308 is out of range"),
+        ({"method": "lantern++", "nu": 1e308}, r"nu 1e\+308 is out of range"),
         ({"measure": "yes"}, "measure 'yes' is neither True nor False"),
         ({"tree": [[0], "x"]}, "'x' is not a path"),
         ({"tree": 7}, "tree 7 is no text|tree .* is no class"),
@@ -187,6 +192,27 @@ def test_what_means_a_number_a_name_or_a_tree_is_taken(pipe: Pipeline, folder: P
 def test_what_means_nothing_is_one_sentence(given: dict, says: str, pipe: Pipeline) -> None:
     with pytest.raises(InputError, match=says):
         pipe(**{"prompt": PROMPT} | given)
+
+
+def test_a_large_batch_has_at_most_a_slot_for_each_picture(pipe: Pipeline) -> None:
+    plain = pipe([PROMPT] * 2, seed=[3, 4], method="ar", batch_size=2)
+    large = pipe([PROMPT] * 2, seed=[3, 4], method="ar", batch_size=1_000_000)
+    assert large.stats.settings["batch_size"] == 2 and torch.equal(large.codes, plain.codes)
+    spare = pipe(
+        PROMPT, seed=3, method="ar", batch_size=4
+    )  # as a picture of a batch of 4 is drawn again alone
+    assert spare.stats.settings["batch_size"] == 4
+
+
+@pytest.mark.parametrize("method", ["ar", "eagle"])
+def test_a_batch_without_memory_for_it_is_refused_with_the_figures(
+    method: str, pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = pipe.settings(method, batch_size=100)
+    one = pipe.new_engine(replace(settings, batch_size=1)).cache.kv.nbytes
+    monkeypatch.setattr(devices, "free_memory", lambda device: 100 * one - 1)
+    with pytest.raises(InputError, match=r"needs [\d.]+ GB of memory, and [\d.]+ GB are free on cpu"):
+        pipe.new_engine(settings)
 
 
 @pytest.mark.parametrize(

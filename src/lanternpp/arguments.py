@@ -14,6 +14,7 @@ from lanternpp.errors import InputError
 if TYPE_CHECKING:
     import torch
 
+FREE = 64  # batch sizes that may be larger than the number of pictures
 EMPTY = 'the prompt is empty; say what to draw, such as "a photo of a red tulip"'
 
 
@@ -43,6 +44,14 @@ def whole(name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise InputError(f"{name} {value!r} is no whole number; give one such as 1") from None
+
+
+def batch_size(given: int, pictures: int) -> int:
+    """A batch size for so many pictures. Above `FREE` it is at most their number.
+
+    Up to `FREE` it is as it is given: rounding depends on it, and a picture of a batch can be drawn again alone.
+    """
+    return given if given <= FREE else min(given, pictures)
 
 
 def real(name: str, value: Any) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -15,6 +17,10 @@ DTYPES = {
     "float64": torch.float64,
 }
 INT8 = "int8"  # weights in 8 bits
+PROC, GROUPS = (
+    Path("/proc"),
+    Path("/sys/fs/cgroup"),
+)  # Linux's facts; control groups limit containers and services
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -61,3 +67,47 @@ def half_width(device: torch.device) -> torch.dtype | None:
     probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     found = any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
     return torch.bfloat16 if found else None
+
+
+def check_memory(needed: int, device: torch.device, what: str) -> None:
+    """InputError where `what` needs more bytes than are free on a device."""
+    free = free_memory(device)
+    if free is not None and needed > free:
+        raise InputError(
+            f"{what} needs {needed / 1e9:,.1f} GB of memory, and {free / 1e9:,.1f} GB are free on {device}: use a smaller batch size"
+        )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on a device; None where the system does not say."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    return min(_free_of_machine(), default=None) if device.type == "cpu" else None
+
+
+def _free_of_machine() -> Iterator[int]:
+    """What is free by the kernel's count, and by those of the control groups of this process (versions 1 and 2)."""
+    try:
+        for line in (PROC / "meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                yield int(line.split()[1]) * 1024
+        groups = [line.split(":", 2)[1:] for line in (PROC / "self/cgroup").read_text().splitlines()]
+    except OSError:
+        return
+    for kind, path in groups:
+        for folder in {GROUPS / kind, GROUPS / kind / path.strip("/")} if kind in ("", "memory") else ():
+            names = (
+                ("memory.limit_in_bytes", "memory.usage_in_bytes")
+                if kind
+                else ("memory.max", "memory.current")
+            )
+            try:
+                limit, used = (int((folder / name).read_text()) for name in names)
+                facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):  # no limit is "max"
+                continue
+            files = sum(
+                int(facts.get(f"{'total_' * bool(kind)}{state}_file", 0)) for state in ("active", "inactive")
+            )
+            yield limit - used + files  # what was read from files makes room

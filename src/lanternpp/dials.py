@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from lanternpp.errors import InputError
+
 CODES = 1 << 20  # above the codebook size of any model
+STRONGEST = 1_000_000  # of a rule; its products with probabilities stay finite in float32
 
 
 class Group(Enum):
@@ -67,11 +70,26 @@ class Dial:
         names = f"One of: {', '.join(self.choices)}." if self.choices and not self.more else self.more
         return f"{self.help} {names}".strip()
 
+    def check(self, value: Any, called: str = "") -> None:
+        """InputError, which says what the value is called, where it is a number out of range."""
+        if self.low is not None and value is not None:
+            check_range(called or self.spoken, value, self.low, self.high, self.remedy, self.above)
+
+
+def check_range(
+    called: str, value: float, low: float, high: float = math.inf, remedy: str = "", above: bool = False
+) -> None:
+    """InputError unless a number is finite and in [low, high], or in (low, high] with `above`; remedy: the range in words."""
+    fine = low < value <= high if above else low <= value <= high
+    if not (fine and math.isfinite(value)):
+        usual = f"{low:g} to {high:.17g}" if high < math.inf else f"{low:g} or more"
+        raise InputError(f"{called} {value} is out of range; use {remedy or usual}")
+
 
 # fmt: off
 _ROWS = (
-    Dial("batch_size", int, ENGINE, "Pictures drawn at once; default: all of them, at most 8 (compare: one).",
-         default=1, low=1),
+    Dial("batch_size", int, ENGINE, "Pictures drawn at once; default: all of them, at most 8 (compare: one). Above 64: at most as many as there are.",
+         default=1, low=1, high=1 << 20),
     Dial("compile", bool, ENGINE, "Compile the steps (torch.compile), which the first picture waits for; on a GPU the default once `warm` has.",
          default=False),
     Dial("fit", bool, ENGINE, "Draft what is fastest on this machine, which is measured once; --no-fit: what the model's defaults say. "
@@ -88,11 +106,11 @@ _ROWS = (
     Dial("delta", float, RULE, "How far a relaxed rule may go.",
          "LANTERN: the most probability neighbours may lend, 0 (exact) to 1. COOL-SD: the weight at the first level; "
          "1 is exact. Cactus: the divergence a code may cost; 0 is exact. Mixture: the drafter's share, 0 (exact) to 1.",
-         metavar="D", low=0, label="Delta", slider=(0, 3, 0.01)),
+         metavar="D", low=0, high=STRONGEST, label="Delta", slider=(0, 3, 0.01)),
     Dial("lam", float, RULE, "LANTERN++: the factor by which a code's probability may grow; 1 is exact.",
-         called="lambda", metavar="L", low=1, remedy="1 (exact) or more", label="Lambda", slider=(1, 20, 0.1)),
+         called="lambda", metavar="L", low=1, high=STRONGEST, remedy=f"1 (exact) to {STRONGEST:,}", label="Lambda", slider=(1, 20, 0.1)),
     Dial("nu", float, RULE, "How fast a rule's relaxation falls with the level of the draft; 0 keeps it.",
-         metavar="NU", low=0, remedy="0 (the same at every level) or more", label="Nu", slider=(0, 2, 0.01)),
+         metavar="NU", low=0, high=STRONGEST, remedy=f"0 (the same at every level) to {STRONGEST:,}", label="Nu", slider=(0, 2, 0.01)),
     Dial("residual", str, RULE, "What a relaxed rule draws from after a refusal.", metavar="NAME",
          choices=("paper", "optimal"), label="Residual", folded=True),
     Dial("window", int, DRAFT, "Jacobi: guesses in every pass.", metavar="W", low=1, high=256,

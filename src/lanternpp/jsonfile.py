@@ -32,7 +32,7 @@ def read_text(path: Path, remedy: str = REMEDY, most: int = MOST) -> str:
     """A text file in UTF-8. Raises InputError where it is missing, no plain file, too large, or other text."""
     try:
         if not path.is_file():
-            raise InputError(f"{path} is missing: {remedy}.")
+            raise InputError(f"{path} is {'no plain file' if path.exists() else 'missing'}: {remedy}.")
         with path.open("rb") as file:
             content = file.read(most + 1)
     except OSError as error:

@@ -182,6 +182,8 @@ class Pipeline(LoadedModel):
         seeds = arguments.seeds(seed, generator, len(prompts), n)
         given: dict[str, Any] = {k: v for k, v in dials.items() if v is not None}
         settings = self.settings(method, **{"batch_size": min(len(seeds), 8)} | given)
+        if (size := arguments.batch_size(settings.batch_size, len(seeds))) < settings.batch_size:
+            settings = self.settings(method, **given | {"batch_size": size})
         if "compile" not in given and self.is_warm(settings):
             settings = replace(settings, compile=True)
         settings = self.fit(settings)

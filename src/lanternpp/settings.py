@@ -32,7 +32,7 @@ from lanternpp.methods import method as named_method
 from lanternpp.proposers import PROPOSERS
 from lanternpp.proposers.parallel import why_uncut
 from lanternpp.registry import Given, check_class, find, importable, unknown
-from lanternpp.schema import Between, bounded, checked, hints
+from lanternpp.schema import checked, hints
 from lanternpp.targets.base import Target
 from lanternpp.trees import build_tree, shape_name
 from lanternpp.trees.base import TreeBuilder
@@ -50,7 +50,6 @@ PLAIN: dict[type, Callable[[str, Any], Any]] = {
     float: arguments.real,
     bool: arguments.switch,
 }
-SANE = Between(-(1 << 31), 1 << 31)  # whole numbers in files; the parts check their own ranges
 BASE = "nothing"  # the proposer of plain decoding
 SHAPES = {"tree", "window", "cut"}  # dials that decide the shape of a draft
 TREE = "eagle-25"  # default of proposers that take a tree
@@ -119,8 +118,6 @@ def resolve(
             raise InputError(wrong)
         merged["cut"] = None
     settings = Settings(method=method, **merged)
-    if settings.batch_size < 1:
-        raise InputError(f"batch size {settings.batch_size} is below 1; use 1 or more")
     if requested is not None:
         find("verifier", requested, VERIFIERS)
         if wrong := why_unsupported(_draft_traits(settings), requested):
@@ -180,7 +177,9 @@ def typed(name: str, value: Any) -> Any:
     if dial is None:
         return value  # refused with the names that are known
     if read := PLAIN.get(dial.kind):
-        return read(dial.spoken, value)
+        value = read(dial.spoken, value)
+        dial.check(value)
+        return value
     if name == "tree" and isinstance(value, list | tuple):
         return shape_name(check_shape(value, "tree"))
     base, objects = PARTS.get(name, (None, False))
@@ -199,8 +198,8 @@ def defaults_of(defaults: Mapping[str, Any], method: str) -> dict[str, Any]:
             for name, value in values.items():
                 if name not in ("method", "methods") and value is not None:
                     found[name] = checked(within + name, value, hints(Settings).get(name, Any))
-                    if isinstance(value, int):
-                        bounded(within + name, value, SANE)
+                    if dial := TABLE.get(name):
+                        dial.check(value, within + name)
     except InputError as error:
         raise InputError(f"the model's defaults: {error}") from None
     return found

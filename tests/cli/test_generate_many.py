@@ -64,6 +64,12 @@ def test_a_picture_of_a_job_is_the_one_of_its_prompt_alone(job, run, model, else
     assert same.read_bytes() == (elsewhere / "alone.png").read_bytes()
 
 
+def test_a_large_batch_of_a_job_has_at_most_a_slot_for_each_picture(job, model) -> None:
+    job("--out", "out", "--batch-size", 1_000_000)
+    settings = json.loads(job("--out", "out", "--batch-size", 1_000_000, "--json").out)["settings"]
+    assert settings["batch_size"] == 1_000_000  # as the pictures have it, so that a longer list goes on
+
+
 def test_what_is_there_is_not_drawn_again(job, requested, elsewhere: Path) -> None:
     job("--out", "out")
     before = contents(elsewhere / "out")
@@ -251,8 +257,10 @@ def test_the_figures_of_a_job(job) -> None:
         (["--prompts", "p.txt", "--out", "p.txt"], "p.txt is a file"),
         (["--prompts", "p.txt", "--out", "p.txt/o"], "p.txt is a file"),
         (["--prompts", "p.txt", "--out", "o", "-o", "x.png"], "x.png names one file"),
-        (["--prompts", "none.txt", "--out", "o"], "none.txt cannot be read"),
+        (["--prompts", "none.txt", "--out", "o"], "none.txt is missing"),
         (["--prompts", "empty.txt", "--out", "o"], "empty.txt holds none"),
+        (["--prompts", "pipe.txt", "--out", "o"], "pipe.txt is no plain file"),
+        (["--prompts", "/dev/zero", "--out", "o"], "/dev/zero is no plain file"),
         (["--prompts", "p.txt", "--out", "o", "--actors", 2], "add --ray"),
         (["--prompts", "p.txt", "--out", "o", "--ray", "somewhere"], "'somewhere' is not an address"),
         (["--prompts", "p.txt", "--out", "o", "--cfg", 0.5], "--cfg 0.5 is out of range"),
@@ -263,10 +271,11 @@ def test_the_figures_of_a_job(job) -> None:
 def test_refusals(args, names, run, model, elsewhere: Path) -> None:
     (elsewhere / "p.txt").write_text("red tulip\n")
     (elsewhere / "empty.txt").write_text("# nothing\n\n")
+    os.mkfifo(elsewhere / "pipe.txt")  # nobody writes into it
     outcome = run("generate", *args, "--model", model)
     assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
     assert names in outcome.err
-    assert sorted(path.name for path in elsewhere.iterdir()) == ["empty.txt", "p.txt"]
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["empty.txt", "p.txt", "pipe.txt"]
 
 
 def test_without_ray_one_sentence_says_what_to_install(job, monkeypatch) -> None:

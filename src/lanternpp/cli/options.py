@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lanternpp.dials import Dial, Group
+from lanternpp.dials import Dial, Group, check_range
 from lanternpp.errors import InputError
 from lanternpp.methods import AUTO, METHODS, check_method
 
@@ -20,16 +20,11 @@ MODEL, METHOD = "nature-128", AUTO
 
 
 def within(low: float, high: float = math.inf, remedy: str = "", above: bool = False) -> Callable[..., Any]:
-    """A check that a number is finite and in [low, high], or in (low, high] with `above`; remedy: the range in words."""
-    usual = f"{low:g} to {high:.17g}" if high < math.inf else f"{low:g} or more"
+    """A check that a number is in a range, as `check_range`."""
 
     def check(param: typer.CallbackParam, value: float | None) -> float | None:
-        if value is None:
-            return None
-        fine = low < value <= high if above else low <= value <= high
-        if not (fine and math.isfinite(value)):
-            option = max(param.opts, key=len)
-            raise InputError(f"{option} {value} is out of range; use {remedy or usual}")
+        if value is not None:
+            check_range(max(param.opts, key=len), value, low, high, remedy, above)
         return value
 
     return check

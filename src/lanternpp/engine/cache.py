@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lanternpp.devices import check_memory
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.types import Nodes, on_host
 
@@ -17,8 +19,12 @@ TILES = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()  # a priva
 class Cache:
     """Keys and values of R rows in S slots; `used` counts the slots of each row that hold decided codes."""
 
-    def __init__(self, config: DecoderConfig, rows: int, slots: int, like: Tensor):
+    def __init__(self, config: DecoderConfig, rows: int, slots: int, like: Tensor, more: int = 0):
+        """more: bytes that passes with this cache take besides. InputError where there is no memory for both."""
         shape = (config.layers, 2, rows, config.num_kv_heads, slots, config.head_dim)
+        check_memory(
+            math.prod(shape) * like.element_size() + more, like.device, f"a KV cache of {rows:,} rows"
+        )
         self.kv = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self.start = torch.zeros(rows, dtype=torch.int64, device=like.device)
         self.used = torch.zeros(rows, dtype=torch.int64, device=like.device)

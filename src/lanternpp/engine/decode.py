@@ -73,7 +73,9 @@ class Engine:
         self.sampling, self.guidance, self.batch, self.verifier = sampling, guidance, batch, verifier
         self._taps = {"taps": proposer.taps} if proposer.taps else {}
         room = target.slots + target.length + proposer.size
-        self.cache = Cache(target.decoder.config, guidance.branches * batch, room, like)
+        # [B, N, V] in float32: logits of every branch, guided ones, probabilities, and two distributions of the drafts
+        logits = (guidance.branches + 4) * batch * proposer.size * target.vocab * 4
+        self.cache = Cache(target.decoder.config, guidance.branches * batch, room, like, logits)
         self.codes = torch.zeros(
             batch, target.length + proposer.depth + 1, dtype=torch.int64, device=like.device
         )

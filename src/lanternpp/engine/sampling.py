@@ -104,7 +104,9 @@ class Sampling:
         if self.native is not None and self.native.takes(q):
             return self.native.children(q, None, count)
         best = q.topk(min(count, q.shape[-1]), -1).indices
-        return best if best.shape[-1] == count else best[..., torch.arange(count, device=q.device) % q.shape[-1]]
+        return (
+            best if best.shape[-1] == count else best[..., torch.arange(count, device=q.device) % q.shape[-1]]
+        )
 
     def accepts(self, relaxed: Tensor, chance: Tensor, code: Tensor, u: Tensor) -> Tensor:
         """Whether a child is kept, [B]: u q(x) < relaxed(x), or the relaxed argmax is x when greedy.

@@ -38,7 +38,7 @@ def draw(
     **overrides: Any,
 ) -> Iterator[tuple[Sequence[EvaluationRequest], Result]]:
     """Draw a list of requests, a chunk at a time. progress is called with (codes done, total). InputError before the first is drawn."""
-    size = {"batch_size": min(len(requests), 8)}
+    size = min(overrides.pop("batch_size", min(len(requests), 8)), CHUNK)
     length = pipe.target.length
     for start in range(0, len(requests), CHUNK):
         part = requests[start : start + CHUNK]
@@ -48,7 +48,10 @@ def draw(
                 progress(before + done, len(requests) * length)
 
         prompts, seeds = [request.prompt for request in part], [request.seed for request in part]
-        yield part, pipe(prompts, seed=seeds, method=method, progress=report_progress, **(size | overrides))
+        yield (
+            part,
+            pipe(prompts, seed=seeds, method=method, progress=report_progress, batch_size=size, **overrides),
+        )
 
 
 def combined_stats(parts: Sequence[Stats]) -> Stats:

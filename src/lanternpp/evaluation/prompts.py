@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lanternpp.errors import InputError
+from lanternpp.jsonfile import LINES, read_text
 
 PROMPTS = "prompts.txt"
 
@@ -18,11 +19,7 @@ def read_prompts(path: Path | None, model: Path) -> list[str]:
     if path is None and not model_file.is_file():
         raise InputError(f"{model} brings no {PROMPTS}; give --prompts FILE with one prompt per line")
     source = path or model_file
-    try:
-        lines = source.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise InputError(f"prompts {source} cannot be read: {reason}") from None
+    lines = read_text(source, "give a file with one prompt per line", LINES).splitlines()
     prompts = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not prompts:
         raise InputError(f"prompts {source} holds none; write one prompt per line")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.stopwatch import PHASES, TimedEngine
@@ -19,7 +19,7 @@ FEWEST, MOST, LONG = (
     9,
     0.04,
 )  # timed steps of a draft; no more than FEWEST where they take longer than LONG seconds
-NOISY = 1.25  # median over minimum from which on other work has disturbed a measurement
+NOISY = 1.15  # mean of the medians over minima from which on other work has disturbed a measurement; 1.06 on a quiet machine
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _timed(name: str, engine: Engine) -> Step:
 
 def disturbed(steps: Sequence[Step]) -> bool:
     """Whether other work took the cores while the steps were measured."""
-    return median(step.spread for step in steps) > NOISY
+    return fmean(step.spread for step in steps) > NOISY
 
 
 def bound(steps: Sequence[Step]) -> str | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lanternpp.errors import InputError
+from lanternpp.jsonfile import LINES, read_text
 from lanternpp.many.planned_images import JobInfo, PlannedImage, missing
 from lanternpp.many.renderer import RefusedPrompt, Renderer
 from lanternpp.nn.checkpoints import replacing, sweep
@@ -101,7 +102,7 @@ def run(
 
 def refusal_message(refused: Sequence[RefusedPrompt], prompts: Path) -> str:
     """The first refused prompt with its line in the file and the reason, and how many more there are."""
-    lines = [line.strip() for line in prompts.read_text(encoding="utf-8").splitlines()]
+    lines = [line.strip() for line in read_text(prompts, most=LINES).splitlines()]
     first = refused[0]
     more = f" ({len(refused) - 1} more lines cannot be drawn)" if len(refused) > 1 else ""
     at = f", line {lines.index(first.prompt) + 1}" if first.prompt in lines else ""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from lanternpp.arguments import DrawOptions
+from lanternpp.arguments import DrawOptions, batch_size
 from lanternpp.engine.batching import drawing
+from lanternpp.engine.decode import Engine
 from lanternpp.errors import InputError
 from lanternpp.many.planned_images import JobInfo, PlannedImage
 from lanternpp.picture import png_bytes
@@ -50,11 +51,20 @@ class Renderer:
         self.pipe = Pipeline.from_pretrained(**options.pretrained)
         check_output(self.pipe.target)
         given = {"batch_size": BATCH, **options.overrides}
-        self.settings = settings or self.pipe.fit(self.pipe.settings(options.method, **given))
-        self.engine = self.pipe.new_engine(self.settings)
+        self.settings = settings or self._fitted(self.pipe.settings(options.method, **given))
+        self.engine = self._engine(0)  # so that a wrong part is found before anything is drawn
         noted = self.pipe.describe(self.settings)
         why, length = self.pipe.chosen(options.method).why, self.pipe.target.length
         self.info = JobInfo(self.settings.method, self.pipe.name, noted, versions(), length, auto=why)
+
+    def _fitted(self, settings: Settings) -> Settings:
+        """Settings with a fitted draft, as large as a batch may be before the pictures are known."""
+        sane = replace(settings, batch_size=batch_size(settings.batch_size, BATCH))
+        return replace(self.pipe.fit(sane), batch_size=settings.batch_size)
+
+    def _engine(self, pictures: int) -> Engine:
+        size = batch_size(self.settings.batch_size, max(pictures, BATCH))
+        return self.pipe.new_engine(replace(self.settings, batch_size=size))
 
     @property
     def effect(self) -> str | None:
@@ -82,6 +92,8 @@ class Renderer:
 
         progress: called with (decided codes, all codes).
         """
+        if min(len(images), self.settings.batch_size) > self.engine.batch:
+            self.engine = self._engine(len(images))
         prompts, seeds = [image.prompt for image in images], [image.seed for image in images]
         found = drawing(self.engine, prompts, seeds, progress)
         while True:

@@ -24,7 +24,6 @@ from lanternpp.nn.sources import Source
 from lanternpp.nn.stores import restored
 from lanternpp.nn.trees import NativeHead
 
-
 MOST_SERIAL = 1 << 20  # values of an input that one thread normalises; larger ones gain from more threads
 
 
