@@ -88,8 +88,11 @@ class TimedEngine:
         ):  # a drafter's, with a row per sample or per branch of it
             own.used += moved if len(own.used) == len(moved) else rows
 
-    def move_midway(self) -> None:
-        """Move every sample, admitted or not, to the middle of its picture; no slot of the caches need hold keys."""
+    def move_midway(self, first: bool = False) -> None:
+        """Move every sample, admitted or not, to the middle of its picture; the slots of the caches need hold no keys.
+
+        first: write to the slots before it, as memory that was never written is read from one page.
+        """
         engine = self.engine
         half = engine.target.length // 2
         engine.count.fill_(half)
@@ -97,6 +100,8 @@ class TimedEngine:
         for cache in (engine.cache, getattr(engine.proposer, "cache", None)):
             if cache is not None:
                 cache.used.fill_(engine.target.slots + half)
+                if first:
+                    cache.kv[..., : engine.target.slots + half, :].zero_()
 
 
 def trimmed(values: Sequence[float]) -> float:

@@ -53,7 +53,7 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
 def _timed(name: str, engine: Engine) -> Step:
     """Steps in the middle of a picture, without its prompt: what a step takes does not depend on the codes."""
     timed = TimedEngine(engine)
-    timed.move_midway()
+    timed.move_midway(first=True)
     timed.step()  # what is built on first use is not timed
     began = time.perf_counter()
     timed.spans.clear()
