@@ -11,7 +11,7 @@ from models import write_model
 
 from lanternpp import InputError, Pipeline
 from lanternpp.accept import RULES
-from lanternpp.default_method import SHORT, Chosen, choose
+from lanternpp.default_method import Chosen, choose
 from lanternpp.methods import METHODS
 from lanternpp.models import model_folder, read_defaults
 from lanternpp.serve.server_config import ServerConfig
@@ -32,8 +32,8 @@ def without_a_default(folder: Path) -> Path:
     return folder
 
 
-def chosen(folder: Path, drafter: Path | None = None, device: str = "cpu") -> Chosen:
-    return choose("auto", folder, drafter, read_defaults(folder), Tuned.read(folder, drafter), device)
+def chosen(folder: Path, drafter: Path | None = None) -> Chosen:
+    return choose("auto", folder, drafter, read_defaults(folder), Tuned.read(folder, drafter))
 
 
 def default(folder: Path, method: str) -> None:
@@ -44,8 +44,7 @@ def default(folder: Path, method: str) -> None:
 def test_the_drafter_that_a_model_has_decides_and_what_is_taken_is_lossless(folder: Path) -> None:
     assert chosen(folder).method == "parallel"
     shutil.rmtree(folder / "parallel")
-    assert (chosen(folder).method, chosen(folder).tree) == ("eagle", SHORT)
-    assert (chosen(folder, device="cuda").method, chosen(folder, device="cuda").tree) == ("eagle", None)
+    assert chosen(folder).method == "eagle"
     shutil.rmtree(folder / "drafter")
     assert chosen(folder).method == "jacobi-coupled"
     assert all(RULES[METHODS[name].accept].lossless for name in ("parallel", "eagle", "jacobi-coupled"))
@@ -98,15 +97,6 @@ def test_it_draws_and_says_what_it_took(folder: Path) -> None:
     assert drawn.stats.settings == named.stats.settings
     with pytest.raises(InputError, match="method 'parallel', which auto takes here, has the proposer"):
         pipe(PROMPT, lam=3.0)
-
-
-def test_a_short_chain_on_a_cpu_gives_way_to_a_tree_that_is_asked_for(folder: Path) -> None:
-    shutil.rmtree(folder / "parallel")
-    pipe = Pipeline.from_pretrained(str(folder), device="cpu")
-    assert pipe.settings().tree == SHORT and pipe.settings(tree="deep-8").tree == "deep-8"
-    assert pipe.settings("eagle").tree == "eagle-25"
-    default(folder, "eagle")
-    assert Pipeline.from_pretrained(str(folder), device="cpu").settings().tree == "eagle-25"
 
 
 def test_the_shipped_model_draws_with_the_method_that_its_defaults_name() -> None:

@@ -156,7 +156,7 @@ def test_models_says_what_each_method_draws_with_on_a_model(run, broken: Path) -
     lossless = {name for name, row in rows.items() if row["lossless"]}
     assert lossless == {"ar", "eagle", "eagle2", "ddd", "independent", "parallel", "jacobi", "jacobi-coupled"}
     mine = rows["lantern++"]
-    assert (mine["proposer"], mine["tree"], mine["dials"]["lam"]) == ("parallel", "chain-12", 2.0)
+    assert (mine["proposer"], mine["tree"], mine["dials"]["lam"]) == ("parallel", "chain-7", 2.0)
     assert reported["auto"]["method"] == "lantern++" and rows["independent"]["missing"] == "independent"
     assert {row["name"]: row["nodes"] for row in reported["trees"]}["lantern-57"] == 57
     shutil.rmtree(broken / "parallel")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from lanternpp.tuning import batches
+from lanternpp.fit.choice import plain_settings
+from lanternpp.pipeline import Pipeline
 from lanternpp.tuning.batch_runner import BatchRunner
 from lanternpp.tuning.journal import LINES
 
@@ -18,10 +19,8 @@ SMALL = ("--batch-sizes", "1,2", "--rounds", 2, "--dtype", "float32", "--prompts
 
 
 @pytest.fixture
-def own(model, tmp_path, elsewhere, monkeypatch) -> Path:
+def own(model, tmp_path, elsewhere) -> Path:
     """A copy of the tiny model, and two prompts."""
-    monkeypatch.setattr(batches, "WARM", 0)
-    monkeypatch.setattr(batches, "STEPS", 1)
     (elsewhere / "p.txt").write_text("a red tulip\na tulip\n")
     return Path(shutil.copytree(model, tmp_path / "own"))
 
@@ -39,6 +38,7 @@ def test_every_way_is_measured_at_every_size_and_a_stop_loses_one_turn(run, own,
         "--json",
     )
     turns = []
+    monkeypatch.setattr(Pipeline, "fit", lambda self, settings: plain_settings(settings))
     turn = BatchRunner.turn
     monkeypatch.setattr(BatchRunner, "turn", lambda self: turns.append(self.engine.batch) or turn(self))
     outcome = run(*requested)
@@ -46,27 +46,26 @@ def test_every_way_is_measured_at_every_size_and_a_stop_loses_one_turn(run, own,
     reported = json.loads(outcome.out)
     assert reported == json.loads(Path("t/throughput.json").read_text())
     assert [(rate["rows"], rate["kind"]) for rate in reported["rates"]] == [
-        (rows, kind) for rows in (1, 2) for kind in ("plain", "fixed", "chosen")
+        (rows, kind) for rows in (1, 2) for kind in ("plain", "own", "fitted")
     ]
-    for plain, fixed, chosen in (reported["rates"][:3], reported["rates"][3:]):
+    for plain, own_draft, fitted in (reported["rates"][:3], reported["rates"][3:]):
         assert plain["speedup"] == 1 and plain["codes"] == 1 and plain["method"] == "ar"
-        assert fixed["tree"] == "chain-3" and 1 <= fixed["codes"] <= 4 and fixed["pictures"] > 0
-        assert chosen["method"] in ("ar", "lantern++")
-    assert {(cell["rows"], cell["tree"]) for cell in reported["trees"]} >= {(1, "chain-3"), (2, "chain-8")}
+        assert own_draft["tree"] == "chain-3" and 1 <= own_draft["codes"] <= 4 and own_draft["pictures"] > 0
+        assert fitted == plain | {"kind": "fitted"}
     table = Path("t/table.md").read_text().splitlines()
     assert len(table) == 4 and all(line.count("|") == 10 for line in table)
     with Image.open("t/throughput.png") as image:
         assert image.width > 800
     log, drawn = Path("t", LINES), len(turns)
     lines = log.read_text().splitlines(keepends=True)
-    assert len(lines) == drawn >= 2 * 2 * 2
+    assert len(lines) == drawn == 2 * 2 * 2
     log.write_text("".join(lines[:-1]) + lines[-1][:20])
     again = json.loads(run(*requested).out)
     assert len(turns) == drawn + 1 and len(again["rates"]) == 6
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     shown = run(*requested[:-1]).out
-    assert len(turns) == drawn + 1 and "by batch size" in shown and "chain-3" in shown
-    assert run(*requested[:-1], "--no-plots", "--restart").code == 0 and len(turns) >= 2 * drawn - 3
+    assert len(turns) == drawn + 1 and "fitted" in shown and "chain-3" in shown
+    assert run(*requested[:-1], "--no-plots", "--restart").code == 0 and len(turns) == 2 * drawn + 1
 
 
 @pytest.mark.parametrize(

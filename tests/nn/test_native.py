@@ -276,6 +276,22 @@ def test_it_is_compiled_once(fresh: Path):
     assert [file.stat().st_mtime_ns for file in fresh.iterdir()] == [when]
 
 
+@pytest.mark.parametrize(
+    ("vendor", "instructions", "widens"),
+    [
+        ("GenuineIntel", "avx512f avx512_bf16", True),
+        ("GenuineIntel", "avx512f avx512_bf16 amx_bf16 amx_tile", False),
+        ("GenuineIntel", "avx512f", False),
+        ("AuthenticAMD", "avx512f avx512_bf16", False),
+    ],
+)
+def test_weights_are_widened_where_products_of_bfloat16_are_slow(
+    vendor: str, instructions: str, widens: bool
+):
+    flags = native.product_flags(f"vendor_id\t: {vendor}\nflags\t\t: fpu {instructions}\n")
+    assert flags == (("-mno-avx512bf16",) if widens else ())
+
+
 def test_without_a_compiler_a_warning_says_what_is_missing(fresh: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(fresh))
     with pytest.warns(UserWarning, match="no C compiler"):

@@ -10,15 +10,10 @@ from statistics import fmean, median
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.stopwatch import PHASES, TimedEngine
 
-SECONDS, SHARE = (
-    0.8,
-    0.05,
-)  # the budget of a measurement: seconds, or the share of a picture by plain decoding
-FEWEST, MOST, LONG = (
-    3,
-    9,
-    0.04,
-)  # timed steps of a draft; no more than FEWEST where they take longer than LONG seconds
+# The budget of a measurement: seconds, or a share of a picture by plain decoding where that is more.
+SECONDS, SHARE = 0.8, 0.05
+# Timed steps of a draft: at least FEWEST, at most MOST, and after FEWEST no more once they have taken LONG seconds.
+FEWEST, MOST, LONG = 3, 7, 0.025
 NOISY = 1.15  # mean of the medians over minima from which on other work has disturbed a measurement; 1.06 on a quiet machine
 
 

@@ -32,6 +32,19 @@ from lanternpp.types import Nodes, on_host
 SOURCES = [Path(__file__).with_name(name) for name in ("decoder.c", "draws.c", "trees.c", "verdicts.c")]
 SOURCE = SOURCES[-1]  # which includes the others
 SWITCH = "LANTERNPP_KERNELS"
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def product_flags(cpu: str) -> tuple[str, ...]:
+    """Compiler flags for the faster products of bfloat16 on a CPU; cpu: the text of /proc/cpuinfo.
+
+    Intel's `vdpbf16ps` has half the rate of FMA on float32, so that weights widened in registers take 0.6 of its time. AMD's has
+    the full rate, and tiles (AMX) have more than both.
+    """
+    widened = "GenuineIntel" in cpu and "avx512_bf16" in cpu and "amx_bf16" not in cpu
+    return ("-mno-avx512bf16",) if widened else ()
+
+
 FLAGS = (
     "-O3",
     "-march=native",
@@ -41,6 +54,7 @@ FLAGS = (
     "-fopenmp",
     "-shared",
     "-fPIC",
+    *product_flags(CPUINFO.read_text() if CPUINFO.is_file() else ""),
 )
 MOST_WEIGHTS = 1 << 27  # of a decoder: they are kept a second time, and larger ones gain little
 
@@ -255,6 +269,5 @@ def machine(compiler: str, flags: Sequence[str]) -> Iterator[str]:
     yield subprocess.run(
         [compiler, "--version"], check=True, capture_output=True, text=True, timeout=20
     ).stdout
-    cpu = Path("/proc/cpuinfo")
-    lines = cpu.read_text().splitlines() if cpu.is_file() else []
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
     yield from sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))})

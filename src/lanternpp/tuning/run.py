@@ -63,7 +63,9 @@ class Tuner(ABC, Generic[T]):
         progress: Progress | None = None,
     ):
         self.pipe, self.options, self.progress = pipe, options, progress or (lambda done, total: None)
-        self.settings = pipe.settings(options.method, **({"batch_size": 1, "fit": False} | dict(options.given)))
+        self.settings = pipe.settings(
+            options.method, **({"batch_size": 1, "fit": False} | dict(options.given))
+        )
         self.shared = {name: getattr(self.settings, name) for name in SHARED}
         check(self.settings)
         for prompt in options.prompts:
