@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from lanternpp.errors import InputError
-from lanternpp.picture import PAPER, Panel, comparison, enlarged_grid, fit, font, grid, save_png, wrap
+from lanternpp.picture import (
+    ACCENT,
+    BAR,
+    PAPER,
+    QUIET,
+    Panel,
+    comparison,
+    enlarged_grid,
+    fit,
+    font,
+    grid,
+    save_png,
+    wrap,
+)
+
+
+SIDES = [("ar", "", (1.0, 0.25)), ("lantern++", "2x", (0.5, 1.0))]
 
 
 def plain(count: int, side: int = 10) -> list[Image.Image]:
@@ -49,6 +66,20 @@ def test_a_comparison_shows_both_sides(count: int, side: int) -> None:
         assert half.convert("L").getextrema()[0] < 60
     border = image.crop((0, 0, image.width, 8)).getcolors()
     assert border == [(image.width * 8, (255, 255, 255))] and PAPER == "#ffffff"
+
+
+def test_bars_under_the_figures_are_as_long_as_the_shares() -> None:
+    panels = [Panel(plain(1, 64), name, ["8 s", "2 codes"], mark, shares) for name, mark, shares in SIDES]
+    image, bare = (
+        comparison("a photo", panels),
+        comparison("a photo", [replace(p, shares=()) for p in panels]),
+    )
+    assert image.height == bare.height + 4 * BAR
+    half = image.width // 2
+    for colour, first, lengths in ((QUIET, 0, {512, 128}), (ACCENT, half, {256, 512})):
+        ink = tuple(bytes.fromhex(colour[1:]))
+        rows = [[image.getpixel((x, y)) for x in range(first, first + half)] for y in range(image.height)]
+        assert lengths <= {row.count(ink) for row in rows}
 
 
 def test_a_long_prompt_is_wrapped_and_cut() -> None:

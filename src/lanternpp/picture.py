@@ -85,7 +85,7 @@ def comparison(title: str, panels: Sequence[Panel], side: int = 512) -> Image.Im
         for line, share in zip_longest(panel.figures, panel.shares):
             at = write(draw, [fit(line, FIGURE, width)], (left, at), FIGURE, QUIET)
             if share is not None:
-                bar = (left, at, left + max(1, round(share * width)), at + BAR)
+                bar = (left, at, left + max(1, round(share * width)) - 1, at + BAR - 1)
                 draw.rectangle(bar, fill=ACCENT if panel.highlight else QUIET)
                 at += 2 * BAR
         if panel.highlight:

@@ -16,6 +16,7 @@ from lanternpp.pipeline import Result, Stats
 from lanternpp.targets.base import Target
 
 PROMPT = "a photo of a red tulip"
+BOUND = "arithmetic bounds this machine"
 
 
 class FakePipeline:
@@ -34,7 +35,8 @@ class FakePipeline:
         seconds = self.seconds[method][next(self.turn[method])]
         passes = {"ar": 256}.get(method, 64) * n
         shared = {"cfg": 2.5, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "batch_size": n, "compile": True}
-        shared |= {"dtype": "bfloat16", "device": "cpu"}
+        shared |= {"dtype": "bfloat16", "device": "cpu", "window": None}
+        shared |= {"fit": method != "ar", "tree": None if method == "ar" else "chain-6"}
         stats = Stats(
             method,
             "fake",
@@ -51,6 +53,13 @@ class FakePipeline:
             auto="the model's own default" if requested == "auto" else None,
         )
         return Result([Image.new("RGB", (8, 8), "teal")] * n, None, stats)
+
+    def settings(self, method: str, **dials: Any) -> dict[str, Any]:
+        return {"method": method} | dials
+
+    def bound(self, settings: dict[str, Any]) -> str:
+        assert settings["batch_size"] == 1
+        return BOUND
 
 
 @pytest.fixture
@@ -98,11 +107,14 @@ def test_json_has_medians_and_the_speed_up(fake, run, elsewhere: Path) -> None:
     assert (ar["method"], ar["seconds"], ar["speedup"]) == ("ar", 9.0, 1.0)
     assert (method["method"], method["seconds"], method["seconds_per_image"]) == ("lantern++", 4.0, 2.0)
     assert figures["speedup"] == method["speedup"] == 9.0 / 4.0
-    assert figures["method"] == "lantern++" and figures["passes"] == 128
+    assert figures["method"] == "lantern++" and figures["passes"] == 128 and figures["bound"] == BOUND
     assert figures["file"] == "out/compare.png" and (elsewhere / "out" / "compare.png").is_file()
 
 
-def test_the_table_has_every_figure(fake, run) -> None:
+def test_the_table_has_every_figure_and_says_what_was_drafted_and_what_bounds_the_machine(
+    fake, run, monkeypatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     out = run("compare", PROMPT, "-n", 2).out
     for text in (
         PROMPT,
@@ -116,6 +128,8 @@ def test_the_table_has_every_figure(fake, run) -> None:
         "2.25x",
         "3 runs",
         "20.00",
+        "a chain of 6, fitted to this CPU",
+        BOUND,
     ):
         assert text in out
 

@@ -148,11 +148,14 @@ def race(
 def render(prompt: str, base: Side, side: Side, speedup: float) -> Any:
     """The comparison as one picture."""
     from lanternpp.picture import Panel, comparison
+    from lanternpp.results import draft_of
 
+    stats = side.last.stats
+    drafted = ", ".join(filter(None, (stats.method, draft_of(stats.settings))))
     panels = []
     for each, heading, highlight in (
         (base, f"{base.last.stats.method} (plain autoregressive)", ""),
-        (side, side.last.stats.method, f"{speedup:.2f}x the speed"),
+        (side, drafted, f"{speedup:.2f}x the speed"),
     ):
         seconds, passes, per_pass = each.figures()
         figures = (f"{seconds} s per picture", f"{per_pass} codes per pass, {passes} passes per picture")
