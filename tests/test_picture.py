@@ -24,7 +24,6 @@ from lanternpp.picture import (
     wrap,
 )
 
-
 SIDES = [("ar", "", (1.0, 0.25)), ("lantern++", "2x", (0.5, 1.0))]
 
 
