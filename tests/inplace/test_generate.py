@@ -43,7 +43,11 @@ import lanternpp
 from lanternpp import InputError, Pipeline
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
+from lanternpp.fit import store
+from lanternpp.fit.choice import Fit
+from lanternpp.fit.rates import Counts
 from lanternpp.inplace.families import family_of
+from lanternpp.inplace.generate import held
 from lanternpp.models import read_target
 from lanternpp.nn import checkpoints
 from lanternpp.targets.janus import PAD
@@ -510,6 +514,23 @@ def test_drafters_draw_in_place_what_the_pipeline_draws(made: Callable[[str], Ca
         assert case.model.generate.codes_per_pass == pytest.approx(expected.stats.codes_per_pass)
     lanternpp.accelerate(case.model, method="lantern-jacobi", neighbours=5, lam=4.0)
     assert case.model.generate(**given, do_sample=True, top_k=8).shape[0] == 1
+
+
+@pytest.mark.parametrize("name", ["janus", "emu3", "glm-image", "chameleon"])
+def test_drafts_in_place_are_fitted_to_the_machine(
+    made: Callable[[str], Case], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = made(name)
+    monkeypatch.delenv("LANTERNPP_FIT")
+    monkeypatch.setattr(store, "user_cache", lambda: tmp_path / "cache")
+    every = Counts(((8.0,) * 4,) * 16, ((8.0,) * 4,) * 16, 1000)  # every guess is accepted
+    monkeypatch.setattr(Fit, "counts", lambda self, settings: every)
+    given = case.inputs(2) | {"do_sample": True}
+    lanternpp.accelerate(case.model, method="jacobi-coupled")
+    drawn = case.model.generate(**given)
+    (steps,) = held(case.model, None).pipe._fit.store.content.steps.values()
+    assert {"plain", "window-16", "window-4"} <= {step.draft for step in steps}
+    assert drawn.shape == case.model.generate(**given).shape
 
 
 class Adapted(torch.nn.Module):

@@ -11,6 +11,7 @@ from typing import Any
 import lanternpp
 from lanternpp.devices import device_name
 from lanternpp.engine.decode import Engine
+from lanternpp.errors import InputError
 from lanternpp.fit.rates import Counter, Counts, is_joint, read_rates, strength
 from lanternpp.fit.steps import Step, bound, disturbed, measure
 from lanternpp.fit.store import Store, machine_facts
@@ -66,7 +67,11 @@ class Fit:
         candidates = {draft_name(each): each for each in self._candidates(settings, shape, counts)}
         if len(candidates) < 2:
             return own
-        steps = {step.draft: step for step in self._steps(settings, candidates) if step.draft in candidates}
+        try:
+            measured = self._steps(settings, candidates)
+        except InputError:  # such as too little memory for an engine more
+            return own
+        steps = {step.draft: step for step in measured if step.draft in candidates}
         rates = {name: self._codes(candidates[name], counts) / step.seconds for name, step in steps.items()}
         best = max(rates.values())
         # of drafts that are as fast within the error of a measurement, the one with the fewest rows

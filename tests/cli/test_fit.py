@@ -1,0 +1,80 @@
+"""What the command line says of a draft that was fitted to the machine, and how a user keeps it from that."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from lanternpp import Pipeline
+from lanternpp.fit import choice
+from lanternpp.fit.rates import FILE, Counts, strength
+from lanternpp.fit.steps import Step
+
+PROMPT = "a red tulip"
+
+
+@pytest.fixture
+def fitted(model: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every guess of `parallel` is accepted half of the time, and steps take what `seconds` says."""
+    seconds: dict[str, float] = {}
+    monkeypatch.delenv("LANTERNPP_FIT")
+    settings = Pipeline.from_pretrained(model, device="cpu").settings("parallel")
+    rows = [{"strength": strength(settings), "counts": asdict(Counts(((8.0,),) * 8, ((4.0,),) * 8, 900))}]
+    path = model / "parallel" / FILE
+    path.write_text(json.dumps({"acceptance": rows}))
+
+    def measure(drafts, length):
+        return tuple(Step(name, 2, seconds.get(name, 9.0), 1.0, 1.0) for name, _ in drafts)
+
+    monkeypatch.setattr(choice, "measure", measure)
+    yield seconds
+    path.unlink()
+
+
+def test_the_closing_line_the_notes_and_the_json_say_what_was_drafted(run, model, fitted, elsewhere) -> None:
+    fitted |= {"plain": 1.0, "chain-2": 1.1}
+    command = ("generate", PROMPT, "--model", model, "--method", "parallel")
+    assert "parallel, a chain of 2, fitted to this CPU" in run(*command, "-o", "a.png").out
+    with Image.open(elsewhere / "a.png") as image:
+        noted = json.loads(image.text["settings"])
+    assert noted["tree"] == "chain-2" and noted["fit"] is True
+    assert json.loads(run(*command, "--json").out)["settings"] == noted
+    again = run(
+        "generate", PROMPT, "--model", model, "--method", "parallel", "--tree", noted["tree"], "-o", "b.png"
+    )
+    assert "fitted" not in again.out
+    with Image.open(elsewhere / "a.png") as one, Image.open(elsewhere / "b.png") as other:
+        assert one.tobytes() == other.tobytes()
+
+
+def test_where_plain_decoding_is_fastest_the_closing_line_says_so(run, model, fitted) -> None:
+    fitted |= {"plain": 1.0, "chain-1": 2.0}
+    out = run("generate", PROMPT, "--model", model, "--method", "parallel").out
+    assert "ar, as plain decoding is the fastest on this CPU" in out and "1.00 codes per pass" in out
+
+
+def test_no_fit_takes_the_models_own_draft(run, model, fitted) -> None:
+    fitted |= {"plain": 1.0, "chain-2": 1.1}
+    command = ("generate", PROMPT, "--model", model, "--method", "parallel", "--json")
+    settings = json.loads(run(*command, "--no-fit").out)["settings"]
+    assert settings["tree"] == "chain-6" and settings["fit"] is False
+
+
+def test_a_job_draws_with_a_fitted_draft_and_goes_on_with_another(run, model, fitted, elsewhere) -> None:
+    (elsewhere / "p.txt").write_text(f"{PROMPT}\na tulip\n")
+    command = ("generate", "--prompts", "p.txt", "--out", "o", "--model", model, "--method", "parallel")
+    fitted |= {"plain": 1.0, "chain-2": 1.1}
+    assert "a chain of 2, fitted to this CPU" in run(*command).out
+    first, second = sorted((elsewhere / "o").glob("*.png"))
+    second.unlink()
+    fitted |= {"chain-2": 8.0, "chain-3": 1.1}
+    (cache,) = (elsewhere.parent / "cache" / "lanternpp").glob("fit-*")
+    cache.unlink()  # measured again, and another draft is the fastest now
+    kept = first.read_bytes()
+    assert "1 were there already" in run(*command).out and first.read_bytes() == kept
+    with Image.open(second) as image:
+        assert json.loads(image.text["settings"])["tree"] == "chain-3"
