@@ -9,18 +9,22 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 from PIL import Image
+from processes import descendants
 
 from lanternpp import Pipeline
 from lanternpp.cli import main
 
-IMAGES = "/v1/images/generations"
+IMAGES, REPLICA = "/v1/images/generations", "ray::ServeReplica"
 KEY = "correct-horse-battery"
 
 
@@ -37,7 +41,9 @@ def folder() -> Iterator[Path]:
         yield Path(made)
 
 
-def test_two_replicas_answer_as_one_server(model: Path, pipe: Pipeline, folder: Path) -> None:
+@contextmanager
+def serving(model: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server of two replicas, and its address."""
     options = ["--ray", "--replicas", "2", "--port", "0", "--slots", "2", "--queue", "40"]
     command = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve", *options]
     process = subprocess.Popen(
@@ -51,7 +57,14 @@ def test_two_replicas_answer_as_one_server(model: Path, pipe: Pipeline, folder: 
     try:
         line = process.stdout.readline()
         assert "2 replicas of 2 slots" in line, process.communicate()
-        address = line.split(": ")[0]
+        yield process, line.split(": ")[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_two_replicas_answer_as_one_server(model: Path, pipe: Pipeline, folder: Path) -> None:
+    with serving(model, folder) as (process, address):
         with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=300) as client:
             for seed in range(4):  # some by either replica
                 answer = client.images.generate(prompt="red tulip", n=2, extra_body={"seed": seed})
@@ -88,9 +101,40 @@ def test_two_replicas_answer_as_one_server(model: Path, pipe: Pipeline, folder: 
                 assert len(list(finished)) == 9
         assert process.wait(120) == 0
         assert process.stderr.read() == ""
-    finally:
-        process.kill()
-        process.communicate()
+
+
+def test_a_killed_replica_costs_its_requests_alone_and_is_replaced(long_model: Path, folder: Path) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+
+    def answer(http: httpx.Client, seed: int, stream: bool) -> int:
+        """The status; 0 where the connection ended in the middle of a stream."""
+        body = {"prompt": "red tulip", "n": 3, "seed": seed, "stream": stream}
+        try:
+            with http.stream("POST", IMAGES, json=body) as answered:
+                answered.read()
+        except httpx.RemoteProtocolError:
+            return 0
+        if answered.status_code == 503:
+            assert answered.json()["error"]["code"] == "unavailable" and answered.headers["Retry-After"]
+        return answered.status_code
+
+    with (
+        serving(long_model, folder) as (process, address),
+        httpx.Client(base_url=address, headers=headers, timeout=300) as http,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        before = descendants(process.pid, REPLICA)
+        answers = [pool.submit(answer, http, seed, seed % 2 == 0) for seed in range(8)]
+        while len(descendants(process.pid, REPLICA)) < 2 or http.get("/healthz").json()["running"] < 1:
+            time.sleep(0.01)
+        os.kill(before[0], signal.SIGKILL)
+        found = [each.result() for each in answers]
+        assert len(before) == 2 and set(found) <= {0, 200, 503} and 200 in found and set(found) != {200}
+        while len(set(descendants(process.pid, REPLICA)) - set(before)) < 1:
+            time.sleep(0.1)
+        assert {answer(http, seed, stream=False) for seed in range(8)} == {200}
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0
 
 
 def test_replicas_are_of_ray(capsys: pytest.CaptureFixture[str]) -> None:
