@@ -1,0 +1,258 @@
+"""Kernels beside PyTorch over odd shapes: 1 to 3 codes and 300,000, one head, 1 to 300 rows, widths that are no multiple of anything."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from toys import neighbours, stored_in_8_bits
+
+from lanternpp.accept.base import Acceptance
+from lanternpp.accept.exact import Exact
+from lanternpp.accept.lantern import Lantern
+from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.engine.cache import Cache
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.sampling import Sampling, draw
+from lanternpp.engine.traversal import verify_traversal
+from lanternpp.engine.verifiers import with_native
+from lanternpp.engine.verify import verify
+from lanternpp.nn import native
+from lanternpp.nn.decoder import Decoder, DecoderConfig
+from lanternpp.nn.draws import NativeChain, PackedDense, native_chain
+from lanternpp.nn.rope import grid_table
+from lanternpp.nn.trees import NativeHead, NativeSampling, native_head
+from lanternpp.nn.verdicts import NativeLaws, NativeVerifier
+from lanternpp.trees.chain import chain_tree
+from lanternpp.trees.shapes import chain
+from lanternpp.trees.static import StaticTree
+from lanternpp.types import Draft
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+
+SEEDS = range(20)
+VOCABS = [1, 2, 3, 7, 63, 64, 65, 1000, 4097]
+MOST_CODES = 300_000
+HALF, NEVER = torch.bfloat16, float("-inf")
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(params=SEEDS)
+def seed(request: pytest.FixtureRequest) -> int:
+    found: int = request.param
+    return found
+
+
+@pytest.fixture
+def rng(seed: int) -> Random:
+    torch.manual_seed(seed)
+    return Random(seed)
+
+
+@pytest.fixture
+def vocab(seed: int, rng: Random) -> int:
+    return rng.choice(VOCABS) if seed else MOST_CODES
+
+
+def noise(batch: int) -> Noise:
+    return Noise(torch.arange(batch), torch.ones(batch, dtype=torch.int64))
+
+
+def near(found: Tensor, usual: Tensor, exact: Tensor) -> None:
+    """Assert that `found` is no farther from `exact` than `usual`, the same in bfloat16, but for what chance does to few numbers."""
+    wrong, other = (found - exact).abs(), (usual - exact).abs()
+    assert wrong.mean() <= 1.2 * other.mean() + 1e-4 * exact.abs().mean()
+    assert wrong.max() <= 2 * other.max() + 0.01 * exact.abs().max()
+
+
+def shape_of(rng: Random) -> tuple[DecoderConfig, bool]:
+    """The shape of a decoder, and whether the kernels know it."""
+    heads, head_dim = rng.choice([1, 1, 2, 3, 6]), rng.choice([16, 32, 32, 48, 64, 80, 128, 8, 24])
+    width = rng.choice([1, 2, 3, 5, 7]) * 32 + rng.choice([0, 0, 0, 0, 8])
+    hidden = rng.choice([1, 2, 3, 6, 11]) * 32 + rng.choice([0, 0, 0, 0, 16])
+    kv_heads = rng.choice([n for n in (1, 2, 3, 6) if heads % n == 0])
+    flags = {name: rng.random() < 0.5 for name in ("attention_bias", "ffn_bias", "first_norm", "final_norm")}
+    config = DecoderConfig(width, 2, heads, hidden, kv_heads, head_dim=head_dim, **flags)
+    return config, head_dim % 16 == 0 and not any(n % 32 for n in (width, hidden, heads * head_dim))
+
+
+def tree_pass(network: Decoder, x: Tensor, parent: list[int]) -> Tensor:
+    """x [R, 3 + N, D] in a prefill of 3 slots, then as the nodes of a tree."""
+    rows, count = len(x), len(parent)
+    cache = Cache(network.config, rows, x.shape[1], x)
+    prompt = cache.rows(torch.arange(rows), torch.arange(rows) % 2, 3)
+    first = network(x[:, :3], prompt.nodes(), prompt)
+    depth, mask = [0] * count, torch.eye(count, dtype=torch.bool)
+    for i, above in enumerate(parent):
+        if above >= 0:
+            depth[i], mask[i] = depth[above] + 1, mask[i] | mask[above]
+    nodes = cache.nodes(torch.tensor(depth).expand(rows, -1), mask.expand(rows, -1, -1))
+    return torch.cat((first[:, 2:], network(x[:, 3:], nodes, cache)), 1)
+
+
+def test_passes(library: object, rng: Random) -> None:
+    known = False
+    while not known:
+        config, known = shape_of(rng)
+        plain = Decoder(config, grid_table(3, 8, config.head_dim).float())
+        plain = plain.to(HALF).eval().requires_grad_(False)
+        assert (native.native(plain) is not None) == known
+    exact = copy.deepcopy(plain).double()
+    if rng.random() < 0.4:
+        for child, same in zip(plain.modules(), exact.modules(), strict=True):
+            if isinstance(child, nn.Linear):
+                same.weight = nn.Parameter(stored_in_8_bits(child.weight), requires_grad=False)
+    mine = copy.deepcopy(plain)
+    mine.native = native.NativeDecoder(plain, library)  # type: ignore[arg-type]
+    rows, nodes = rng.choice([(1, 1), (1, 300), (300, 1), (2, 8), (3, 43), (10, 13), (17, 1), (5, 26)])
+    parent = [rng.randint(max(-1, i - 5), i - 1) for i in range(nodes)]
+    x = torch.randn(rows, 3 + nodes, config.dim).to(HALF)
+    found, usual = (tree_pass(network, x, parent).double() for network in (mine, plain))
+    near(found, usual, tree_pass(exact, x.double(), parent))
+
+
+def test_heads(library: object, rng: Random, vocab: int) -> None:
+    inputs, guidance = rng.choice([32, 96, 288]), Guidance(rng.choice([1.0, 3.0]))
+    pictures, nodes = rng.choice([(1, 1), (1, 300), (150, 1), (5, 13), (11, 17)])
+    if vocab == MOST_CODES:
+        inputs, pictures, nodes = 32, 1, 2
+    weight = torch.randn(vocab, inputs).to(HALF) / 8
+    bias = torch.randn(vocab).to(HALF) if rng.random() < 0.5 else None
+    wide = F.pad(weight, (0, rng.choice([1, 8, 16])))
+    assert native_head((wide, bias)) is None, "an odd width"
+    exact = weight.double() if rng.random() < 0.6 else stored_in_8_bits(weight)
+    features = torch.randn(guidance.branches * pictures, nodes, inputs).to(HALF)
+    found = NativeHead(PackedDense(weight, bias), library)(features, guidance.scale, guidance.branches)  # type: ignore[arg-type]
+    expected = F.linear(
+        guidance.merge(features.double()).to(HALF).double(), exact, None if bias is None else bias.double()
+    )
+    far = (found - expected).abs()
+    assert found.shape == (pictures, nodes, vocab) and far.median() < 1e-3 and far.max() < 0.1
+
+
+def warp_of(rng: Random, vocab: int) -> tuple[float, int, float]:
+    """Temperature, top-k, which may be more than there are codes, and top-p."""
+    return (
+        rng.choice([0.0, 0.7, 1.0, 1.6]),
+        rng.choice([0, 1, vocab // 2, vocab - 1, vocab, 5000]),
+        rng.choice([1.0, 0.9, 0.3]),
+    )
+
+
+def test_probabilities_and_children(library: object, rng: Random, vocab: int) -> None:
+    warp = warp_of(rng, vocab)
+    plain, made = Sampling(*warp), Sampling(*warp, native=NativeSampling(library))  # type: ignore[arg-type]
+    logits = torch.randn(1 if vocab == MOST_CODES else rng.choice([1, 3, 100]), rng.choice([1, 3]), vocab) * 3
+    logits[0, 0, 1:] = NEVER  # forced
+    p, exact = made.probs(logits), plain.probs(logits.double())
+    far = (p - exact).abs().sum(-1)
+    # Where top-p ends at a code, rounding may keep the next one too, or not.
+    assert (far < 1e-4).float().mean() > 0.98 and not p[logits == NEVER].any(), (vocab, warp)
+    for count in (1, 3, 10):
+        likely, usual = made.likeliest(p, count), plain.likeliest(p, count)
+        assert torch.equal(p.gather(-1, likely), p.gather(-1, usual))
+        assert (likely[..., :vocab].sort().values.diff() > 0).all(), "different codes, while there are some"
+        if warp[0]:
+            pair = (each.children(p, count, noise(len(p)), Noise.DRAFT) for each in (made, plain))
+            assert torch.equal(*pair), (vocab, warp, count)
+
+
+def test_chains(library: object, rng: Random, vocab: int) -> None:
+    dim, hidden, batch = rng.choice([2, 22, 30, 48, 130]), rng.choice([16, 48, 80]), rng.choice([1, 2, 9, 16])
+    if vocab == MOST_CODES:
+        dim, batch = 30, 2
+    levels, bias = 3, torch.randn(dim).to(HALF)
+    up, head = torch.randn(dim, hidden).to(HALF) / 4, (torch.randn(vocab, dim) / 2).to(HALF)
+    assert native_chain((F.pad(up, (0, 8)), bias), (head, None)) is None, "an odd width"
+    features, query = torch.randn(batch, levels, dim).to(HALF), torch.randn(batch, levels, hidden).to(HALF)
+    prev, u = torch.randn(vocab, hidden).to(HALF), torch.rand(batch, levels, dtype=torch.float64)
+    warp = rng.choice([0.7, 1.0]), rng.choice([0, 1, 50]), 1.0
+    codes = torch.zeros(batch, levels + 1, dtype=torch.int64)
+    draft = Draft(
+        chain_tree(batch, levels, torch.device("cpu")), codes, torch.zeros(batch, levels + 1, vocab)
+    )
+    made = NativeChain(PackedDense(up, bias), PackedDense(head, None), library)  # type: ignore[arg-type]
+    made(features, query, prev, None, u, warp, draft)
+    assert draft.probs is not None
+    probs = draft.probs[:, :-1]
+    assert torch.equal(codes[:, 1:], draw(probs, u[..., None])[..., 0])
+    more = F.linear(
+        F.silu(query.double() + prev[codes[:, :-1]].double()).to(HALF).double(), up.double(), bias.double()
+    )
+    more[:, 0] = 0
+    exact = Sampling(*warp).probs((features.double() + more).to(HALF).double() @ head.double().T)
+    far = (probs - exact).abs().sum(-1)
+    assert far.median() < 1e-4 and far.max() < (2.1 if warp[1] else 0.05), "top-k may keep another code"
+
+
+def rule_of(rng: Random, vocab: int) -> Acceptance:
+    """Exact, or with up to 9 neighbours of every code, which are slow to find for many codes."""
+    if vocab == 1 or vocab > 1000 or rng.random() < 0.3:
+        return Exact()
+    table = neighbours(torch.randn(vocab, 3), rng.randint(1, min(9, vocab - 1)))
+    kind, residual = rng.choice([Lantern, LanternPlusPlus]), rng.choice(["paper", "optimal"])
+    return kind(table, rng.choice([0.0, 0.3, 1.0]) + (kind is LanternPlusPlus), residual)
+
+
+def tree_of(rng: Random) -> StaticTree:
+    """Up to 30 nodes, up to 5 children of each."""
+    paths: list[tuple[int, ...]] = [()]
+    while len(paths) < rng.choice([2, 6, 30]):
+        above = rng.choice(paths[-8:])
+        rank = sum(path[:-1] == above for path in paths if path)
+        if rank < 5 and len(above) < 6:
+            paths.append((*above, rank))
+    return StaticTree(tuple(paths[1:]))
+
+
+def drafted(builder: StaticTree, batch: int, vocab: int) -> tuple[Draft, Tensor]:
+    """A draft, and the target's logits at its nodes; the root of some samples is forced."""
+    common = torch.randn(batch, builder.size, vocab)
+    logits = common + 0.7 * torch.randn(batch, builder.size, vocab)
+    logits[: batch // 4, 0, 1:] = NEVER
+    q, rows = common.softmax(-1), torch.arange(batch)[:, None]
+
+    def children(q: Tensor, count: int, level: int) -> Tensor:
+        return Sampling().children(q, count, noise(batch), Noise.DRAFT + level)
+
+    root = torch.zeros(batch).long()
+    return builder.grow(root, q[:, 0], lambda at: q[rows, at.node % builder.size], children), logits
+
+
+def test_verification(library: object, rng: Random, vocab: int) -> None:
+    native_verifier = NativeVerifier(library)  # type: ignore[arg-type]
+    rule, batch = rule_of(rng, vocab), 2 if vocab > 1000 else 100
+    builder = StaticTree(chain(1)) if vocab == MOST_CODES else tree_of(rng)
+    draft, logits = drafted(builder, batch, vocab)
+    sampling, lending = Sampling(rng.choice([0.9, 1.0]), rng.choice([0, 0, 50])), rule.lending(6)
+    assert lending is not None
+    for verifier in (verify, verify_traversal) if rule.lossless or lending.optimal else (verify,):
+        usual, found = (
+            each(draft, logits, sampling, rule, noise(batch), False)
+            for each in (verifier, with_native(verifier, native_verifier))
+        )
+        same = (found.path == usual.path).all(1) & (found.kept == usual.kept) & (found.bonus == usual.bonus)
+        assert same.float().mean() > 0.95, (vocab, rule, verifier)
+        assert torch.equal(found.next_codes[same], usual.next_codes[same])
+
+
+def test_laws(library: object, rng: Random) -> None:
+    vocab = rng.choice([2, 3, 7, 65, 1000])
+    table = neighbours(torch.randn(vocab, 3), rng.randint(1, min(9, vocab - 1)))
+    p, q = (torch.randn(2, rng.choice([1, 300]), vocab) * 2).softmax(-1)
+    plain = LanternPlusPlus(table, rng.choice([1.0, 2.0, 20.0]), "optimal")
+    rule = copy.copy(plain)
+    rule.native = NativeLaws(table, library)  # type: ignore[arg-type]
+    far = (rule.output_law(p, q) - plain.output_law(p.double(), q.double())).abs().sum(-1)
+    assert (far < 1e-4).float().mean() > 0.98, "a neighbour whose sum is the limit may fall either way"
