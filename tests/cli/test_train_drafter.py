@@ -73,13 +73,13 @@ def test_a_newcomers_drafter_works_in_compare(name: str, run, shelf: Path) -> No
     relaxed = (*compare, "--method", "lantern++")
     refused(run(*relaxed), "comes without a drafter", "train one")
     drawn = run(*compare)
-    assert (drawn.code, drawn.err) == (0, "") and "auto took jacobi-coupled: no drafter" in drawn.out
+    assert (drawn.code, drawn.err) == (0, "") and "jacobi-coupled (auto: no drafter" in drawn.out
     done = run("train", "drafter", "--model", name, "--kind", "parallel", *own(name))
     assert done.code == 0, done.err
     assert f"weights in {name}/parallel" in done.err and f"--model {name} --method parallel" in done.err
     refused(run(*relaxed), "for the parallel drafter it has, use --method parallel")
     drawn = run(*compare)
-    assert (drawn.code, drawn.err) == (0, "") and "auto took parallel" in drawn.out
+    assert (drawn.code, drawn.err) == (0, "") and "parallel (auto: " in drawn.out
     done = run("train", "drafter", "--model", name, *own(name))
     assert done.code == 0 and f"weights in {name}/drafter" in done.err
     assert "drawing" not in done.err, "the pictures were drawn for the other drafter"
