@@ -45,11 +45,11 @@ def record(
     methods: Sequence[Settings],
     folder: Path,
     prompts: Sequence[str | None],
-    passes: int = PASSES,
+    passes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Draw with each of these settings for so many passes, and write the rates to `acceptance.json` in a folder; its path."""
-    rows = []
+    """Draw with each of these settings for so many passes, by default PASSES, and write the rates to `acceptance.json` in a folder; its path."""
+    rows, passes = [], passes or PASSES
     for place, settings in enumerate(methods):
         engine = pipe.new_engine(settings)
         counter = AcceptanceByRank(pipe.target.length)
