@@ -72,7 +72,9 @@ class Fit:
         except InputError:  # such as too little memory for an engine more
             return own
         steps = {step.draft: step for step in measured if step.draft in candidates}
-        rates = {name: self._codes(candidates[name], counts) / step.seconds for name, step in steps.items()}
+        rates = {
+            name: 1 / (step.seconds * self._passes(candidates[name], counts)) for name, step in steps.items()
+        }
         best = max(rates.values())
         # of drafts that are as fast within the error of a measurement, the one with the fewest rows
         good = [name for name in rates if name != PLAIN and rates[name] >= best * (1 - MARGIN)]
@@ -107,10 +109,11 @@ class Fit:
         steps = measure(drafts, self.length)
         return self.store.add_steps(key, steps, keep=not disturbed(steps))
 
-    @staticmethod
-    def _codes(settings: Settings, counts: Counts) -> float:
+    def _passes(self, settings: Settings, counts: Counts) -> float:
+        """Passes of a picture; of what its last draft decides beyond a code, half is behind the end on average."""
         shape = shape_of(settings)
-        return 1.0 if shape is None else counts.codes(shape)
+        codes = 1.0 if shape is None else counts.codes(shape)
+        return (self.length - 1 + (codes - 1) / 2) / codes
 
     @staticmethod
     def _candidates(settings: Settings, own: Shape, counts: Counts) -> Iterator[Settings]:
