@@ -14,6 +14,7 @@ from typing import Any
 from lanternpp.errors import InputError
 
 CODES = 1 << 20  # above the codebook size of any model
+LONGEST = 86_400  # seconds that a server gives a picture
 STRONGEST = 1_000_000  # of a rule; its products with probabilities stay finite in float32
 
 

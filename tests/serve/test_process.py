@@ -58,6 +58,24 @@ def test_what_is_not_finished_in_time_is_refused_and_the_end_is_clean(long_model
         assert "not all pictures were finished" in process.stderr.read()
 
 
+def test_a_second_signal_answers_every_open_request_with_503(long_model):
+    """Those that wait, those that are drawn and those that stream; nothing is said of it but one line."""
+    with serving(long_model, "--slots", "1", "--method", "ar") as (process, address):
+        with ThreadPoolExecutor(3) as crowd, httpx.Client(base_url=address) as http:
+            body = {"prompt": "red tulip", "n": 10}
+            whole = [crowd.submit(httpx.post, address + IMAGES, json=body, timeout=300) for _ in range(2)]
+            streamed = crowd.submit(httpx.post, address + IMAGES, json=body | {"stream": True}, timeout=300)
+            until(lambda: waiting(http) >= 25)
+            process.send_signal(signal.SIGINT)
+            until(lambda: http.get("/healthz").status_code == 503)
+            process.send_signal(signal.SIGTERM)
+            for answer in (one.result() for one in whole):
+                assert answer.status_code == 503 and answer.json()["error"]["code"] == "shutting_down"
+            assert '"code": "shutting_down"' in streamed.result().text
+        assert process.wait(120) == 0
+        assert process.stderr.read() == "lanternpp: serve: not all pictures were finished\n"
+
+
 def refused(capsys: pytest.CaptureFixture[str], *options: object) -> str:
     """The one line on stderr of a start that is refused."""
     with pytest.raises(SystemExit) as end:
@@ -89,6 +107,8 @@ def test_the_world_is_not_let_in_without_a_key(model, capsys, monkeypatch):
         (["--api-key-file", "nowhere"], "cannot be read"),
         (["--host", "no.such.host.invalid", "--no-key"], "no address of this machine"),
         (["--deadline", "0"], "above 0"),
+        (["--deadline", "1e308"], "at most 86,400"),
+        (["--drain", "1e308"], "--drain 1e+308"),
     ],
 )
 def test_wrong_options(model, capsys, options, said):

@@ -15,6 +15,7 @@ from lanternpp.cli import many
 from lanternpp.cli import options as opt
 from lanternpp.cli.overrides import check, draws
 from lanternpp.cli.terminal import say, tell_effect
+from lanternpp.dials import LONGEST
 from lanternpp.errors import InputError
 
 _server = partial(typer.Option, rich_help_panel="Server")
@@ -36,12 +37,16 @@ Deadline = Annotated[
     _server(
         metavar="SECONDS",
         help="After which an unfinished picture is given up; its request gets 504.",
-        callback=opt.within(0, remedy="above 0", above=True),
+        callback=opt.within(0, LONGEST, remedy=f"above 0, at most {LONGEST:,}", above=True),
     ),
 ]
 Drain = Annotated[
     float,
-    _server(metavar="SECONDS", help="For accepted pictures to finish after SIGTERM.", callback=opt.within(0)),
+    _server(
+        metavar="SECONDS",
+        help="For accepted pictures to finish after SIGTERM.",
+        callback=opt.within(0, LONGEST),
+    ),
 ]
 Key = Annotated[
     list[str] | None,
@@ -153,7 +158,7 @@ def serve(
             typer.echo(f"{url(bound)}: {pipe.name} with {label} in {pipe.dtype}, {slots} slots")
 
         if not run(app, batcher, bound, drain, ready, proxies):
-            say("serve", f"not all pictures were finished within {drain:g} s")
+            say("serve", "not all pictures were finished")
 
 
 def check_slots(slots: int, overrides: Mapping[str, Any]) -> None:

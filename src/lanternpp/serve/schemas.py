@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from lanternpp.dials import DIALS, DRAFT, MEASURE, RULE, SAMPLING, Dial, dials
+from lanternpp.dials import DIALS, DRAFT, LONGEST, MEASURE, RULE, SAMPLING, Dial, dials
 
 Name = Annotated[str, Field(max_length=100)]
 
@@ -15,7 +15,7 @@ Name = Annotated[str, Field(max_length=100)]
 class _RequestFields(BaseModel):
     """A request for pictures. Fields that only OpenAI's models use are accepted and ignored."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
     prompt: str = Field(min_length=1, description="What to draw.", examples=["a photo of a red tulip"])
     model: Name | None = Field(None, description="One of /v1/models, or nothing.")
@@ -46,7 +46,7 @@ class _RequestFields(BaseModel):
     seed: Annotated[int, Field(ge=0, le=2**62)] | None = Field(
         None, description="Of the first picture; default: a random one, which the answer has."
     )
-    deadline: Annotated[float, Field(gt=0)] | None = Field(
+    deadline: Annotated[float, Field(gt=0, le=LONGEST)] | None = Field(
         None, description="Seconds after which pictures that are not finished are given up."
     )
     method: Name | None = Field(None, description="A method by name; default: the server's.")

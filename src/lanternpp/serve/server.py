@@ -59,14 +59,16 @@ def run(
 ) -> bool:
     """Serve until SIGTERM or SIGINT; `ready` is called once requests are answered.
 
-    After the signal, accepted pictures have `drain` seconds to finish and new requests get 503. A second signal ends the
-    server at once. Returns whether all accepted pictures were finished. If the backend breaks, the server ends and its
+    After the signal, accepted pictures have `drain` seconds to finish and new requests get 503. After a second one they
+    get 503 too, and a third ends the server without answers. Returns whether all accepted pictures were finished. If the backend breaks, the server ends and its
     error is raised, so that a supervisor can start a new process.
     """
     finished = True
 
     class Server(uvicorn.Server):
         """uvicorn, except that it keeps listening while the backend drains."""
+
+        signals = 0
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             """Call `ready` once uvicorn has started."""
@@ -79,18 +81,23 @@ def run(
             return await super().on_tick(counter) or backend.broken is not None
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            """Drain at the first signal, end at the second."""
-            if backend.closed:
+            """Drain at the first signal, give up what is being drawn at the second, end at the third."""
+            nonlocal finished
+            finished = False  # until `drain` says otherwise
+            self.signals += 1
+            if self.signals > 2:
                 self.should_exit = self.force_exit = True
             else:
-                nonlocal finished
-                finished = False  # until `drain` says otherwise
-                threading.Thread(target=self.drain, name="lanternpp-drain", daemon=True).start()
+                seconds = drain if self.signals == 1 else 0
+                threading.Thread(
+                    target=self.drain, args=(seconds,), name="lanternpp-drain", daemon=True
+                ).start()
 
-        def drain(self) -> None:
-            """Let the backend finish, then stop uvicorn."""
+        def drain(self, seconds: float) -> None:
+            """Let the backend finish, then stop uvicorn, which sends the last answers."""
             nonlocal finished
-            finished = backend.close(True, drain)
+            # a first drain that a second signal has cut short finds nothing left to draw
+            finished = backend.close(True, seconds) and self.signals == 1
             self.should_exit = True
 
     try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lanternpp.dials import DRAFT, PARTS, RULE, names
+from lanternpp.dials import DRAFT, LONGEST, PARTS, RULE, names
 from lanternpp.errors import InputError
 from lanternpp.methods import AUTO, check_method
 from lanternpp.pipeline import Pipeline
@@ -35,6 +35,8 @@ class ServerConfig:
         ):
             if value is not None and value <= 0:
                 raise InputError(f"{name} {value} is not above 0")
+        if self.deadline is not None and self.deadline > LONGEST:
+            raise InputError(f"deadline {self.deadline} is above {LONGEST:,} seconds, a day")
         check_keys(self.keys)
 
     def settings(self, pipe: Pipeline, method: str | None, given: Mapping[str, Any]) -> Settings:
