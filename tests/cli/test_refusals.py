@@ -129,6 +129,23 @@ def test_a_folder_named_like_a_picture_is_refused(run, elsewhere) -> None:
     assert outcome.code == 2 and outcome.err.count("\n") == 1 and "'x.png' is not a file" in outcome.err
 
 
+@pytest.mark.parametrize("verb", ["generate", "compare"])
+@pytest.mark.parametrize("content", ["text", "picture"])
+def test_a_file_that_lanternpp_has_not_written_stays(verb, content, run, model, elsewhere) -> None:
+    theirs = elsewhere / "x.png"
+    if content == "text":
+        theirs.write_text("mine")
+    else:
+        Image.new("RGB", (2, 2)).save(theirs)
+    before = theirs.read_bytes()
+    outcome = run(verb, PROMPT, "--model", model, "-o", "x.png")
+    assert outcome.code == 2 and outcome.err.count("\n") == 1
+    assert "'x.png' is a file that lanternpp has not written" in outcome.err and "--overwrite" in outcome.err
+    assert theirs.read_bytes() == before
+    assert run(verb, PROMPT, "--model", model, "-o", "x.png", "--overwrite").code == 0
+    assert run(verb, "a tulip", "--model", model, "-o", "x.png").code == 0, "one of lanternpp is replaced"
+
+
 def test_a_file_in_place_of_the_folder_is_refused(run, elsewhere) -> None:
     (elsewhere / "notes").write_text("mine")
     outcome = run("generate", PROMPT, "-o", "notes/x.png")
@@ -181,7 +198,7 @@ def test_a_full_disk_leaves_the_old_picture(verb, run, model, elsewhere, monkeyp
 
     (elsewhere / "x.png").write_bytes(b"old")
     monkeypatch.setattr(Image.Image, "save", full)
-    outcome = run(*verb, PROMPT, "--model", model, "-o", "x.png")
+    outcome = run(*verb, PROMPT, "--model", model, "-o", "x.png", "--overwrite")
     assert outcome.code == 2 and outcome.err.count("\n") == 1
     assert "x.png could not be written, the disk is full: free some room" in outcome.err
     assert [p.name for p in elsewhere.iterdir()] == ["x.png"]

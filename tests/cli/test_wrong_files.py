@@ -161,6 +161,16 @@ TARGET, VQ = "target/config.json", "tokenizer/config.json"
             lambda f: change(f / "defaults.json", cfg="high"),
             ["cfg 'high' cannot be used; use a finite number"],
         ),
+        (
+            lambda f: change(f / "defaults.json", neighbours=-1),
+            ["the model's defaults: neighbours -1 is out of range"],
+        ),
+        (
+            lambda f: change(f / "defaults.json", methods={"eagle": {"neighbours": 1 << 30}}),
+            ["methods.eagle.neighbours 1073741824 is out of range"],
+        ),
+        (lambda f: change(f / VQ, kind="vqgan"), ["kind 'vqgan' cannot be used; use one of vq, kl"]),
+        (lambda f: change(f / VQ, kind=["vq"]), ["kind ['vq'] cannot be used; use one of vq, kl"]),
         (lambda f: change(f / "defaults.json", methods=[]), ["methods [] cannot be used; use an object"]),
         (
             lambda f: change(f / "defaults.json", methods={"eagle": {"tree": [[0]]}}),

@@ -13,6 +13,7 @@ import typer
 
 from lanternpp.arguments import DrawOptions
 from lanternpp.cli import options as opt
+from lanternpp.cli.many import Overwrite
 from lanternpp.cli.output import png_path
 from lanternpp.cli.overrides import check, draws, read
 from lanternpp.cli.tables import show_table
@@ -34,6 +35,7 @@ def compare(
     prompt: opt.Prompt,
     n: opt.Count = 1,
     output: opt.Output = OUTPUT,
+    overwrite: Overwrite = False,
     runs: Runs = 3,
     as_json: opt.Json = False,
     *,
@@ -45,7 +47,7 @@ def compare(
     The runs of the two sides take turns, each side after one untimed warm-up. Pictures are drawn one at a
     time, as in the papers, unless --batch-size says otherwise. --measure draws them once more, untimed.
     """
-    path = png_path(output or OUTPUT)
+    path = png_path(output or OUTPUT, overwrite)
     check(options)
 
     from lanternpp.picture import notes, save_png

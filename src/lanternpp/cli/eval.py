@@ -153,7 +153,7 @@ def empty(folder: Path | None) -> None:
         return
     if folder.is_dir() and any(folder.iterdir()):
         raise InputError(f"output {str(folder)!r} is not empty; name a new folder")
-    png_path(folder / "0.png")
+    png_path(folder / "0.png", overwrite=True)
 
 
 def make_measurer(

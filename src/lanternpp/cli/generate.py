@@ -38,7 +38,8 @@ def generate(
     """Draw pictures of PROMPT: one PNG, a grid where there are several.
 
     Without -o the file is out/PROMPT-SEED.png. A picture there that was drawn with other settings stays, and the name of
-    the new one gets a number; --overwrite replaces it. An interrupt leaves a grid of the pictures that were finished.
+    the new one gets a number; --overwrite replaces it. -o replaces a picture of lanternpp, and with --overwrite any file.
+    An interrupt leaves a grid of the pictures that were finished.
 
     With --prompts FILE --out DIR: -n pictures of every line of the file, a PNG each. Pictures that the folder has are not
     drawn again, so the same command resumes an interrupted job.
@@ -50,7 +51,7 @@ def generate(
         many.draw(job, n, seed, as_json, options)
         return
     assert prompt is not None
-    path = png_path(output or default_path(prompt, seed))
+    path = png_path(output or default_path(prompt, seed), overwrite or output is None)
     check(options)
 
     from lanternpp.picture import grid, notes, save_png

@@ -29,7 +29,8 @@ ray_option = partial(typer.Option, rich_help_panel="Ray")
 Prompts = Annotated[Path | None, _many(metavar="FILE", help="Draw every line of this file; needs --out.")]
 Out = Annotated[Path | None, _many(metavar="DIR", help="The folder for the PNGs of --prompts.")]
 Overwrite = Annotated[
-    bool, _many("--overwrite", help="Replace pictures that were drawn with other settings.")
+    bool,
+    _many("--overwrite", help="Replace pictures that were drawn with other settings, and with -o any file."),
 ]
 Ray = Annotated[
     str | None,

@@ -12,12 +12,22 @@ from lanternpp.errors import InputError
 from lanternpp.names import slug
 
 
-def png_path(path: Path) -> Path:
-    """The path, if a PNG can be written there; its folder may still have to be made. Raises InputError."""
+def png_path(path: Path, overwrite: bool = False) -> Path:
+    """The path, if a PNG can be written there; its folder may still have to be made. Raises InputError.
+
+    overwrite: whether it may take the place of a file that is no picture of lanternpp.
+    """
     if path.suffix.lower() != ".png":
         raise InputError(f"output {str(path)!r} does not end in .png; pictures are written as PNG")
     if path.exists() and not path.is_file():
         raise InputError(f"output {str(path)!r} is not a file; give a file name that ends in .png")
+    if not overwrite and path.exists() and path.stat().st_size:
+        from lanternpp.picture import png_notes
+
+        if not (png_notes(path) or {}).keys() >= {"prompt", "seed", "settings"}:
+            raise InputError(
+                f"output {str(path)!r} is a file that lanternpp has not written; choose another name, or replace it with --overwrite"
+            )
     check_writable(path, next(p for p in path.absolute().parents if p.exists()))
     return path
 

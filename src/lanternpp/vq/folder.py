@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -14,6 +16,13 @@ from lanternpp.vq.kl import KL, KLConfig
 from lanternpp.vq.model import MOVING, VQ, VQConfig
 
 KIND = "kl"  # a config's `kind`, where the tokenizer is one of latents
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The part of a config that says which class reads the rest."""
+
+    kind: Literal["vq", "kl"] = "vq"
 
 
 def read_vq(folder: Path, dtype: torch.dtype = torch.float32) -> VQ:
@@ -40,7 +49,7 @@ def read_tokenizer(folder: Path, dtype: torch.dtype = torch.float32) -> VQ | KL:
     """The tokenizer in `folder`, of codes or of latents, on the CPU."""
     given = checkpoints.load_config(folder)
     made: VQ | KL
-    if given.get("kind") == KIND:
+    if config_as(_Kind, given, folder).kind == KIND:
         shape = config_as(KLConfig, given, folder)
         with blank(folder):
             made = KL(shape)
