@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "devices": set(),
     "methods": {"registry"},
     "nn": {"types"},
-    "vq": {"nn"},
+    "vq": {"nn", "progress"},
     "accept": {"types"},
     "trees": {"types", "registry"},
     "targets": {"nn", "vq", "types"},

@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from lanternpp.progress import times
+from lanternpp.progress import Progress as Progress
+from lanternpp.progress import progress_bar as progress_bar
 
 NOISY = ("torchao", "torch.utils._pytree")  # transformers imports torchao where it is installed
-Progress = Callable[[int, int], None]
-"""Called with (done, total)."""
 
 
 def say(kind: str, message: object) -> None:
@@ -50,18 +49,3 @@ def one_line_warnings() -> Iterator[None]:
         warnings.showwarning = show
         warnings.filterwarnings("ignore", "invalid escape sequence")  # torchao's own
         yield
-
-
-@contextmanager
-def progress_bar(label: str) -> Iterator[Progress | None]:
-    """A callback that moves a bar with the time elapsed and left, or None where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(*columns, *times(), console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(label, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
