@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -14,12 +15,15 @@ from typing import Any
 import torch
 import torch._dynamo  # what an optimizer would import; here, once for all processes
 from caches import own_cache
+from safetensors import safe_open
 
 from lanternpp.cli import main
+from lanternpp.nn import checkpoints
 from lanternpp.training import drafter, parallel, rollouts  # noqa: F401 (once)
 from lanternpp.training.material import cached, codes, runs, samples  # noqa: F401
 from lanternpp.tuning import run  # noqa: F401
 
+JOURNALS = ("measurements.jsonl", "turns.jsonl")
 HERE = str(Path(__file__).parent)
 TRAIN = "train drafter --model tiny --warmup 2 --checks 2 --save-minutes 0"
 COMMANDS = {
@@ -65,3 +69,27 @@ def obey(name: str, folder: str, life: float | None = None) -> None:
         if end.code:
             sys.exit(end.code)
     Path("work").write_text(str(time.process_time() - began))
+
+
+def check_files(folder: Path) -> None:
+    """Every file that has its final name is whole; of a journal, all lines but the last."""
+    for path in folder.rglob("*"):
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                assert list(file.keys())
+        elif path.suffix == ".pt":
+            checkpoints.read_pt(path)
+        elif path.suffix == ".json":
+            json.loads(path.read_text())
+        elif path.suffix == ".jsonl":
+            for line in path.read_text().split("\n")[:-1]:
+                json.loads(line)
+
+
+def measured(folder: Path) -> list[str]:
+    """The whole lines of all journals."""
+    found = []
+    for path in sorted(path for name in JOURNALS for path in folder.rglob(name)):
+        text = path.read_text()
+        found += [f"{path} {line}" for line in text[: text.rfind("\n") + 1].splitlines()]
+    return found

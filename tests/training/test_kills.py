@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killed import COMMANDS, obey, start
+from killed import COMMANDS, check_files, measured, obey, start
 from models import write_model
-from safetensors import safe_open
 
 from lanternpp.nn import checkpoints
-
-JOURNALS = ("measurements.jsonl", "turns.jsonl")
 
 
 @pytest.fixture
@@ -33,21 +30,6 @@ def places(tmp_path: Path, paint: Callable[[Path, int], None]) -> tuple[Path, Pa
     return one, Path(shutil.copytree(one, tmp_path / "killed"))
 
 
-def check_files(folder: Path) -> None:
-    """Every file that has its final name is whole; of a journal, all lines but the last."""
-    for path in folder.rglob("*"):
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
-                assert list(file.keys())
-        elif path.suffix == ".pt":
-            checkpoints.read_pt(path)
-        elif path.suffix == ".json":
-            json.loads(path.read_text())
-        elif path.suffix == ".jsonl":
-            for line in path.read_text().split("\n")[:-1]:
-                json.loads(line)
-
-
 def results(folder: Path) -> dict[str, Any]:
     """The weights that were left, and what was logged on the way."""
     found: dict[str, Any] = {}
@@ -57,15 +39,6 @@ def results(folder: Path) -> dict[str, Any]:
     for log in sorted((folder / "tiny").rglob("log.jsonl")):
         rows = [json.loads(line) for line in log.read_text().splitlines()]
         found[log.parent.name] = [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
-    return found
-
-
-def measured(folder: Path) -> list[str]:
-    """The whole lines of all journals."""
-    found = []
-    for path in sorted(path for name in JOURNALS for path in folder.rglob(name)):
-        text = path.read_text()
-        found += [f"{path} {line}" for line in text[: text.rfind("\n") + 1].splitlines()]
     return found
 
 
