@@ -1,4 +1,4 @@
-"""On a CUDA GPU: the codes are those of a CPU, a step does not wait for the host, and its floor is measured."""
+"""On a CUDA GPU: the codes are those of a CPU, a step does not wait for the host, and a profile counts its kernels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from models import write_model
 
 from lanternpp import compiled
-from lanternpp.evaluation.floor import measure_floors
-from lanternpp.evaluation.speed import parse_methods
+from lanternpp.evaluation import report
+from lanternpp.evaluation.profile import profile_race
+from lanternpp.evaluation.speed import Race, parse_methods
 from lanternpp.methods import METHODS
 from lanternpp.pipeline import Pipeline
 
@@ -66,7 +67,10 @@ def test_compiled_steps_are_cuda_graphs_and_draw_the_same_codes(folder, method, 
     assert pipe.warm(pipe.settings(method)) == [] and pipe.is_warm(pipe.settings(method))
 
 
-def test_the_floor_of_a_step_is_below_it(pipe):
-    field = parse_methods("ar, eagle tree=chain-2, parallel tree=chain-2")
-    for row in measure_floors(pipe, field, [1, 2], PROMPTS, {}, 5):
-        assert 0 < row.floor < row.step
+def test_a_profile_names_the_operations_whose_kernels_take_longest(pipe, tmp_path):
+    race = Race(pipe, parse_methods("ar, eagle tree=chain-2"), PROMPTS, 1, 0, {}, measure=False)
+    table = report.rows(race.run(tmp_path), race.describe(), {})
+    for row in profile_race(race, table, tmp_path):
+        assert "aten::" in row[2] and "pass" not in row[2]
+    trace = (tmp_path / "profile-ar.json").read_text()
+    assert '"cat": "kernel"' in trace and '"name": "verify"' in trace

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,34 @@ def test_without_matplotlib_there_are_figures_and_no_plots(run, model, prompts, 
     outcome = run(*requested)
     assert outcome.code == 0 and outcome.err.count("\n") == 1 and "need matplotlib" in outcome.err
     assert Path("b/table.md").exists() and not list(Path("b").glob("*.png"))
+
+
+def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps(run, model, prompts):
+    requested = ("bench", "--model", model, "--prompts", prompts, "--methods", "eagle, lantern++ lambda=3")
+    requested += ("-n", 1, "-o", "b", "--no-plots", "--no-measure")
+    assert run(*requested).code == 0 and not list(Path("b").glob("profile-*"))
+    outcome = run(*requested, "--resume", "--profile")
+    assert outcome.code == 0 and outcome.err == "" and "b/profile-*" in outcome.out
+    assert "aten::" in outcome.out.partition("most self time, %")[2]
+    phases = {"draft", "pass", "verify", "rest"}
+    for name in ("ar", "eagle", "lantern++_lambda=3"):
+        table = Path(f"b/profile-{name}.txt").read_text()
+        assert phases <= set(re.findall(r"^ *(\S+)", table, re.M)) and "aten::" in table
+        began = defaultdict(list)
+        for event in json.loads(Path(f"b/profile-{name}.json").read_text())["traceEvents"]:
+            if event["ph"] == "X" and event.get("cat") == "user_annotation":
+                began[event["name"]].append(event["ts"])
+        steps = len(began["pass"])
+        assert began.keys() == phases and len(began["verify"]) == steps
+        assert steps == 15 if name == "ar" else 0 < steps < 15, (
+            "a picture has 16 codes, one of them the prefill's"
+        )
+        assert sorted(began["pass"] + began["verify"])[::2] == sorted(began["pass"]), "in turn"
+        assert len(re.findall(rf"^ *{re.escape(name.replace('_', ' '))}  ", outcome.out, re.M)) == 2, (
+            "two tables"
+        )
+    told = run(*requested, "--resume", "--profile", "--json")
+    assert json.loads(told.out) == json.loads(Path("b/bench.json").read_text())
 
 
 def test_a_finished_bench_is_told_again_by_resume_and_never_overwritten(run, model, prompts):

@@ -73,6 +73,13 @@ def test_a_refusal_from_the_shell() -> None:
     assert done.stderr == "lanternpp: error: --cfg 0.0 is out of range; use 1 (no guidance) or more\n"
 
 
+@pytest.mark.parametrize("options", [(), ("--help",), ("--batch-sizes", "1,4", "--steps", 50)])
+def test_a_retired_verb_names_the_one_that_does_its_work(run, options) -> None:
+    outcome = run("floor", *options)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == "lanternpp: error: `floor` is now `bench --profile`\n"
+
+
 def test_version(run) -> None:
     outcome = run("--version")
     assert (outcome.code, outcome.out, outcome.err) == (0, f"lanternpp {lanternpp.__version__}\n", "")

@@ -20,7 +20,6 @@ from lanternpp.cli import (
     compare,
     convert,
     eval,
-    floor,
     generate,
     gpu_report,
     models,
@@ -34,9 +33,17 @@ from lanternpp.cli.terminal import one_line_warnings, say
 from lanternpp.errors import InputError
 from lanternpp.registry import HERE
 
+RETIRED = {"floor": "bench --profile"}  # verbs of earlier versions, and what does their work now
+
 
 class Verbs(TyperGroup):
     """The group of verbs; an interrupt of any of them is one line and status 130."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The verb of this name. InputError where it is a retired one."""
+        if cmd_name in RETIRED:
+            raise InputError(f"`{cmd_name}` is now `{RETIRED[cmd_name]}`")
+        return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the verb."""
@@ -56,7 +63,6 @@ app.add_typer(train_drafter.app, name="train")
 app.command()(tune.tune)
 app.command()(throughput.throughput)
 app.command()(warm.warm)
-app.command()(floor.floor)
 app.command()(gpu_report.gpu_report)
 app.command()(serve.serve)
 app.command()(models.models)

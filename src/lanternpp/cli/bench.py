@@ -62,6 +62,13 @@ EqualPictures = Annotated[
         help="Pictures that a strength of --equal-tv is measured on.", callback=opt.within(1, 100_000)
     ),
 ]
+Profiled = Annotated[
+    bool,
+    typer.Option(
+        "--profile",
+        help="Afterwards run the first steps of each method under torch.profiler, and write a table of operations and a trace.",
+    ),
+]
 JudgeIt = Annotated[
     bool, typer.Option("--quality/--no-quality", help="Quality figures.", rich_help_panel=opt.PANEL_QUALITY)
 ]
@@ -79,6 +86,7 @@ def bench(
     equal_tv: EqualTv = None,
     equal_pictures: EqualPictures = 8,
     plots: Plots = None,
+    profile: Profiled = False,
     quality: JudgeIt = True,
     reference: opt.Reference = None,
     features: opt.Features = None,
@@ -115,10 +123,15 @@ def bench(
         field, found = at_equal_tv(search, field, budgets)
     race = Race(pipe, field, prompt_list, n, seed, shared, measure)
     table = run(race, measurer, output, resume, with_plots, found)
+    profiles = profiled(race, table["methods"], output) if profile else []
     if as_json:
         typer.echo(json.dumps(table))
         return
     show(table)
+    if profile:
+        from lanternpp.evaluation.profile import COLUMNS
+
+        show_table(COLUMNS, profiles, prose=True, caption=f"operations and traces: {output}/profile-*")
     typer.echo(str(output / "table.md"))
 
 
@@ -259,6 +272,14 @@ def run(
 
         drawing.draw(table, report.by_row(turns, race.pipe.target.width), folder)
     return whole
+
+
+def profiled(race: Race, table: Sequence[Mapping[str, Any]], folder: Path) -> list[list[str]]:
+    """Profile every method of a race, and write the files; returns rows of `profile.COLUMNS`."""
+    from lanternpp.evaluation.profile import profile_race
+
+    with progress_bar("profiling") as progress:
+        return profile_race(race, table, folder, progress)
 
 
 def show(whole: dict[str, Any]) -> None:

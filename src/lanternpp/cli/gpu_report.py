@@ -12,7 +12,6 @@ import typer
 
 from lanternpp.arguments import DrawOptions
 from lanternpp.cli import options as opt
-from lanternpp.cli.floor import Random, Steps, measure
 from lanternpp.cli.output import writable_folder
 from lanternpp.cli.overrides import read
 from lanternpp.cli.terminal import progress_bar, say
@@ -30,6 +29,9 @@ Written by `lanternpp gpu-report`. The weights of the model named `random` are r
 trained weights, but how many codes a pass keeps, and so its speed-ups, say nothing about a trained drafter.
 """
 
+Random = Annotated[
+    str, typer.Option(metavar="SIZE", help="Size of the model with random weights: B, L, XL or tiny.")
+]
 Report = Annotated[
     Path, typer.Option("-o", "--output", "--out", metavar="FILE.md", help="Where the report goes.")
 ]
@@ -40,7 +42,6 @@ def gpu_report(
     model: opt.Model = opt.MODEL,
     random: Random = "XL",
     batch_sizes: Sizes = "1,4,16",
-    steps: Steps = 20,
     rounds: Rounds = 3,
     prompts: opt.Prompts = None,
     tests: Tests = Path("tests"),
@@ -48,14 +49,14 @@ def gpu_report(
     dtype: opt.Dtype = "auto",
     output: Report = Path("docs/gpu.md"),
 ) -> None:
-    """Run the GPU's tests, the floor of a step and a race on two models, and write them into one file.
+    """Run the GPU's tests, and races and profiles of steps on two models, and write all of it into one file.
 
     The models are --model, which needs an EAGLE drafter and a parallel one, and one of random weights in LlamaGen's shape.
     The file is written when all is measured. It ends with status 1 where a test failed.
     """
     from lanternpp.evaluation.random_model import check_size, random_model
 
-    sizes, size = read_sizes(batch_sizes), check_size(str(random))
+    sizes, size = read_sizes(batch_sizes), check_size(random)
     if output.is_dir():
         raise InputError(f"output {str(output)!r} is a folder; give the name of a file")
     writable_folder(output.parent)
@@ -76,7 +77,7 @@ def gpu_report(
     with random_model(size) as folder:
         for each, drawn in ((model, prompt_list), (str(folder), CLASSES)):
             pipe = read(DrawOptions(each, device=device, dtype=dtype))
-            parts += sections(pipe, drawn, sizes, steps, rounds)
+            parts += sections(pipe, drawn, sizes, rounds)
             del pipe  # before the next one is read
     write_text(output, "\n".join(parts))
     typer.echo(str(output))
@@ -98,20 +99,21 @@ def run_tests(folder: Path) -> tuple[int, str]:
     return (0 if done.returncode == 5 else done.returncode), lines[-1].strip("= ")
 
 
-def sections(pipe: Pipeline, prompts: list[str], sizes: list[int], steps: int, rounds: int) -> list[str]:
-    """The floor and the races of a model as Markdown."""
-    from lanternpp.evaluation import floor, report
+def sections(pipe: Pipeline, prompts: list[str], sizes: list[int], rounds: int) -> list[str]:
+    """The races of a model and the profiles of its steps as Markdown."""
+    from lanternpp.evaluation import report
+    from lanternpp.evaluation.profile import COLUMNS, profile_race
     from lanternpp.evaluation.speed import Race, parse_methods
 
     field = parse_methods(FIELD)
-    with progress_bar(f"{pipe.name}: timing steps") as progress:
-        measured = measure(pipe, field, sizes, steps, {}, progress)
-    parts = [f"## {pipe.name}\n", "### The floor of a step\n", floor.markdown(measured["floors"], measured)]
+    parts = [f"## {pipe.name}\n"]
     for size in sizes:
         race = Race(pipe, field, prompts, size * rounds, 0, {"batch_size": size}, measure=False)
         with TemporaryDirectory() as room, progress_bar(f"{pipe.name}: race, batch {size}") as progress:
-            turns = race.run(Path(room), progress=progress)
-        info = race.describe()
-        parts += [f"### Race, batch {size}\n", report.markdown(report.rows(turns, info, {}), info)]
+            turns, info = race.run(Path(room), progress=progress), race.describe()
+            table = report.rows(turns, info, {})
+            profiles = profile_race(race, table, Path(room))
+        parts += [f"### Race, batch {size}\n", report.markdown(table, info)]
+        parts += [f"### Steps, batch {size}\n", report.markdown_table(COLUMNS, profiles, left=(0, 2))]
         pipe.release()
     return parts

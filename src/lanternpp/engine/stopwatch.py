@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -117,17 +117,3 @@ def now(engine: Engine) -> float:
     if engine.codes.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def elapsed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds that a call takes; on a GPU between two events around it."""
-    if device.type != "cuda":
-        began = time.perf_counter()
-        run()
-        return time.perf_counter() - began
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1000

@@ -25,12 +25,12 @@ def draw(table: Sequence[Mapping[str, Any]], rows: Mapping[str, Sequence[float]]
     return written
 
 
-def figure(width: float = 7.5, height: float = 4.6) -> tuple[Any, Any]:
+def figure() -> tuple[Any, Any]:
     """An empty figure and its axes, drawn without a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    fig = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    fig = Figure(figsize=(7.5, 4.6), dpi=130, layout="constrained")
     FigureCanvasAgg(fig)
     axes = fig.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
@@ -82,24 +82,6 @@ def passes(table: Sequence[Mapping[str, Any]]) -> Any:
         share = [100 * counts.get(k, 0) / total for k in range(1, most + 1)]
         axes.plot(range(1, most + 1), share, marker=".", label=lines(row["method"]), **style(i))
     return finished(fig, axes, "codes decided by one pass", "share of passes, %", bottom=0)
-
-
-def floors(table: Sequence[Mapping[str, Any]], parts: Mapping[str, str]) -> Any:
-    """Where the time of a step goes, in multiples of its floor: a stacked bar per method and batch size.
-
-    table: as `floor.figures` gives it. parts: keys of the parts and what they are called, the floor's first.
-    """
-    fig, axes = figure(height=1.6 + 0.45 * len(table))
-    names = [f"{lines(row['method'])}, batch {row['batch_size']}" for row in table]
-    ends = [0.0] * len(table)
-    for key, label in parts.items():
-        widths = [max(row[key] / row["floor"], 0.0) for row in table]
-        axes.barh(range(len(table)), widths, left=ends, label=label)
-        ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    axes.set_yticks(range(len(table)), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.axvline(1, color="black", linewidth=0.8)
-    return finished(fig, axes, "time of a step / linear layers and attention alone", "")
 
 
 def lines(label: str) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import Structure, byref, c_double, c_int64, c_void_p
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -62,8 +61,6 @@ class PackedDense:
 class NativeChain:
     """The guesses of a parallel drafter in a chain, by layers that are packed."""
 
-    active: ClassVar[bool] = True  # False while what PyTorch would compute is recorded
-
     def __init__(
         self, up: PackedDense, head: PackedDense, library: ctypes.CDLL, confidence: Weights | None = None
     ):
@@ -76,7 +73,7 @@ class NativeChain:
 
     def takes(self, features: Tensor) -> bool:
         """Whether it draws guesses from features [B, levels, D]."""
-        few = self.active and on_host(features) and len(features) <= MOST_PICTURES
+        few = on_host(features) and len(features) <= MOST_PICTURES
         return few and features.dtype == torch.bfloat16
 
     def __call__(

@@ -101,8 +101,6 @@ class Pass(Structure):
 class NativeDecoder:
     """The passes of a `Decoder`; it keeps a second copy of the weights, in the order they are read in."""
 
-    active = True  # False while what PyTorch would compute is recorded
-
     def __init__(self, decoder: Decoder, library: ctypes.CDLL):
         self.library, self._kept, self._pages = library, list[Tensor](), LargePages()
         config = decoder.config
@@ -116,7 +114,7 @@ class NativeDecoder:
 
     def takes(self, x: Tensor) -> bool:
         """Whether it computes a pass with inputs x [R, N, D]."""
-        return self.active and on_host(x)
+        return on_host(x)
 
     def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
         """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to kv [L, 2, R, Hkv, S, d].

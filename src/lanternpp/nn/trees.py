@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import Structure, byref, c_double, c_int64, c_void_p
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,14 +49,12 @@ class Children(Structure):
 class NativeHead:
     """A linear head of guided features."""
 
-    active: ClassVar[bool] = True  # False while what PyTorch would compute is recorded
-
     def __init__(self, head: PackedDense, library: ctypes.CDLL):
         self.library, self.packed = library, head
 
     def takes(self, features: Tensor) -> bool:
         """Whether it computes the logits of features [R, N, D]."""
-        return self.active and on_host(features) and features.dtype == torch.bfloat16
+        return on_host(features) and features.dtype == torch.bfloat16
 
     def __call__(self, features: Tensor, scale: float, branches: int) -> Tensor:
         """Features [R, N, D] -> logits [B, N, V] in float32 of those guided with this scale, where there are two branches."""
