@@ -24,9 +24,9 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class _Content:
-    facts: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of the machine and the model, for people who read the file
+    """facts: of the machine and the model, for people who read the file."""
+
+    facts: Mapping[str, str] = field(default_factory=dict)
     steps: Mapping[str, tuple[Step, ...]] = field(default_factory=dict)
     counts: Mapping[str, Counts] = field(default_factory=dict)
 
@@ -57,11 +57,10 @@ class Store:
         return found if found is not None and found.passes >= ENOUGH else None
 
     def add_steps(self, key: str, steps: tuple[Step, ...], keep: bool) -> tuple[Step, ...]:
-        """The steps to use for a key: those of another process that was earlier, else these, which are written down with `keep`."""
+        """The steps to use for a key: those of a process that was earlier, and these of other drafts, written down with `keep`."""
         self._update()
-        known = self.content.steps.get(key)
-        if known is not None:
-            return known
+        known = self.content.steps.get(key, ())
+        steps = (*known, *(step for step in steps if step.draft not in {one.draft for one in known}))
         self.content = replace(self.content, steps={**self.content.steps, key: steps})
         if keep:
             self._write()
