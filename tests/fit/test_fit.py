@@ -247,6 +247,13 @@ def test_a_training_stores_the_rates_of_its_drafter(model: Path, timed) -> None:
     assert known.fit(pipe.settings("parallel")).fit and known._fit.counts(methods[1]) == relaxed[1]
 
 
+def test_drafts_that_fit_into_no_picture_have_no_rates(model: Path) -> None:
+    pipe = pipeline(model)
+    deep = pipe.settings("parallel", tree="chain-16", batch_size=2)  # a picture has 16 codes
+    path = record(pipe, [deep], model / "parallel", [PROMPT], 5)
+    assert json.loads(path.read_text()) == {"acceptance": []} and read_rates(model / "parallel") == ()
+
+
 @pytest.mark.parametrize(
     "damage",
     ["[]", '{"acceptance": [{"strength": {}, "counts": {"tried": [[1]], "kept": [[2]], "passes": 3}}]}'],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import count, cycle
+from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +55,15 @@ def record(
         counter = AcceptanceByRank(pipe.target.length)
         engine.observers.append(counter)
         batch = ContinuousBatch(engine, zip(cycle(prompts), count(), strict=False))
-        for _ in batch.run():
+        for _ in islice(batch.run(), 8 * passes):  # none are counted where no draft fits into a picture
             done = int(getattr(counter, "passes", 0))
             if progress:
                 progress(place * passes + min(done, passes), len(methods) * passes)
             if done >= passes:
                 break
-        counts = asdict(Counts.of(counter))
-        rows.append({"method": settings.method, "strength": strength(settings), "counts": counts})
+        counts = Counts.of(counter)
+        if counts.passes:
+            rows.append({"method": settings.method, "strength": strength(settings), "counts": asdict(counts)})
     path = folder / FILE
     write_text(path, json.dumps({"acceptance": rows}) + "\n")
     return path
