@@ -201,14 +201,14 @@ def test_a_very_long_prompt_has_a_short_warning() -> None:
         ({"method": "lantern+"}, "lantern[+][+]"),
         ({"temperature": -1.0}, "temperature -1"),
         ({"cfg": 0.5}, "cfg 0.5"),
-        ({"top_p": 0.0}, "top-p 0"),
+        ({"top_p": 0.0}, "top_p 0"),
         ({"top_k": 5000}, "top-k 5000"),
         ({"neighbours": 4096}, "4096 neighbours.*4095"),
         ({"lam": 0.5}, "lambda 0.5"),
         ({"method": "lantern", "delta": 2.0}, "delta 2"),
         ({"tree": "oak"}, "tree 'oak'"),
         ({"accept": "always"}, "rule 'always'"),
-        ({"batch_size": 0}, "batch size 0"),
+        ({"batch_size": 0}, "batch_size 0"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_in_one_sentence(call: dict[str, object], names: str) -> None:
