@@ -17,7 +17,7 @@ from lanternpp.pipeline import Pipeline
 from lanternpp.settings import Settings
 
 DEEPEST = 16
-PASSES, BATCH = 1000, 2
+PASSES, BATCH = 500, 2
 LAMBDAS = (1.5, 2.0, 3.0)
 
 
