@@ -28,7 +28,7 @@ from lanternpp.tuned import Tuned
 
 PROMPT = "a red tulip"
 HALVES = Counts(((8.0,),) * 8, ((4.0,),) * 8, 1000)  # every guess is accepted half of the time
-TREES = Counts(((8.0, 4.0),) * 8, ((4.0, 1.0),) * 8, 1000)
+DEEPER = Counts(((8.0,),) * 9, ((4.0,),) * 9, 1000)
 STEPS = {PLAIN: 1.0, "chain-1": 1.2, "chain-2": 1.3, "chain-4": 2.0, "chain-8": 3.0}
 
 
@@ -140,13 +140,13 @@ def test_another_process_reads_what_was_measured(model: Path, timed, own_cache: 
 def test_another_own_draft_is_measured_once_beside_what_is_known(model: Path, timed) -> None:
     asked = timed(STEPS)
     pipeline(model)(PROMPT, method="parallel")
-    defaults = {"methods": {"parallel": {"tree": "[[0],[0,0],[1]]"}}}
+    defaults = {"methods": {"parallel": {"tree": "chain-9"}}}
     (model / "defaults.json").write_text(json.dumps(defaults))
-    write_rates(model / "parallel", pipeline(model).settings("parallel"), TREES)
+    write_rates(model / "parallel", pipeline(model).settings("parallel"), DEEPER)
     for _ in range(2):
         pipe = pipeline(model)
         assert pipe.fit(pipe.settings("parallel")).tree == "chain-2"
-    assert len(asked) == 2 and asked[1][1] == "[[0],[0,0],[1]]"
+    assert len(asked) == 2 and asked[1][1] == "chain-9"
 
 
 def test_of_two_processes_that_measure_at_once_the_first_to_write_is_right(model: Path, timed) -> None:

@@ -102,7 +102,7 @@ class Fit:
         """The steps of the candidates, stored or measured now."""
         key = _key(costed(settings))
         known = self.store.steps(key)
-        first = list(candidates)[:2]  # plain decoding and the method's own draft, which are always measured
+        first = list(candidates)[:2]  # plain decoding and one draft, which are always measured
         if known is not None and {step.draft for step in known}.issuperset(first):
             return known
         drafts = ((name, lambda each=each: self.engine(each)) for name, each in candidates.items())
@@ -117,10 +117,11 @@ class Fit:
 
     @staticmethod
     def _candidates(settings: Settings, own: Shape, counts: Counts) -> Iterator[Settings]:
-        """Plain decoding, the method's own draft, and others whose acceptance is known, the most telling first."""
+        """Plain decoding, the method's own draft, and others whose acceptance is known; large trees come last, as they take longest."""
         yield plain_settings(settings)
         depth, ranks = counts.size
-        if fits(own, depth, ranks):
+        known = fits(own, depth, ranks)
+        if known and is_chain(own):
             yield settings
         for levels in DEPTHS:
             if levels > depth:
@@ -129,8 +130,11 @@ class Fit:
                 yield replace(settings, window=levels)
             elif chain(levels) != own:
                 yield with_tree(settings, f"chain-{levels}")
-        if settings.window is None and not is_chain(own):
-            yield from (with_tree(settings, name) for name in TREES if fits(SHAPES[name], depth, ranks))
+        if not is_chain(own):
+            trees = TREES if settings.window is None else ()
+            yield from (with_tree(settings, name) for name in trees if fits(SHAPES[name], depth, ranks))
+            if known:
+                yield settings
 
 
 def fit_for(model: Model, engine: Callable[[Settings], Engine], weights: str, dtype: str) -> Fit:

@@ -12,8 +12,8 @@ from lanternpp.engine.stopwatch import PHASES, TimedEngine
 
 # The budget of a measurement: seconds, or a share of a picture by plain decoding where that is more.
 SECONDS, SHARE = 0.8, 0.05
-# Timed steps of a draft: at least FEWEST, at most MOST, and after FEWEST no more once they have taken LONG seconds.
-FEWEST, MOST, LONG = 3, 7, 0.025
+# Timed steps of a draft: FEWEST, one less where a step takes SLOW seconds, and up to MOST until they have taken LONG seconds.
+FEWEST, MOST, LONG, SLOW = 3, 7, 0.025, 0.1
 NOISY = 1.15  # mean of the medians over minima from which on other work has disturbed a measurement; 1.06 on a quiet machine
 
 
@@ -50,9 +50,9 @@ def _timed(name: str, engine: Engine) -> Step:
     timed = TimedEngine(engine)
     timed.move_midway(first=True)
     timed.step()  # what is built on first use is not timed
+    fewest = FEWEST - (sum(timed.spans.pop().values()) > SLOW)
     began = time.perf_counter()
-    timed.spans.clear()
-    while len(timed.spans) < FEWEST or (len(timed.spans) < MOST and time.perf_counter() - began < LONG):
+    while len(timed.spans) < fewest or (len(timed.spans) < MOST and time.perf_counter() - began < LONG):
         timed.move_midway()
         timed.step()
     seconds = [sum(span[phase] for phase in PHASES) for span in timed.spans]
