@@ -530,7 +530,7 @@ def test_drafts_in_place_are_fitted_to_the_machine(
     drawn = case.model.generate(**given)
     (steps,) = held(case.model, None).pipe._fit.store.content.steps.values()
     assert {"plain", "window-16", "window-4"} <= {step.draft for step in steps}
-    assert drawn.shape == case.model.generate(**given).shape
+    assert len(drawn) == len(case.model.generate(**given)) == 2
 
 
 class Adapted(torch.nn.Module):

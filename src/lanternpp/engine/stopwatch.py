@@ -96,6 +96,7 @@ class TimedEngine:
         engine = self.engine
         half = engine.target.length // 2
         engine.count.fill_(half)
+        engine.passes.fill_(1)
         engine.proposer.count.fill_(half)
         for cache in (engine.cache, getattr(engine.proposer, "cache", None)):
             if cache is not None:

@@ -27,9 +27,9 @@ from lanternpp.trees.static import StaticTree
 
 SWITCH = "LANTERNPP_FIT"  # in the environment; 0: nothing is fitted, as with --no-fit
 PLAIN = "plain"
-MARGIN = 0.03  # how much slower than the fastest draft a shorter one may be: the error of a measurement
+MARGIN = 0.02  # how much slower than the fastest draft a shorter one may be: the error of a measurement
 # In the order in which they are measured, as the budget of a large model may end before all are.
-DEPTHS = (4, 2, 8, 12, 6, 1, 3, 16, 10, 14, 5, 7)
+DEPTHS = (4, 2, 8, 12, 6, 3, 10, 14, 5, 16, 1, 7)
 TREES = ("deep-8", "eagle-25")  # offered beside chains to a method whose own tree branches
 COSTED = ("proposer", "accept", "neighbours", "coupling", "fresh", "siblings", "rows", "batch_size")
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import NamedTuple
 
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.stopwatch import PHASES, TimedEngine
@@ -13,7 +14,7 @@ from lanternpp.engine.stopwatch import PHASES, TimedEngine
 # The budget of a measurement: seconds, or a share of a picture by plain decoding where that is more.
 SECONDS, SHARE = 0.8, 0.05
 # Timed steps of a draft: FEWEST, one less where a step takes SLOW seconds, and up to MOST until they have taken LONG seconds.
-FEWEST, MOST, LONG, SLOW = 3, 7, 0.025, 0.1
+FEWEST, MOST, LONG, SLOW = 3, 7, 0.04, 0.1
 NOISY = 1.15  # mean of the medians over minima from which on other work has disturbed a measurement; 1.06 on a quiet machine
 
 
@@ -29,36 +30,62 @@ class Step:
 
 
 def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> tuple[Step, ...]:
-    """Time the steps of some drafts, each in an engine of its own that is freed after it, until the budget is spent.
+    """Time the steps of some drafts until the budget is spent, each in an engine of its own that is freed after it.
 
-    drafts: their names and what makes the engine; the first two, of which one is plain decoding, are always measured, the others
-    as far as the budget allows. length: codes of a picture.
+    drafts: their names and what makes the engine. The first is plain decoding, one of whose steps follows every other step: what a
+    step takes in terms of that does not change when the machine becomes slower for a while. The second is always measured too,
+    the others as far as the budget allows. length: codes of a picture.
     """
-    steps: list[Step] = []
-    began, budget = time.perf_counter(), SECONDS
-    for name, make in drafts:
+    (plain_name, make_plain), *others = drafts
+    began, plain = time.perf_counter(), _Stepped(make_plain())
+    beside = [plain.step() for _ in range(FEWEST)]
+    budget = max(SECONDS, SHARE * length * beside[-1].step)
+    measured: list[tuple[str, int, list[tuple[_Span, _Span]]]] = []
+    for name, make in others:
         spent = time.perf_counter() - began
-        if len(steps) >= 2 and spent + spent / len(steps) > budget:
+        if measured and spent + spent / (1 + len(measured)) > budget:
             break
-        steps.append(_timed(name, make()))
-        budget = max(budget, SHARE * length * steps[0].seconds)
+        drafted, pairs, since = _Stepped(make()), list[tuple[_Span, _Span]](), time.perf_counter()
+        fewest = FEWEST - (drafted.first > SLOW)
+        while len(pairs) < fewest or (len(pairs) < MOST and time.perf_counter() - since < LONG):
+            pairs.append((drafted.step(), plain.step()))
+        measured.append((name, drafted.rows, pairs))
+        beside += [other for _, other in pairs]
+    usual = median(span.step for span in beside)
+    least = min(span.step for span in beside)
+    steps = [Step(plain_name, plain.rows, usual, median(span.target for span in beside), usual / least)]
+    for name, rows, pairs in measured:
+        seconds, target = (
+            usual * median(getattr(span, part) / other.step for span, other in pairs)
+            for part in _Span._fields
+        )
+        taken = [span.step for span, _ in pairs]
+        steps.append(Step(name, rows, seconds, target, median(taken) / min(taken)))
     return tuple(steps)
 
 
-def _timed(name: str, engine: Engine) -> Step:
-    """Steps in the middle of a picture, without its prompt: what a step takes does not depend on the codes."""
-    timed = TimedEngine(engine)
-    timed.move_midway(first=True)
-    timed.step()  # what is built on first use is not timed
-    fewest = FEWEST - (sum(timed.spans.pop().values()) > SLOW)
-    began = time.perf_counter()
-    while len(timed.spans) < fewest or (len(timed.spans) < MOST and time.perf_counter() - began < LONG):
-        timed.move_midway()
-        timed.step()
-    seconds = [sum(span[phase] for phase in PHASES) for span in timed.spans]
-    rows = engine.guidance.branches * engine.batch * engine.proposer.size
-    typical = median(seconds)
-    return Step(name, rows, typical, median(span["pass"] for span in timed.spans), typical / min(seconds))
+class _Span(NamedTuple):
+    """Seconds of a step, and of the target's pass in it."""
+
+    step: float
+    target: float
+
+
+class _Stepped:
+    """An engine in the middle of a picture, without its prompt: what a step takes does not depend on the codes."""
+
+    def __init__(self, engine: Engine):
+        self.timed = TimedEngine(engine)
+        self.rows = engine.guidance.branches * engine.batch * engine.proposer.size
+        self.timed.move_midway(first=True)
+        self.first = self.step().step  # with what is built on first use
+
+    def step(self) -> _Span:
+        """One step from the middle of the picture."""
+        self.timed.move_midway()
+        self.timed.step()
+        span = self.timed.spans.pop()
+        return _Span(sum(span[phase] for phase in PHASES), span["pass"])
 
 
 def disturbed(steps: Sequence[Step]) -> bool:
