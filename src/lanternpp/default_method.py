@@ -1,7 +1,8 @@
 """`method="auto"`: the method that is used for a model where none is named, and the reason.
 
 In this order: the method that the model's `defaults.json` names; the one that `lanternpp tune` was last run for with these
-weights; the parallel drafter's chain; EAGLE's drafter; coupled Jacobi decoding, which needs no drafter. A method whose network is missing is passed over. The last three are lossless:
+weights; the parallel drafter's chain; EAGLE's drafter; coupled Jacobi decoding, which needs no drafter. A method whose
+network is missing is passed over. The last three are lossless:
 `auto` relaxes only where the model or a tuning says so.
 """
 

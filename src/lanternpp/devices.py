@@ -17,10 +17,8 @@ DTYPES = {
     "float64": torch.float64,
 }
 INT8 = "int8"  # weights in 8 bits
-PROC, GROUPS = (
-    Path("/proc"),
-    Path("/sys/fs/cgroup"),
-)  # Linux's facts; control groups limit containers and services
+# Where Linux says what is free; control groups limit containers and services.
+PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def pick_device(name: str = "auto") -> torch.device:

@@ -166,8 +166,10 @@ class LoadedModel:
         What is not known of the machine is measured now, which takes at most a second or 5 % of a picture's time. Settings whose
         draft was given or tuned stay as they are, and so do those for which no acceptance rates are known yet. Their `fit` is False.
         """
+        if not settings.fit or self.target.channels:
+            return replace(settings, fit=False)
         with self._lock:
-            return replace(settings, fit=False) if self.target.channels else self._fit(settings)
+            return self._fit(settings)
 
     def bound(self, settings: Settings) -> str | None:
         """One sentence on what bounds passes on this machine; None where `fit` measured nothing for such settings."""
@@ -253,7 +255,7 @@ class LoadedModel:
         engine = engine_for(*parts, settings.batch_size, settings.measure, verifier)
         if settings.compile:
             compile_steps(engine)
-        if codes:
+        if codes and "_fit" in vars(self):  # nothing is to be counted before a first fit
             self._fit.count(settings, engine)
         return engine
 

@@ -50,7 +50,7 @@ PLAIN: dict[type, Callable[[str, Any], Any]] = {
     float: arguments.real,
     bool: arguments.switch,
 }
-BASE = "nothing"  # the proposer of plain decoding
+NO_DRAFT = "nothing"  # the proposer of plain decoding
 SHAPES = {"tree", "window", "cut"}  # dials that decide the shape of a draft
 TREE = "eagle-25"  # default of proposers that take a tree
 
@@ -100,7 +100,7 @@ def resolve(
     row = {k: v for k, v in asdict(named_method(method)).items() if k != "about"}
     base = {dial.name: dial.default for dial in dials(*EVERY)}
     merged = base | row | defaults_of(defaults, method) | given
-    merged["fit"] = merged["fit"] and merged["proposer"] != BASE and not given.keys() & SHAPES
+    merged["fit"] = merged["fit"] and merged["proposer"] != NO_DRAFT and not given.keys() & SHAPES
     extra = [k for k in merged if k not in Settings.__dataclass_fields__]
     if extra:
         raise InputError(unknown("option", extra[0], Settings.__dataclass_fields__))
@@ -156,7 +156,7 @@ def suits_latents(settings: Settings) -> bool:
     drafts = _draft_traits(settings)
     chain = drafts.guesses.chain and drafts.guesses.why_not_drawn is None and settings.verify == TOKEN
     return (drafts.rule.lossless or drafts.rule.trajectories) and (
-        settings.proposer == "nothing" or (settings.proposer == "tree" and chain)
+        settings.proposer == NO_DRAFT or (settings.proposer == "tree" and chain)
     )
 
 

@@ -20,7 +20,7 @@ from lanternpp.methods import method as named_method
 from lanternpp.models import DRAWERS, Model
 from lanternpp.nn.checkpoints import checksum, digest
 from lanternpp.registry import Given
-from lanternpp.settings import Settings, dials_read, with_tree
+from lanternpp.settings import NO_DRAFT, Settings, dials_read, with_tree
 from lanternpp.trees import build_tree
 from lanternpp.trees.shapes import SHAPES, Shape, chain, is_chain
 from lanternpp.trees.static import StaticTree
@@ -49,16 +49,13 @@ class Fit:
         self._uncounted: set[str] = set()  # strengths whose acceptance is to be counted while drawing
 
     def __call__(self, settings: Settings) -> Settings:
-        """The settings with the fastest draft; plain decoding's where no draft is faster.
+        """Settings that are to be fitted -> those with the fastest draft; plain decoding's where no draft is faster.
 
         The steps of a few drafts are measured now unless they were before. Where acceptance rates are not known yet the method's
         own draft stays, with `fit` False, and is counted.
         """
-        own = replace(settings, fit=False)
-        if os.environ.get(SWITCH) == "0":
-            return own
-        shape = shape_of(settings)
-        if not settings.fit or shape is None or isinstance(settings.accept, Given):
+        own, shape = replace(settings, fit=False), shape_of(settings)
+        if os.environ.get(SWITCH) == "0" or shape is None or isinstance(settings.accept, Given):
             return own
         counts = self.counts(settings)
         if counts is None:
@@ -110,7 +107,7 @@ class Fit:
         return self.store.add_steps(key, steps, keep=not disturbed(steps))
 
     def _passes(self, settings: Settings, counts: Counts) -> float:
-        """Passes of a picture; of what its last draft decides beyond a code, half is behind the end on average."""
+        """Passes of a picture; half of the codes that its last draft decides beyond the first lie after the end, on average."""
         shape = shape_of(settings)
         codes = 1.0 if shape is None else counts.codes(shape)
         return (self.length - 1 + (codes - 1) / 2) / codes
@@ -161,7 +158,7 @@ def fits(shape: Shape, depth: int, ranks: int) -> bool:
 def shape_of(settings: Settings) -> Shape | None:
     """The shape of a method's drafts; None where it has none, or it is decided while drafting or by compiled steps."""
     read = dials_read(settings.proposer, settings.accept)
-    if settings.compile or settings.cut or settings.proposer == "nothing":
+    if settings.compile or settings.cut or settings.proposer == NO_DRAFT:
         return None
     if "window" in read and settings.window is not None:
         if settings.rows not in (None, 1):
@@ -173,7 +170,7 @@ def shape_of(settings: Settings) -> Shape | None:
 
 def draft_name(settings: Settings) -> str:
     """What the draft of settings is called in a file of measured steps."""
-    if settings.proposer == "nothing":
+    if settings.proposer == NO_DRAFT:
         return PLAIN
     return f"window-{settings.window}" if settings.window is not None else str(settings.tree)
 

@@ -16,10 +16,8 @@ from lanternpp.fit.rates import ENOUGH, Counts, check_counts
 from lanternpp.fit.steps import Step
 from lanternpp.jsonfile import read_object
 from lanternpp.nn.checkpoints import digest, user_cache, write_text
-from lanternpp.nn.native import kernels
+from lanternpp.nn.native import CPUINFO, kernels
 from lanternpp.schema import made
-
-CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)

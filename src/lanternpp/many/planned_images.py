@@ -91,7 +91,8 @@ def differences(old: Mapping[str, str], new: Mapping[str, str], any_draft: bool 
     if any_draft and now.get("fit"):
         plain = BASELINE in (was.get("method"), now.get("method"))
         for key in ("fit", *SHAPES, "verify", *(("method", *names(PARTS, DRAFT, RULE)) if plain else ())):
-            was.pop(key, None), now.pop(key, None)
+            for settings in (was, now):
+                settings.pop(key, None)
     return ", ".join(
         f"{key} {was.get(key)}, now {now.get(key)}"
         for key in dict.fromkeys((*now, *was))

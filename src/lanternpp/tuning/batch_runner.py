@@ -13,8 +13,8 @@ from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.stopwatch import now
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
+from lanternpp.fit.store import machine_facts
 from lanternpp.pipeline import Pipeline
-from lanternpp.tuning.run import processor
 
 Conditions = Sequence[str | None]
 
@@ -79,5 +79,5 @@ def usual_conditions(pipe: Pipeline) -> Conditions:
 def machine(pipe: Pipeline) -> dict[str, object]:
     """The device, processor, dtype and threads that seconds are measured with."""
     name = device_name(pipe.device)
-    where = {"device": name, "processor": processor(), "dtype": pipe.dtype}
+    where = {"device": name, "processor": machine_facts()["processor"], "dtype": pipe.dtype}
     return where | {"threads": torch.get_num_threads()}

@@ -18,6 +18,7 @@ from lanternpp.errors import InputError
 from lanternpp.evaluation import report
 from lanternpp.evaluation.draw import evaluation_requests
 from lanternpp.evaluation.speed import Entry, Race
+from lanternpp.fit.store import machine_facts
 from lanternpp.methods import BASELINE
 from lanternpp.nn.checkpoints import digest
 from lanternpp.pipeline import Pipeline, versions
@@ -101,7 +102,7 @@ class Tuner(ABC, Generic[T]):
         like = next(self.pipe.target.parameters())
         facts = {
             "name": device_name(like.device),
-            "processor": processor(),
+            "processor": machine_facts()["processor"],
             "threads": torch.get_num_threads(),
         }
         return facts | self.pipe.conditions(self.settings)
@@ -185,13 +186,3 @@ def check(settings: Settings) -> None:
 def has_window(settings: Settings) -> bool:
     """Whether a method drafts in a window instead of a tree."""
     return {"window", "tree"} & dials_read(settings.proposer, settings.accept) == {"window"}
-
-
-def processor() -> str:
-    """The processor's name, where the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "unknown"
