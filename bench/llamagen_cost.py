@@ -26,7 +26,7 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.nn.decoder import DecoderConfig
-from lanternpp.nn.packed import pack
+from lanternpp.kernels.packed import pack
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.targets.llamagen import LlamaGenConfig, LlamaGenTarget

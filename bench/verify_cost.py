@@ -26,10 +26,10 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import with_native
 from lanternpp.engine.verify import verify
 from lanternpp.nn.decoder import Decoder, DecoderConfig
-from lanternpp.nn.packed import pack
+from lanternpp.kernels.packed import pack
 from lanternpp.nn.rope import grid_table
-from lanternpp.nn.trees import native_sampling
-from lanternpp.nn.verdicts import native_verifier
+from lanternpp.kernels.sampling import native_sampling
+from lanternpp.kernels.verify import native_verifier
 from lanternpp.trees.shapes import SHAPES
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft, Frontier

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from lanternpp.nn import native
+from lanternpp.kernels import library as native
 
 
 def own_cache(folder: Path) -> str:

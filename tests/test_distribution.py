@@ -21,12 +21,12 @@ from torch import Tensor
 from lanternpp import Pipeline
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
+from lanternpp.kernels.chain import NativeChain
+from lanternpp.kernels.library import NativeDecoder
+from lanternpp.kernels.sampling import NativeHead, NativeSampling
+from lanternpp.kernels.verify import NativeVerifier
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig
-from lanternpp.nn.draws import NativeChain
-from lanternpp.nn.native import NativeDecoder
-from lanternpp.nn.trees import NativeHead, NativeSampling
-from lanternpp.nn.verdicts import NativeVerifier
 from lanternpp.targets.words import WordsConfig, WordsTarget
 from lanternpp.trees.depth import DepthTree
 from lanternpp.trees.dynamic import DynamicTree

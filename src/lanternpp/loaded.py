@@ -26,13 +26,13 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engines import BYTES, EngineCache
 from lanternpp.errors import InputError
 from lanternpp.fit.choice import Fit, fit_for
+from lanternpp.kernels.sampling import native_sampling
+from lanternpp.kernels.verify import native_laws, native_verifier
 from lanternpp.keywords import PictureDials, listing
 from lanternpp.methods import AUTO
 from lanternpp.models import MODELS, Model, drawing_dtype, model_folder, read_defaults
 from lanternpp.nn.checkpoints import digest, write_text
 from lanternpp.nn.int8 import Effect
-from lanternpp.nn.trees import native_sampling
-from lanternpp.nn.verdicts import native_laws, native_verifier
 from lanternpp.registry import find
 from lanternpp.settings import (
     Settings,

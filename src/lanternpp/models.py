@@ -17,13 +17,13 @@ from lanternpp.drafters.base import Drafter
 from lanternpp.errors import InputError
 from lanternpp.hub import STAGE, fetch, hub_id
 from lanternpp.jsonfile import read_object
+from lanternpp.kernels.library import MOST_WEIGHTS, kernels, product_dtype
+from lanternpp.kernels.packed import attach_eight_bits, pack
+from lanternpp.kernels.sampling import native_head
 from lanternpp.nn.checkpoints import CONFIG, load_config
 from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
-from lanternpp.nn.native import MOST_WEIGHTS, kernels, product_dtype
-from lanternpp.nn.packed import attach_eight_bits, pack
 from lanternpp.nn.shards import INDEX, PICKLED, SAFE
 from lanternpp.nn.sources import Source
-from lanternpp.nn.trees import native_head
 from lanternpp.registry import find, unknown
 from lanternpp.schema import made
 from lanternpp.targets import FAMILIES

@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.nn.threads import FittedThreads
+from lanternpp.kernels.threads import FittedThreads
 from lanternpp.registry import unknown
 from lanternpp.targets.base import Target
 

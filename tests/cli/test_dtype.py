@@ -10,8 +10,8 @@ from latents import write_diffusion
 
 from lanternpp import Pipeline, models
 from lanternpp.devices import pick_dtype
+from lanternpp.kernels.library import SWITCH, kernels
 from lanternpp.nn import int8
-from lanternpp.nn.native import SWITCH, kernels
 
 DRAW = ("generate", "a red tulip", "--model")
 

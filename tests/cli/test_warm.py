@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lanternpp import compiled
-from lanternpp.nn import native
+from lanternpp.kernels import library as native
 
 
 def test_on_a_cpu_the_c_code_is_made_and_nothing_else(run, model) -> None:

@@ -11,7 +11,8 @@ from torch import nn
 from lanternpp import models
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.errors import InputError
-from lanternpp.nn import int8, packed
+from lanternpp.kernels import packed
+from lanternpp.nn import int8
 
 
 def test_a_weight_errs_by_half_a_step_at_most_in_a_quarter_of_the_bytes() -> None:

@@ -10,7 +10,7 @@ from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.nn.trees import native_sampling
+from lanternpp.kernels.sampling import native_sampling
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.shapes import EAGLE, chain

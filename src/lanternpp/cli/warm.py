@@ -31,7 +31,7 @@ def warm(batch_sizes: Sizes = "1", as_json: opt.Json = False, *, options: DrawOp
     check(options)
 
     from lanternpp.compiled import compiled_folder
-    from lanternpp.nn import native
+    from lanternpp.kernels import library as native
 
     began = time.perf_counter()
     pipe = read(options)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.continuous.mixture import bounded, size
+from lanternpp.kernels.packed import pack
 from lanternpp.nn.configs import Width
-from lanternpp.nn.packed import pack
 from lanternpp.schema import Between
 from lanternpp.targets.prompted import PromptedConfig, PromptedTarget
 from lanternpp.vq.folder import read_kl

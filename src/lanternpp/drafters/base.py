@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
+from lanternpp.kernels.packed import pack
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig
-from lanternpp.nn.packed import pack
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.schema import Between, Length
 from lanternpp.targets.base import Target

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from lanternpp.drafters.base import DrafterConfig, QueryDrafter
 from lanternpp.errors import InputError
+from lanternpp.kernels.chain import native_chain
 from lanternpp.nn.configs import Slots, Width
 from lanternpp.nn.decoder import AttentionCache, Decoder
-from lanternpp.nn.draws import native_chain
 from lanternpp.nn.sources import Source
 from lanternpp.schema import Between, Length
 from lanternpp.targets.base import Target

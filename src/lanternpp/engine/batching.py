@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from lanternpp.engine.decode import Engine, FinishedSample
-from lanternpp.nn.threads import FittedThreads
+from lanternpp.kernels.threads import FittedThreads
 
 
 class ContinuousBatch:

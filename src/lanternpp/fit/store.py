@@ -15,8 +15,8 @@ from lanternpp.errors import InputError
 from lanternpp.fit.rates import ENOUGH, Counts, check_counts
 from lanternpp.fit.steps import Step
 from lanternpp.jsonfile import read_object
+from lanternpp.kernels.library import CPUINFO, kernels
 from lanternpp.nn.checkpoints import digest, user_cache, write_text
-from lanternpp.nn.native import CPUINFO, kernels
 from lanternpp.schema import made
 
 

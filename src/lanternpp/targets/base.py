@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
+from lanternpp.kernels.chain import PackedDense
+from lanternpp.kernels.packed import pack
 from lanternpp.nn.decoder import AttentionCache, Decoder
-from lanternpp.nn.draws import PackedDense
-from lanternpp.nn.packed import pack
 from lanternpp.nn.sources import Source
 from lanternpp.nn.stores import Store
 from lanternpp.types import Nodes, Prompt

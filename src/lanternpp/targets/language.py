@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
+from lanternpp.kernels.packed import pack
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.llama import llama_rules
-from lanternpp.nn.packed import pack
 from lanternpp.nn.rope import line_table
 from lanternpp.nn.sources import Rename, Source
 from lanternpp.nn.stores import Store

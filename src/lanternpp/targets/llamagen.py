@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
+from lanternpp.kernels.packed import pack
 from lanternpp.nn import checkpoints
 from lanternpp.nn.configs import (
     Codes,
@@ -28,7 +29,6 @@ from lanternpp.nn.configs import (
 )
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.llama import llama_rules
-from lanternpp.nn.packed import pack
 from lanternpp.nn.rope import grid_table
 from lanternpp.nn.sources import SAME, Rename, Source, blank
 from lanternpp.nn.stores import Store

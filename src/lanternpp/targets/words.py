@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from lanternpp.kernels.packed import packed
 from lanternpp.nn.configs import Codes, Width
-from lanternpp.nn.packed import packed
 from lanternpp.targets.prompted import PromptedConfig, PromptedTarget
 from lanternpp.vq.folder import read_vq
 from lanternpp.vq.model import VQ

@@ -1,4 +1,4 @@
-"""The guesses of a chain in C (`draws.c`), in float32 on a CPU.
+"""The guesses of a chain in C (`chain.c`), in float32 on a CPU.
 
 They are many small operations over V codes, and for few rows starting PyTorch's takes longer than computing them.
 """
@@ -11,11 +11,11 @@ from ctypes import Structure, byref, c_double, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from lanternpp.nn.layout import COLUMNS, LargePages, blocks
-from lanternpp.nn.native import MOST_WEIGHTS, Linear, kernels
+from lanternpp.kernels.layout import COLUMNS, LargePages, blocks
+from lanternpp.kernels.library import MOST_WEIGHTS, Linear, kernels
 from lanternpp.types import Draft, Warping, on_host
 
-GROUP = 4  # blocks of weights, as in draws.c
+GROUP = 4  # blocks of weights, as in chain.c
 LANES = 16  # floats of a vector, as in decoder.c
 MOST_PICTURES = 16  # drafted for at once; PyTorch's products are faster for more
 
@@ -24,19 +24,19 @@ Weights = tuple[Tensor, Tensor | None]
 
 
 class Heads(Structure):
-    """`Heads` of draws.c."""
+    """`Heads` of chain.c."""
 
     _fields_ = (("up", Linear), ("head", Linear))
 
 
 class Warp(Structure):
-    """`Sampling` of draws.c."""
+    """`Sampling` of chain.c."""
 
     _fields_ = (("temperature", c_double), ("top_p", c_double), ("top_k", c_int64))
 
 
 class Chain(Structure):
-    """`Chain` of draws.c."""
+    """`Chain` of chain.c."""
 
     _fields_ = (
         *((name, c_int64) for name in ("batch", "levels", "codes")),
@@ -111,7 +111,7 @@ class NativeChain:
 
 
 def struct_of(warp: Warping) -> Warp:
-    """Temperature, top-k and top-p, as `Sampling` of draws.c."""
+    """Temperature, top-k and top-p, as `Sampling` of chain.c."""
     return Warp(warp[0], warp[2], warp[1])
 
 

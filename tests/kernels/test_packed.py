@@ -13,16 +13,23 @@ from torch import nn
 from toys import stored_in_8_bits
 
 from lanternpp import Pipeline
+from lanternpp.kernels import library as native
+from lanternpp.kernels.library import product_dtype
+from lanternpp.kernels.packed import (
+    NativeLinear,
+    PackedConvolution,
+    pack,
+    packed,
+    packed_convolution,
+    supports,
+)
 from lanternpp.models import ASSETS, pack_target, read_target
-from lanternpp.nn import native
-from lanternpp.nn.native import product_dtype
-from lanternpp.nn.packed import NativeLinear, PackedConvolution, pack, packed, packed_convolution, supports
 from lanternpp.pixels import images
 
 LESS = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # what oneDNN and PyTorch may use
 NO_BFLOAT16 = """
 import torch
-from lanternpp.nn.packed import packed
+from lanternpp.kernels.packed import packed
 from lanternpp.models import ASSETS, read_target
 layer = torch.nn.Linear(64, 40).bfloat16()
 made = packed(layer.weight, layer.bias)

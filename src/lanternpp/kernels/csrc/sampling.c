@@ -3,7 +3,7 @@
    The same functions as the head of guided features, `Sampling.probs`, `Sampling.children` and `likeliest`. A row's result
    depends on that row alone and not on how many rows or threads there are. */
 
-#include "draws.c"
+#include "chain.c"
 
 /* Logits of guided features. */
 typedef struct {

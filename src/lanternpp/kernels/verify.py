@@ -1,4 +1,4 @@
-"""The verification of drafts in C (`verdicts.c`), in float32 on a CPU: laws of relaxed rules, walks, block and traversal verification.
+"""The verification of drafts in C (`verify.c`), in float32 on a CPU: laws of relaxed rules, walks, block and traversal verification.
 
 They are many small operations over V codes, and for few rows starting PyTorch's takes longer than computing them.
 """
@@ -11,14 +11,14 @@ from ctypes import Structure, byref, c_double, c_int64, c_void_p, sizeof
 import torch
 from torch import Tensor
 
-from lanternpp.nn.draws import LANES, Warp, fits, row_scratch, struct_of
-from lanternpp.nn.layout import pad
-from lanternpp.nn.native import kernels
+from lanternpp.kernels.chain import LANES, Warp, fits, row_scratch, struct_of
+from lanternpp.kernels.layout import pad
+from lanternpp.kernels.library import kernels
 from lanternpp.types import Draft, Lending, Verdict, Warping
 
 
 class Laws(Structure):
-    """`Laws` of verdicts.c."""
+    """`Laws` of verify.c."""
 
     _fields_ = (
         *((name, c_int64) for name in ("rows", "codes", "near", "whole")),
@@ -27,7 +27,7 @@ class Laws(Structure):
 
 
 class Node(Structure):
-    """`Node` of verdicts.c."""
+    """`Node` of verify.c."""
 
     _fields_ = (
         *((name, c_double) for name in ("begin", "end", "behind")),
@@ -36,7 +36,7 @@ class Node(Structure):
 
 
 class Verification(Structure):
-    """`Verification` of verdicts.c."""
+    """`Verification` of verify.c."""
 
     _fields_ = (
         *((name, c_int64) for name in ("batch", "nodes", "codes", "ranks", "levels", "near", "optimal")),
@@ -122,7 +122,7 @@ class NativeVerifier:
 
 
 def by_lanes(table: Tensor) -> Tensor:
-    """Neighbours [V, k] as `Laws` of verdicts.c has them, [up to V / LANES, k, LANES]."""
+    """Neighbours [V, k] as `Laws` of verify.c has them, [up to V / LANES, k, LANES]."""
     return pad(table.int(), LANES).view(-1, LANES, table.shape[1]).transpose(1, 2).contiguous()
 
 

@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from lanternpp.engine.cache import Cache
-from lanternpp.nn import checkpoints, layout, native, packed
+from lanternpp.kernels import layout, packed
+from lanternpp.kernels import library as native
+from lanternpp.kernels.packed import attach_eight_bits, pack
+from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.int8 import quantise, stored_parts
-from lanternpp.nn.packed import attach_eight_bits, pack
 from lanternpp.nn.rope import grid_table
 from lanternpp.nn.sources import Rename, Source
 

@@ -23,12 +23,12 @@ from lanternpp.engine.sampling import Sampling, draw
 from lanternpp.engine.traversal import verify_traversal
 from lanternpp.engine.verifiers import with_native
 from lanternpp.engine.verify import verify
-from lanternpp.nn import native
+from lanternpp.kernels import library as native
+from lanternpp.kernels.chain import NativeChain, PackedDense, native_chain
+from lanternpp.kernels.sampling import NativeHead, NativeSampling, native_head
+from lanternpp.kernels.verify import NativeLaws, NativeVerifier
 from lanternpp.nn.decoder import Decoder, DecoderConfig
-from lanternpp.nn.draws import NativeChain, PackedDense, native_chain
 from lanternpp.nn.rope import grid_table
-from lanternpp.nn.trees import NativeHead, NativeSampling, native_head
-from lanternpp.nn.verdicts import NativeLaws, NativeVerifier
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree

@@ -26,14 +26,14 @@ from lanternpp.engine.block import stops, verify_block, weights
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling, draw
 from lanternpp.engine.verifiers import with_native
-from lanternpp.models import Model, model_folder
-from lanternpp.nn import native
-from lanternpp.nn.draws import (
+from lanternpp.kernels import library as native
+from lanternpp.kernels.chain import (
     NativeChain,
     PackedDense,
     native_chain,
 )
-from lanternpp.nn.verdicts import NativeLaws, NativeVerifier, Node, native_laws, native_verifier
+from lanternpp.kernels.verify import NativeLaws, NativeVerifier, Node, native_laws, native_verifier
+from lanternpp.models import Model, model_folder
 from lanternpp.proposers.parallel import Parallel, _masked
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.shapes import chain

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lanternpp.nn import native
+from lanternpp.kernels import library as native
 from lanternpp.nn.checkpoints import digest
 
 NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")

@@ -4,7 +4,7 @@
    120 operations for each, and starting those costs more than computing them. A row's result depends on that row alone and not
    on how many rows or threads there are. */
 
-#include "trees.c"
+#include "sampling.c"
 
 #define TINY 1.17549435e-38 /* the smallest float that is normal */
 

@@ -1,4 +1,4 @@
-"""The guesses of a tree in C (`trees.c`), in float32 on a CPU: logits, probabilities and draws.
+"""The guesses of a tree in C (`sampling.c`), in float32 on a CPU: logits, probabilities and draws.
 
 They are many small operations over V codes, and for few rows starting PyTorch's takes longer than computing them.
 """
@@ -11,14 +11,14 @@ from ctypes import Structure, byref, c_double, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from lanternpp.nn.draws import PackedDense, Warp, Weights, fits, row_scratch, struct_of
-from lanternpp.nn.layout import COLUMNS
-from lanternpp.nn.native import MOST_WEIGHTS, kernels
+from lanternpp.kernels.chain import PackedDense, Warp, Weights, fits, row_scratch, struct_of
+from lanternpp.kernels.layout import COLUMNS
+from lanternpp.kernels.library import MOST_WEIGHTS, kernels
 from lanternpp.types import Warping, on_host
 
 
 class Logits(Structure):
-    """`Logits` of trees.c."""
+    """`Logits` of sampling.c."""
 
     _fields_ = (
         *((name, c_int64) for name in ("rows", "branches")),
@@ -28,7 +28,7 @@ class Logits(Structure):
 
 
 class Rows(Structure):
-    """`Rows` of trees.c."""
+    """`Rows` of sampling.c."""
 
     _fields_ = (
         *((name, c_int64) for name in ("rows", "codes")),
@@ -38,7 +38,7 @@ class Rows(Structure):
 
 
 class Children(Structure):
-    """`Children` of trees.c."""
+    """`Children` of sampling.c."""
 
     _fields_ = (
         *((name, c_int64) for name in ("rows", "codes", "each", "count")),

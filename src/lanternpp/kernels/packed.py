@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lanternpp.kernels.chain import LANES, PackedDense, Weights
+from lanternpp.kernels.library import MOST_WEIGHTS, kernels, native, product_dtype
+from lanternpp.kernels.sampling import NativeHead
 from lanternpp.nn.decoder import Decoder
-from lanternpp.nn.draws import LANES, PackedDense, Weights
 from lanternpp.nn.int8 import stored_parts
-from lanternpp.nn.native import MOST_WEIGHTS, kernels, native, product_dtype
 from lanternpp.nn.sources import Source
 from lanternpp.nn.stores import restored
-from lanternpp.nn.trees import NativeHead
 
 MOST_SERIAL = 1 << 20  # values of an input that one thread normalises; larger ones gain from more threads
 

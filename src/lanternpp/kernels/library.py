@@ -23,13 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
+from lanternpp.kernels.layout import COLUMNS, LargePages, blocks, gate_up
 from lanternpp.nn.checkpoints import code_cache, digest, replacing
 from lanternpp.nn.decoder import Block, Decoder
 from lanternpp.nn.int8 import stored_parts
-from lanternpp.nn.layout import COLUMNS, LargePages, blocks, gate_up
 from lanternpp.types import Nodes, on_host
 
-SOURCES = [Path(__file__).with_name(name) for name in ("decoder.c", "draws.c", "trees.c", "verdicts.c")]
+SOURCES = [
+    Path(__file__).parent / "csrc" / name for name in ("decoder.c", "chain.c", "sampling.c", "verify.c")
+]
 SOURCE = SOURCES[-1]  # which includes the others
 SWITCH = "LANTERNPP_KERNELS"
 CPUINFO = Path("/proc/cpuinfo")

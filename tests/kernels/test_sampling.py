@@ -20,9 +20,9 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.traversal import stops, verify_traversal
 from lanternpp.engine.verifiers import with_native
 from lanternpp.engine.verify import verify
-from lanternpp.nn import native
-from lanternpp.nn.trees import native_head, native_sampling
-from lanternpp.nn.verdicts import Node, native_verifier
+from lanternpp.kernels import library as native
+from lanternpp.kernels.sampling import native_head, native_sampling
+from lanternpp.kernels.verify import Node, native_verifier
 from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.trees.shapes import EAGLE, SHAPES, chain
 from lanternpp.trees.static import StaticTree

@@ -9,19 +9,19 @@ from textwrap import dedent
 
 import pytest
 
-from lanternpp.nn import native
+from lanternpp.kernels import library as native
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 
 KERNELS = """
     import threading
     import torch
-    from lanternpp.nn import native
+    from lanternpp.kernels import library as native
     from lanternpp.nn.decoder import Decoder, DecoderConfig
-    from lanternpp.nn.draws import native_chain
+    from lanternpp.kernels.chain import native_chain
     from lanternpp.nn.rope import grid_table
-    from lanternpp.nn.trees import native_sampling
-    from lanternpp.nn.verdicts import native_laws, native_verifier
+    from lanternpp.kernels.sampling import native_sampling
+    from lanternpp.kernels.verify import native_laws, native_verifier
     from lanternpp.trees.chain import chain_tree
     from lanternpp.types import Draft, Lending, Nodes
 

@@ -1,0 +1,1 @@
+"""All that knows of C: the sources, their binding, packed weights, threads."""
