@@ -46,7 +46,7 @@ LIBRARY |= {
 }
 
 # What each room may import: rooms or single modules. A room may always import itself, and these.
-ANYWHERE = {"errors", "schema", "jsonfile", "dials"}
+ANYWHERE = {"errors", "schema", "jsonfile", "dials", "kernels"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "schema": set(),
@@ -61,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "devices": set(),
     "methods": {"registry"},
     "nn": {"types"},
+    "kernels": {"nn", "types"},
     "vq": {"nn", "progress"},
     "accept": {"types"},
     "trees": {"types", "registry"},
@@ -85,7 +86,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tuned": {"nn", "trees", "vq"},
     "default_method": {"registry", "methods", "models", "drafters", "nn", "settings", "tuned"},
     "fit": {"devices", "methods", "models", "nn", "registry", "settings", "trees", "types", "engine", ""},
-    "pixels": {"nn.threads", "registry", "targets.base"},
+    "pixels": {"registry", "targets.base"},
     "results": {"engine", "pixels", "targets.base", ""},
     "keywords": {"accept.base", "engine.proposer", "results", "trees.base"},
     "loaded": LIBRARY - {"pipeline", "loaded", "picture", "pixels"},

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from lanternpp.kernels import threads
 from lanternpp.kernels.threads import FittedThreads
-from lanternpp.nn import threads
 
 IN_C: Any = SimpleNamespace(native=object())
 IN_PYTORCH: Any = SimpleNamespace(native=None)
