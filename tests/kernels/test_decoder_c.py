@@ -1,0 +1,250 @@
+"""A decoder's passes in C compute what PyTorch computes, up to the rounding of bfloat16."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lanternpp.engine.cache import Cache
+from lanternpp.kernels import layout, packed
+from lanternpp.kernels import library as native
+from lanternpp.kernels.packed import attach_eight_bits, pack
+from lanternpp.nn import checkpoints
+from lanternpp.nn.decoder import Decoder, DecoderConfig
+from lanternpp.nn.int8 import quantise, stored_parts
+from lanternpp.nn.rope import grid_table
+from lanternpp.nn.sources import Rename, Source
+
+HALF = torch.bfloat16
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+
+
+def decoder(*sizes: int, **more: object) -> Decoder:
+    """Width, layers, heads, hidden."""
+    torch.manual_seed(0)
+    config = DecoderConfig(*sizes, **more)  # type: ignore[arg-type]
+    made = Decoder(config, grid_table(3, 8, config.head_dim).float())
+    for name, parameter in made.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return made.to(HALF).eval().requires_grad_(False)
+
+
+def in_8_bits(network: Decoder) -> Decoder:
+    """The same network; the test is skipped without torchao."""
+    pytest.importorskip("torchao")
+    quantise(network)
+    return network
+
+
+def read_in_8_bits(network: Decoder) -> Decoder:
+    """The same network, saved in 8 bits and read again."""
+    with tempfile.TemporaryDirectory() as place:
+        tensors = {f"decoder.{name}": tensor for name, tensor in network.state_dict().items()}
+        checkpoints.save(Path(place), {}, tensors, "int8")
+        source = Source.open(Path(place))
+        source.fill(network, [Rename(r"decoder\.(.+)", r"\1")], HALF)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packed, "product_dtype", lambda like: torch.float32)
+            attach_eight_bits(nn.ModuleDict({"decoder": network}), source)
+    return network
+
+
+def in_float64(network: Decoder) -> Decoder:
+    """With the weights that those of `network` stand for."""
+    found = copy.deepcopy(network)
+    for child, known in zip(found.modules(), network.modules(), strict=True):
+        parts = stored_parts(known.weight) if isinstance(known, nn.Linear) else None
+        if parts:
+            child.weight = nn.Parameter(parts[0].double() * parts[1].double()[:, None], requires_grad=False)
+    return found.double()
+
+
+def in_c(network: Decoder, library: object = None) -> Decoder:
+    found = copy.deepcopy(network)
+    found.native = native.NativeDecoder(network, library or native.library())  # type: ignore[arg-type]
+    return found
+
+
+@torch.inference_mode()
+def features(network: Decoder, x: torch.Tensor, nodes: int, taps: tuple[int, ...] = ()) -> torch.Tensor:
+    """x [R, T, D] in a prefill of 3 slots, of which the last row has one of padding; then in chains of so many nodes."""
+    rows = len(x)
+    cache = Cache(network.config, rows, x.shape[1] + 2, x)
+    start = torch.zeros(rows, dtype=torch.int64)
+    start[-1] = 1
+    prompt = cache.rows(torch.arange(rows), start, 3)
+    found = [network(x[:, :3], prompt.nodes(), prompt, taps)]
+    for part in x[:, 3:].split(nodes, 1):
+        depth = torch.arange(part.shape[1]).expand(rows, -1)
+        mask = torch.ones(part.shape[1], part.shape[1], dtype=torch.bool).tril().expand(rows, -1, -1)
+        found.append(network(part, cache.nodes(depth, mask), cache, taps))
+        cache.used += part.shape[1]
+    return torch.cat(found, 1)
+
+
+Stored = Callable[[Decoder], Decoder]
+WEIGHTS = [
+    pytest.param(lambda network: network, id="bfloat16"),
+    pytest.param(in_8_bits, id="int8"),
+    pytest.param(read_in_8_bits, id="read in 8 bits"),
+]
+
+
+@pytest.mark.parametrize("stored", WEIGHTS)
+@pytest.mark.parametrize(
+    ("sizes", "more"),
+    [
+        ((64, 3, 4, 96), {}),
+        ((128, 3, 4, 64), {"kv_heads": 2}),
+        (
+            (64, 2, 2, 96),
+            {"attention_bias": True, "ffn_bias": True, "first_norm": False, "final_norm": False},
+        ),
+        ((96, 2, 2, 32), {"norm_eps": 1e-2}),
+        ((320, 2, 2, 64), {}),
+    ],
+)
+def test_it_is_nearer_to_float64_than_pytorch_is(
+    library: object, sizes: tuple[int, ...], more: dict[str, object], stored: Stored
+):
+    plain = stored(decoder(*sizes, **more))
+    mine = in_c(plain, library)
+    x = torch.randn(2, 44, sizes[0]).to(HALF)
+    exact = features(in_float64(plain), x.double(), 5)
+    wrong, usual = ((features(network, x, 5) - exact).abs() for network in (mine, plain))
+    assert wrong.mean() < usual.mean()
+    assert wrong.max() < 0.15 * exact.abs().max()
+
+
+def test_gates_far_below_zero_let_nothing_through(library: object):
+    plain = decoder(64, 1, 4, 96)
+    with torch.no_grad():
+        plain.blocks[0].w13.weight[:96] *= 1000
+    x = torch.randn(1, 24, 64).to(HALF)
+    exact = features(copy.deepcopy(plain).double(), x.double(), 1)
+    wrong, usual = ((features(network, x, 1) - exact).abs() for network in (in_c(plain, library), plain))
+    assert wrong.mean() < 1.2 * usual.mean() and wrong.max() < 0.15 * exact.abs().max()
+
+
+@pytest.mark.parametrize("taps", [(0,), (1, 2)])
+def test_so_is_what_it_returns_of_the_layers_below_the_last(library: object, taps: tuple[int, ...]):
+    plain = decoder(64, 4, 4, 96)
+    mine = in_c(plain, library)
+    x = torch.randn(2, 24, 64).to(HALF)
+    exact = features(copy.deepcopy(plain).double(), x.double(), 5, taps)
+    wrong, usual = ((features(network, x, 5, taps) - exact).abs() for network in (mine, plain))
+    for part, other, true in zip(*(each.split(64, -1) for each in (wrong, usual, exact)), strict=True):
+        assert part.mean() < other.mean() and part.max() < 0.15 * true.abs().max()
+    assert torch.equal(features(mine, x, 5, taps)[..., :64], features(mine, x, 5))
+
+
+@pytest.mark.parametrize("stored", WEIGHTS)
+@pytest.mark.parametrize("sizes", [(64, 2, 4, 96), (192, 2, 6, 288)], ids=str)
+def test_a_row_does_not_depend_on_its_neighbours_nor_on_how_many_there_are(
+    library: object, sizes: tuple[int, ...], stored: Stored
+):
+    """Up to 300 rows; nor on the number of threads, with heads that they can share evenly and with others."""
+    network = in_c(stored(decoder(*sizes)), library)
+    x = torch.randn(3, 103, sizes[0]).to(HALF)
+    alone = features(network, x[:1].repeat(2, 1, 1), 1)[0]
+    for nodes in (1, 4, 19, 38, 43, 100):
+        assert torch.equal(features(network, x, nodes)[0], alone)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(features(network, x, 7)[0], alone)
+            assert torch.equal(features(network, x, 19)[0], alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_weights_in_large_pages_are_copies_one_behind_the_other():
+    pages = layout.LargePages()
+    given = [torch.randn(3, 5).to(HALF).T, torch.randn(7), torch.randn(layout.ROOM // 4 + 1), torch.ones(2)]
+    kept = [pages.put(x) for x in given]
+    for x, copied in zip(given, kept, strict=True):
+        assert torch.equal(x, copied) and copied.is_contiguous() and copied.data_ptr() % 64 == 0
+    assert kept[1].data_ptr() - kept[0].data_ptr() == layout.ALIGNED
+
+
+def test_sums_of_equal_weights_and_inputs_stay_within_32_bits(library: object):
+    plain = decoder(64, 1, 4, 1024, final_norm=False)
+    plain.blocks[0].w13.weight.fill_(0.1)
+    plain.blocks[0].w2.weight.fill_(-0.1)  # -128 as a whole number
+    x = torch.rand(2, 9, 64).to(HALF)
+    plain = in_8_bits(plain)
+    exact = features(in_float64(plain), x.double(), 3)
+    assert torch.allclose(features(in_c(plain, library), x, 3).double(), exact, rtol=0.03)
+
+
+@torch.inference_mode()
+def test_a_tree_attends_to_ancestors_alone():
+    plain = decoder(64, 2, 4, 96)
+    x = torch.randn(1, 6, 64).to(HALF)
+    mask = torch.eye(3, dtype=torch.bool)
+    mask[:, 0] = True  # two children of one node
+    depth = torch.tensor([[0, 1, 1]])
+    found = []
+    for network in (in_c(plain), plain):
+        cache = Cache(network.config, 1, 9, x)
+        prompt = cache.rows(torch.tensor([0]), torch.tensor([0]), 3)
+        network(x[:, :3], prompt.nodes(), prompt)
+        nodes = cache.nodes(depth, mask[None])
+        both = network(x[:, 3:], nodes, cache)
+        changed = x[:, 3:].clone()
+        changed[:, 1] += 1
+        again = network(changed, nodes, cache)
+        assert torch.equal(again[:, 2], both[:, 2])
+        assert not torch.equal(again[:, 1], both[:, 1])
+        found.append(both)
+    assert torch.allclose(*found, atol=0.1)
+
+
+@torch.inference_mode()
+def test_an_idle_row_stays_finite_and_harms_nobody():
+    network = in_c(decoder(64, 2, 4, 96))
+    x = torch.randn(2, 1, 64).to(HALF)
+    cache = Cache(network.config, 2, 4, x)
+    nodes = cache.nodes(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1, 1, dtype=torch.bool))
+    nodes.mask[1] = False
+    both = network(x, nodes, cache)
+    assert both.isfinite().all()
+    assert torch.equal(network(x, nodes, cache), both)
+
+
+@pytest.mark.parametrize("stored", WEIGHTS)
+@pytest.mark.parametrize("x", [0.0, 1e-30, 1e4, math.nan])
+@torch.inference_mode()
+def test_small_and_large_inputs(x: float, stored: Stored):
+    plain = stored(decoder(64, 2, 4, 96))
+    inputs = torch.full((1, 12, 64), x).to(HALF)
+    mine, usual = (features(network, inputs, 3).float() for network in (in_c(plain), plain))
+    assert torch.allclose(mine, usual, rtol=0.1, atol=0.1, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "more", [{"qk_norm": True}, {"norm_after": True}, {"norm_both": True}, {"head_dim": 24}]
+)
+def test_shapes_that_it_does_not_know_are_left_to_pytorch(more: dict[str, object]):
+    network = decoder(96, 1, 4, 96, **more)
+    pack(network)
+    assert network.native is None
+
+
+def test_other_dtypes_are_left_to_pytorch():
+    assert native.native(decoder(64, 1, 4, 96).float()) is None
+    assert native.native(in_8_bits(decoder(64, 1, 4, 96).float())) is None
+
+
+def test_8_bits_are_read_where_the_rest_is_bfloat16():
+    assert native.native(in_8_bits(decoder(64, 1, 4, 96))) is not None
