@@ -17,7 +17,8 @@ from lanternpp.drafters.base import Drafter
 from lanternpp.errors import InputError
 from lanternpp.hub import STAGE, fetch, hub_id
 from lanternpp.jsonfile import read_object
-from lanternpp.kernels.library import MOST_WEIGHTS, kernels, product_dtype
+from lanternpp.kernels.library import MOST_WEIGHTS, product_dtype
+from lanternpp.kernels.loading import kernels
 from lanternpp.kernels.packed import attach_eight_bits, pack
 from lanternpp.kernels.sampling import native_head
 from lanternpp.nn.checkpoints import CONFIG, load_config

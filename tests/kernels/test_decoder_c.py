@@ -24,7 +24,7 @@ from lanternpp.nn.sources import Rename, Source
 
 HALF = torch.bfloat16
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels here")
 
 
 def decoder(*sizes: int, **more: object) -> Decoder:

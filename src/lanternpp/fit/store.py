@@ -15,9 +15,11 @@ from lanternpp.errors import InputError
 from lanternpp.fit.rates import ENOUGH, Counts, check_counts
 from lanternpp.fit.steps import Step
 from lanternpp.jsonfile import read_object
-from lanternpp.kernels.library import CPUINFO, kernels
+from lanternpp.kernels.loading import kernels
 from lanternpp.nn.checkpoints import digest, user_cache, write_text
 from lanternpp.schema import made
+
+CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
