@@ -52,10 +52,13 @@ class Toolchain(NamedTuple):
     @classmethod
     def find(cls) -> Toolchain:
         """The compiler of CC or of PATH. LookupError, with a sentence, where there is none that works."""
-        names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
-        command = next((words for words in map(shlex.split, names) if shutil.which(words[0])), None)
+        given = shlex.split(os.environ.get("CC", ""))
+        # GCC for Windows puts vectors of 32 bytes on a stack that is not aligned for them; zig's clang comes with pyproject.toml.
+        zig = [[sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-windows-gnu"]]
+        commands = [given] if given else zig if sys.platform == "win32" else [["cc"], ["gcc"], ["clang"]]
+        command = next((words for words in commands if shutil.which(words[0])), None)
         if command is None:
-            raise LookupError(f"there is no C compiler ({', '.join(names)})")
+            raise LookupError(f"there is no C compiler ({', '.join(words[0] for words in commands)})")
         target = sysconfig.get_platform()
         machine = target.rpartition("-")[2].lower()
         machine = platform.machine().lower() if machine == "universal2" else MACHINES.get(machine, machine)

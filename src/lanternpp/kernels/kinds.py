@@ -40,8 +40,8 @@ KINDS = (
         ),
     ),
     Kind("avx512-bf16", BF16, (*WIDE, "-mavx512vnni", "-mavx512bf16", "-mtune=sapphirerapids")),
-    Kind("avx512-vnni", V4 | {"avx512vnni"}, (*WIDE, "-mavx512vnni", "-mtune=icelake-server")),
-    Kind("x86-64-v4", V4, (*WIDE, "-mtune=skylake-avx512")),
+    Kind("avx512-vnni", V4 | {"avx512vnni"}, (*WIDE, "-mavx512vnni", "-mtune=tigerlake")),
+    Kind("x86-64-v4", V4, (*WIDE, "-mtune=tigerlake")),
     Kind("avx-vnni", V3 | {"avxvnni"}, ("-march=x86-64-v3", "-mavxvnni", "-mtune=alderlake")),
     Kind("x86-64-v3", V3, ("-march=x86-64-v3", "-mtune=haswell")),
     Kind(

@@ -126,7 +126,10 @@ def _installed() -> dict[str, str]:
         raise OSError(f"kernels were not compiled: {missing}")
     code = sorted((HERE / "csrc").glob("*.[ch]"))  # in a checkout alone
     if code and _digest(*code) != sources:
-        warnings.warn("kernels/csrc has changed since it was compiled: run make kernels", stacklevel=2)
+        warnings.warn(
+            "kernels/csrc has changed since it was compiled: run python setup.py build_ext --inplace",
+            stacklevel=2,
+        )
     return files
 
 
