@@ -36,6 +36,8 @@ UNIT = next(
     path for path in (CODE / "kernels.c", CODE / "verify.c") if path.exists()
 )  # includes the other files
 KINDS = runpy.run_path(str(CODE.parent / "kinds.py"))["KINDS"]
+BASELINE = frozenset[str]()  # vector instructions of the oldest CPUs, besides SSE2 and NEON
+VECTORS = ("avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes")
 OPTIONS = ("-O3", "-fno-math-errno", "-fno-trapping-math")
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
@@ -76,6 +78,19 @@ class Toolchain(NamedTuple):
     def suffix(self) -> str:
         return {"win": ".dll", "macosx": ".dylib"}.get(self.system, ".so")
 
+    def options(self, given: Sequence[str]) -> list[str]:
+        """The options of a kind as this compiler has them. zig takes -mtune for -march, and its CPUs have no hyphens."""
+        if not any(Path(word).stem in ("zig", "ziglang") for word in self.command):
+            return list(given)
+        known = [option for option in given if not option.startswith("-mtune=")]
+        return [option.replace("x86-64-v", "x86_64_v") for option in known]
+
+    def features(self, options: Sequence[str]) -> set[str]:
+        """The CPU's vector instructions that this compiler may use with such options."""
+        said = run((*self.command, *self.options(options), "-dM", "-E", "-x", "c", os.devnull))
+        names = {line.split()[1].strip("_").lower() for line in said.splitlines()}
+        return {name for name in names if name.startswith(VECTORS)}
+
     def compile(self, source: Path, options: Sequence[str], out: Path) -> None:
         """One shared library. subprocess.SubprocessError.
 
@@ -84,7 +99,8 @@ class Toolchain(NamedTuple):
         compiled = out.with_suffix(".o")
         position = () if self.system == "win" else ("-fPIC",)
         threads = "-fopenmp" if self.openmp else "-fopenmp-simd"
-        run((*self.command, *OPTIONS, threads, *position, *options, "-c", str(source), "-o", str(compiled)))
+        options = (*OPTIONS, threads, *position, *self.options(options))
+        run((*self.command, *options, "-c", str(source), "-o", str(compiled)))
         libraries = {"linux": ("-lm", "-pthread")}.get(self.system, ())
         run((*self.command, "-shared", str(compiled), *libraries, "-o", str(out)))
         compiled.unlink()
@@ -154,14 +170,18 @@ def compile_all(tools: Toolchain, folder: Path) -> tuple[dict[str, Path], list[s
 
     LookupError where there is none.
     """
-    jobs = {kind.name: (UNIT, kind.options) for kind in KINDS if tools.machine in kind.needs}
-    if not jobs:
+    kinds = {kind.name: kind for kind in KINDS if tools.machine in kind.needs}
+    if not kinds:
         raise LookupError(f"there are none for {tools.machine}")
-    jobs["cpu"] = (CPU, ())
+    jobs = [*kinds, "cpu"]
 
     def compile(name: str) -> Exception | None:
+        needs, options = (kinds[name].needs, kinds[name].options) if name in kinds else (BASELINE, ())
         try:
-            tools.compile(*jobs[name], folder / (name + tools.suffix))
+            # CC may bring options of its own, as -march=native.
+            if more := tools.features(options) - needs:
+                return ValueError(f"error: the compiler may use {', '.join(sorted(more))} in them")
+            tools.compile(UNIT if name in kinds else CPU, options, folder / (name + tools.suffix))
         except (OSError, subprocess.SubprocessError) as error:
             return error
         return None
