@@ -30,14 +30,14 @@ def warm(batch_sizes: Sizes = "1", as_json: opt.Json = False, *, options: DrawOp
         raise InputError("--batch-size would change nothing here; use --batch-sizes")
     check(options)
 
+    from lanternpp.backend import PYTORCH, backend
     from lanternpp.compiled import compiled_folder
-    from lanternpp.kernels import library as native
 
     began = time.perf_counter()
     pipe = read(options)
     done: list[dict[str, object]] = []
-    if pipe.device.type == "cpu" and (library := native.kernels()) is not None:
-        done.append({"made": "passes and draws in C", "kept": library._name})
+    if pipe.device.type == "cpu" and (kernels := backend().name) != PYTORCH.name:
+        done.append({"made": "passes and draws in C", "kept": kernels})
     settings = pipe.settings(options.method, **{"compile": pipe.device.type == "cuda", **options.overrides})
     plain = pipe.settings(BASELINE, **{name: getattr(settings, name) for name in names(ENGINE, SAMPLING)})
     for size in sizes if settings.compile else ():

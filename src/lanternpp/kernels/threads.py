@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from lanternpp.nn.decoder import Decoder
+from lanternpp.backend import Threads
 
 WAITS = Path(
     "/proc/thread-self/schedstat"
@@ -44,7 +45,7 @@ class Shared:
 shared = Shared()
 
 
-class FittedThreads:
+class AdaptiveThreads(Threads):
     """A context in which `update`, called often, halves PyTorch's threads while the calling thread waits for a core.
 
     Once it no longer waits they are doubled, up to as many as there were, and after the context there are as many again; the
@@ -55,14 +56,14 @@ class FittedThreads:
 
     _inside = threading.local()
 
-    def __init__(self, decoder: Decoder):
-        in_c = decoder.native is not None
+    def __init__(self, decoder: nn.Module):
+        in_c = getattr(decoder, "native", None) is not None
         self.active = in_c and WAITS.is_file() and not getattr(self._inside, "context", False)
         self.threads = self.every = torch.get_num_threads()
         # At the last look: seconds that the thread had run, and both numbers of `WAITS`, in seconds.
         self.looked = self.ran = self.waited = 0.0
 
-    def __enter__(self) -> FittedThreads:
+    def __enter__(self) -> AdaptiveThreads:
         """Begin with as many threads as the last context ended with."""
         if self.active:
             self._inside.context = True
