@@ -23,15 +23,15 @@ Run = Callable[[float, float], None]
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """A function after which the thread has run for so many seconds more, and waited for so many; it has four threads."""
-    monkeypatch.setattr(threads, "WAITS", tmp_path / "schedstat")
-    monkeypatch.setattr(threads, "INTERVAL", 0.0)
-    monkeypatch.setattr(threads, "shared", threads.Shared())
+    monkeypatch.setattr(threads, "SCHEDSTAT", tmp_path / "schedstat")
+    monkeypatch.setattr(threads, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(threads, "contention", threads.ContentionState())
     total = [0.0, 0.0]
 
     def run(ran: float, waited: float) -> None:
         total[0] += ran
         total[1] += waited
-        threads.WAITS.write_text(f"{total[0] * 1e9:.0f} {total[1] * 1e9:.0f} 17\n")
+        threads.SCHEDSTAT.write_text(f"{total[0] * 1e9:.0f} {total[1] * 1e9:.0f} 17\n")
 
     before = torch.get_num_threads()
     torch.set_num_threads(4)
@@ -54,7 +54,7 @@ def test_threads_are_halved_while_the_cores_are_wanted_and_doubled_when_they_are
 
 
 def test_short_waits_are_no_reason_for_a_warning(run: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(threads, "LASTING", (3, 0.0))
+    monkeypatch.setattr(threads, "PERSISTENT", (3, 0.0))
     with AdaptiveThreads(IN_C) as fitted, warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(5):
