@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.backend import backend
 from lanternpp.devices import pick_device, pick_dtype
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.engine.decode import Engine
@@ -26,7 +27,6 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.nn.decoder import DecoderConfig
-from lanternpp.kernels.packed import pack
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.targets.llamagen import LlamaGenConfig, LlamaGenTarget
@@ -133,7 +133,7 @@ def share(target: Bare) -> Bare:
     zeros = torch.zeros(flat.codes_out.weight.shape, dtype=like.dtype, device=like.device)
     flat.codes_out.weight = torch.nn.Parameter(zeros, requires_grad=False)
     flat.eval()
-    pack(flat)
+    backend().pack(flat)
     return flat
 
 
@@ -144,7 +144,7 @@ def eagle(target: LlamaGenTarget, tree: str) -> TreeProposer:
         EagleConfig.like(DecoderConfig(shape.dim, 1, shape.heads, shape.hidden)), target.decoder.rotary_table
     )
     drafter.requires_grad_(False).eval().to(like.device, like.dtype)
-    pack(drafter)
+    backend().pack(drafter)
     return TreeProposer(drafter, build_tree(tree))
 
 

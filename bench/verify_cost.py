@@ -18,6 +18,7 @@ from torch import nn
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.backend import backend
 from lanternpp.devices import pick_device, pick_dtype
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
@@ -26,10 +27,7 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import with_native
 from lanternpp.engine.verify import verify
 from lanternpp.nn.decoder import Decoder, DecoderConfig
-from lanternpp.kernels.packed import pack
 from lanternpp.nn.rope import grid_table
-from lanternpp.kernels.sampling import native_sampling
-from lanternpp.kernels.verify import native_verifier
 from lanternpp.trees.shapes import SHAPES
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft, Frontier
@@ -49,9 +47,9 @@ def main() -> None:
     shape = DecoderConfig(DIM, layers=12, heads=12, hidden=2048)
     decoder = Decoder(shape, grid_table(PREFIX, GRID, shape.head_dim).float()).to(device, dtype).eval()
     head = nn.Sequential(nn.Linear(DIM, VOCAB, bias=False)).to(device, dtype)
-    pack(decoder.requires_grad_(False))
-    pack(head.requires_grad_(False))
-    guidance, sampling = Guidance(options.cfg), Sampling(top_k=1000, native=native_sampling())
+    backend().pack(decoder.requires_grad_(False))
+    backend().pack(head.requires_grad_(False))
+    guidance, sampling = Guidance(options.cfg), Sampling(top_k=1000, backend=backend())
     tree = StaticTree(SHAPES["lantern-57"])
     cache = Cache(
         shape, guidance.branches, PREFIX + GRID * GRID + tree.size, torch.empty(0, device=device, dtype=dtype)
@@ -63,7 +61,7 @@ def main() -> None:
     rules: dict[str, Acceptance] = {"exact": Exact(), "lantern++ (1000, 2)": LanternPlusPlus(table, 2.0)}
     seconds: dict[str, list[float]] = {name: [] for name in ("pass", *rules)}
     kept: dict[str, list[int]] = {name: [] for name in rules}
-    walk = with_native(verify, native_verifier())
+    walk = with_native(verify, backend().verifier())
     with torch.inference_mode():
         for run in range(options.runs + 5):
             noise = Noise(torch.tensor([run], device=device), torch.tensor([1], device=device))

@@ -7,6 +7,7 @@ file they stand.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -46,7 +47,7 @@ LIBRARY |= {
 }
 
 # What each room may import: rooms or single modules. A room may always import itself, and these.
-ANYWHERE = {"errors", "schema", "jsonfile", "dials", "kernels"}
+ANYWHERE = {"errors", "schema", "jsonfile", "dials", "backend"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "schema": set(),
@@ -61,6 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "devices": set(),
     "methods": {"registry"},
     "nn": {"types"},
+    "backend": {"types"},
     "kernels": {"nn", "types"},
     "vq": {"nn", "progress"},
     "accept": {"types"},
@@ -106,6 +108,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 ONLY_TORCH = {"accept", "trees"}
+# Files besides kernels/ that may name them, the sources in C, or ctypes.
+NAMES_KERNELS = {
+    "backend": "lanternpp.kernels",
+    "serve.fresh_thread": "ctypes",  # of Python's own threads
+}
 QUICK = [
     "arguments",
     "cli",
@@ -195,6 +202,18 @@ def test_no_import_cycle() -> None:
         TopologicalSorter({name: reached - {""} for name, reached in graph.items()}).prepare()
     except CycleError as error:
         pytest.fail("import cycle: " + " -> ".join(error.args[1]))
+
+
+def test_one_line_names_the_kernels() -> None:
+    words = re.compile(r"lanternpp\.kernels|\bctypes\b|csrc")
+    named = [
+        (name, sorted({found[0] for line in lines for found in [words.search(line)] if found}), lines)
+        for name, path in MODULES.items()
+        if room(name) != "kernels" and (lines := path.read_text(encoding="utf-8").splitlines())
+    ]
+    assert {name: " ".join(found) for name, found, _ in named if found} == NAMES_KERNELS
+    (lines,) = (lines for name, _, lines in named if name == "backend")
+    assert sum("lanternpp.kernels" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize("only", sorted(ONLY_TORCH))

@@ -15,6 +15,7 @@ from torch import Tensor
 from lanternpp import arguments
 from lanternpp.accept import RULES
 from lanternpp.accept.base import check_relax
+from lanternpp.backend import PYTORCH, backend
 from lanternpp.compiled import check_compiler, compile_steps, compiled_folder, warm_up
 from lanternpp.continuous.diffusion import DiffusionTarget
 from lanternpp.continuous.engine import engine_for
@@ -26,8 +27,6 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engines import BYTES, EngineCache
 from lanternpp.errors import InputError
 from lanternpp.fit.choice import Fit, fit_for
-from lanternpp.kernels.sampling import native_sampling
-from lanternpp.kernels.verify import native_laws, native_verifier
 from lanternpp.keywords import PictureDials, listing
 from lanternpp.methods import AUTO
 from lanternpp.models import MODELS, Model, drawing_dtype, model_folder, read_defaults
@@ -244,14 +243,15 @@ class LoadedModel:
             check_compiler(self.device)
         model = self._model(settings.compile and self.device.type == "cpu")
         proposer = build_proposer(settings, model.network)
-        rule = build_rule(settings, self.table, native_laws)
+        used = backend()
+        rule = build_rule(settings, self.table, used)
         if type(rule) not in RULES.values():
             like = next(model.target.parameters())
             check_relax(rule, str(settings.accept), model.target.vocab, proposer.depth, like)
-        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, native=native_sampling())
+        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, backend=used)
         parts = (model.target, proposer, rule, sampling, Guidance(settings.cfg))
         codes = not model.target.channels
-        verifier = build_verifier(settings, native_verifier() if codes else None)
+        verifier = build_verifier(settings, used if codes else PYTORCH)
         engine = engine_for(*parts, settings.batch_size, settings.measure, verifier)
         if settings.compile:
             compile_steps(engine)

@@ -11,16 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lanternpp.backend import backend
 from lanternpp.devices import INT8, pick_dtype
 from lanternpp.drafters import DRAFTERS
 from lanternpp.drafters.base import Drafter
 from lanternpp.errors import InputError
 from lanternpp.hub import STAGE, fetch, hub_id
 from lanternpp.jsonfile import read_object
-from lanternpp.kernels.library import MOST_WEIGHTS, product_dtype
-from lanternpp.kernels.loading import kernels
-from lanternpp.kernels.packed import attach_eight_bits, pack
-from lanternpp.kernels.sampling import native_head
 from lanternpp.nn.checkpoints import CONFIG, load_config
 from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
 from lanternpp.nn.shards import INDEX, PICKLED, SAFE
@@ -113,8 +110,8 @@ def read_target(
 def drawing_dtype(name: str, device: torch.device, folder: Path) -> torch.dtype:
     """`pick_dtype` for drawing with a model, of which at most the shapes are read.
 
-    On a CPU without products of bfloat16 auto is float32, but bfloat16 for a model that the kernels in C take: they
-    read half the bytes and multiply as floats.
+    On a CPU without products of bfloat16 auto is float32, but bfloat16 for a model that the backend serves: it
+    reads half the bytes and multiplies as floats.
     """
     dtype = pick_dtype(name, device)
     if name not in ("auto", INT8) or device.type != "cpu" or dtype != torch.float32:
@@ -124,7 +121,7 @@ def drawing_dtype(name: str, device: torch.device, folder: Path) -> torch.dtype:
         weights = sum(shape.numel() for shape in source.metas.values())
     except InputError:  # which reading the model will raise
         return dtype
-    return torch.bfloat16 if weights <= MOST_WEIGHTS and kernels() else dtype
+    return torch.bfloat16 if backend().serves(weights) else dtype
 
 
 def pack_target(target: Target) -> None:
@@ -132,11 +129,12 @@ def pack_target(target: Target) -> None:
 
     On a CPU without products of bfloat16 the VQ decoder is converted to float32, in which PyTorch is faster there.
     """
-    target.native_head = native_head(target.head_weights)
+    used = backend()
+    target.native_head = used.head(target.head_weights)
     target.pack()
     vq: object = getattr(target, "vq", None)
     if isinstance(vq, nn.Module):
-        pack(vq.to(product_dtype(next(vq.parameters()))))
+        used.pack(vq.to(used.gemm_dtype(next(vq.parameters()))))
 
 
 def holds(folder: Path, kind: str) -> bool:
@@ -246,7 +244,7 @@ class Model:
         if int8:
             self.effect = in_eight_bits(target)
         if self.packed:
-            attach_eight_bits(target, source, target.head_weights)
+            backend().attach_int8(target, source, target.head_weights)
             pack_target(target)
         return target
 
@@ -280,7 +278,7 @@ class Model:
         drafter = recognised("drafter", source, DRAFTERS).read(source, self.target, self.dtype)
         drafter.eval().requires_grad_(False).to(self.device)
         if self.packed:
-            attach_eight_bits(drafter, source)
+            backend().attach_int8(drafter, source)
             drafter.pack(self.target)
         return drafter
 

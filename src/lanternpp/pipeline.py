@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from lanternpp import arguments, pixels
-from lanternpp.engine.batching import ContinuousBatch, fitted_threads, opened
+from lanternpp.engine.batching import ContinuousBatch, adaptive_threads, opened
 from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.errors import InputError
 from lanternpp.keywords import CallOptions, PictureDials, Prompts, Seeds, listing
@@ -147,7 +147,7 @@ class Pipeline(LoadedModel):
             found: dict[int, FinishedSample] = {}
             request = _Request(list(prompts), list(seeds), settings, auto)
             try:
-                with closing(_steps(engine, request, found)) as steps, fitted_threads(engine) as threads:
+                with closing(_steps(engine, request, found)) as steps, adaptive_threads(engine) as threads:
                     for batch in steps:
                         threads.update()
                         if progress:

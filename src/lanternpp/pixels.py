@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lanternpp.backend import backend
 from lanternpp.errors import InputError
-from lanternpp.kernels.threads import FittedThreads
 from lanternpp.registry import unknown
 from lanternpp.targets.base import Target
 
@@ -44,7 +44,7 @@ def output(target: Target, codes: Tensor, kind: str = "pil") -> Any:
 def images(target: Target, codes: Tensor) -> list[Image.Image]:
     """codes [n, length] -> n pictures, one at a time: their rounding does not depend on n."""
     drawn: list[Image.Image] = []
-    with FittedThreads(target.decoder):
+    with backend().threads(target.decoder):
         for one in codes.split(1):
             levels = ((_pixels(target, one)[0] + 1) * 127.5).round().byte()
             drawn.append(Image.fromarray(levels.permute(1, 2, 0).cpu().numpy()))

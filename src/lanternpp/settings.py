@@ -11,7 +11,8 @@ from torch import Tensor
 from lanternpp import arguments
 from lanternpp.accept import RULES
 from lanternpp.accept.base import Acceptance, Dials
-from lanternpp.accept.neighbours import NativeLaws, NeighbourAcceptance
+from lanternpp.accept.neighbours import NeighbourAcceptance
+from lanternpp.backend import PYTORCH, Backend
 from lanternpp.continuous.mixture import MixtureSampling
 from lanternpp.dials import DIALS as TABLE
 from lanternpp.dials import DRAFT, EVERY, RULE, dials, names, spoken
@@ -21,7 +22,6 @@ from lanternpp.engine.verifiers import (
     TOKEN,
     VERIFIERS,
     DraftTraits,
-    NativeVerifier,
     Verifier,
     best_for,
     why_unsupported,
@@ -223,18 +223,18 @@ def dials_read(proposer: str, accept: str) -> frozenset[str]:
 def build_rule(
     settings: Settings,
     table: Callable[[int], Tensor],
-    laws: Callable[[Tensor], NativeLaws | None] = lambda table: None,
+    backend: Backend = PYTORCH,
 ) -> Acceptance:
     """The acceptance rule; `table` gives the k nearest codes of every code. InputError where a dial is wrong.
 
-    laws: from such a table to what computes the laws of a rule with neighbours outside of PyTorch.
+    backend: what may compute the output distributions of a rule with neighbours.
     """
     residual = settings.residual or ("optimal" if settings.verify not in (None, TOKEN) else None)
     given = {name: getattr(settings, name) for name in names(RULE)} | {"residual": residual}
     entry = _rule(settings)
     rule = entry if isinstance(entry, Acceptance) else entry.build(Dials(table, **given))
     if isinstance(rule, NeighbourAcceptance):
-        rule.native = laws(rule.table)
+        rule.native = backend.output_distribution(rule.table)
     return rule
 
 
@@ -281,9 +281,9 @@ def _parts(settings: Settings) -> Parts:
     return Parts(tree, None, *jacobi, settings.cut)
 
 
-def build_verifier(settings: Settings, native: NativeVerifier | None = None) -> Verifier:
-    """The function that verifies drafts; native: what does it outside of PyTorch where it can."""
-    return with_native(find("verifier", settings.verify or TOKEN, VERIFIERS), native)
+def build_verifier(settings: Settings, backend: Backend = PYTORCH) -> Verifier:
+    """The function that verifies drafts; backend: what may do it for PyTorch."""
+    return with_native(find("verifier", settings.verify or TOKEN, VERIFIERS), backend.verifier())
 
 
 def _unread(

@@ -23,9 +23,10 @@ from lanternpp.engine.sampling import Sampling, draw
 from lanternpp.engine.traversal import verify_traversal
 from lanternpp.engine.verifiers import with_native
 from lanternpp.engine.verify import verify
+from lanternpp.kernels import Kernels
 from lanternpp.kernels import library as native
 from lanternpp.kernels.chain import NativeChain, PackedDense, native_chain
-from lanternpp.kernels.sampling import NativeHead, NativeSampling, native_head
+from lanternpp.kernels.sampling import NativeHead, native_head
 from lanternpp.kernels.verify import NativeLaws, NativeVerifier
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.rope import grid_table
@@ -152,7 +153,7 @@ def warp_of(rng: Random, vocab: int) -> tuple[float, int, float]:
 
 def test_probabilities_and_children(library: object, rng: Random, vocab: int) -> None:
     warp = warp_of(rng, vocab)
-    plain, made = Sampling(*warp), Sampling(*warp, native=NativeSampling(library))  # type: ignore[arg-type]
+    plain, made = Sampling(*warp), Sampling(*warp, backend=Kernels(library))  # type: ignore[arg-type]
     logits = torch.randn(1 if vocab == MOST_CODES else rng.choice([1, 3, 100]), rng.choice([1, 3]), vocab) * 3
     logits[0, 0, 1:] = NEVER  # forced
     p, exact = made.probs(logits), plain.probs(logits.double())

@@ -14,6 +14,7 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.backend import backend
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
@@ -21,8 +22,8 @@ from lanternpp.engine.traversal import stops, verify_traversal
 from lanternpp.engine.verifiers import with_native
 from lanternpp.engine.verify import verify
 from lanternpp.kernels import loading as native
-from lanternpp.kernels.sampling import native_head, native_sampling
-from lanternpp.kernels.verify import Node, native_verifier
+from lanternpp.kernels.sampling import native_head
+from lanternpp.kernels.verify import Node
 from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.trees.shapes import EAGLE, SHAPES, chain
 from lanternpp.trees.static import StaticTree
@@ -43,7 +44,7 @@ def without_gradients() -> Iterator[None]:
 
 def both(warp: tuple[float, int, float]) -> tuple[Sampling, Sampling]:
     """By PyTorch, and in C."""
-    return Sampling(*warp), Sampling(*warp, native=native_sampling())
+    return Sampling(*warp), Sampling(*warp, backend=backend())
 
 
 def noise(batch: int) -> Noise:
@@ -92,7 +93,7 @@ def test_probabilities_and_children_are_those_of_pytorch(vocab: int, warp: tuple
         likely = made.likeliest(p, count)
         assert torch.equal(p.gather(-1, likely), p.topk(count).values)
         assert (likely.sort().values.diff() > 0).all(), "different codes"
-    assert not made.native.takes(logits.double()), "float64 is PyTorch's"  # type: ignore[union-attr]
+    assert made.backend.probs(logits.double(), made.warp) is None, "float64 is PyTorch's"
 
 
 def test_of_equal_codes_the_first_are_likeliest() -> None:
@@ -170,7 +171,7 @@ def test_a_walk_ends_where_that_of_pytorch_does(name: str, builder: str) -> None
     draft, logits = drafted(BUILDERS[builder](), batch, vocab)
     warp = (0.9, 50, 1.0)
     usual = verify(draft, logits, both(warp)[0], rule, noise(batch))
-    walk = with_native(verify, native_verifier())
+    walk = with_native(verify, backend().verifier())
     found = walk(draft, logits, both(warp)[1], rule, noise(batch), False)
     same = (found.path == usual.path).all(1) & (found.kept == usual.kept) & (found.bonus == usual.bonus)
     assert same.float().mean() > 0.99, "a number may fall on the other side of its bound by rounding"
@@ -199,7 +200,7 @@ def test_a_walk_without_a_draft_draws_a_code() -> None:
         draft.tree.mask[:, :1, :1],
         (),
     )
-    walk = with_native(verify, native_verifier())
+    walk = with_native(verify, backend().verifier())
     verdict = walk(Draft(root, draft.codes[:, :1], None), logits, Sampling(), Exact(), noise(batch), False)
     assert (verdict.kept == 1).all() and not verdict.path.any()
     share = verdict.bonus.bincount(minlength=vocab) / batch
@@ -220,7 +221,7 @@ def test_a_rule_of_ones_own_is_left_to_pytorch() -> None:
     rule = OwnBudget(table, 2.0)
     usual, found = (
         each(draft, logits, Sampling(), rule, noise(50), False)
-        for each in (verify, with_native(verify, native_verifier()))
+        for each in (verify, with_native(verify, backend().verifier()))
     )
     assert torch.equal(usual.next_codes, found.next_codes)
 
@@ -231,9 +232,8 @@ def test_where_the_traversal_of_a_tree_ends(shape: str, vocab: int) -> None:
     """And which codes are drawn there: at every node, as many as its share of evenly spread numbers."""
     each = 1 if vocab > 9 else 5
     draft, logits = drafted(StaticTree(SHAPES[shape]), each, vocab)
-    tree, verifier = draft.tree, native_verifier()
+    tree, verifier = draft.tree, backend().verifier()
     assert draft.probs is not None and tree.layout is not None and verifier is not None
-    assert not verifier.takes(logits.double())
     exact, left = stops(logits.double().softmax(-1), draft.probs.double(), draft.codes, tree)
     lending, points = Exact().lending(len(tree.widths)), 500
     assert lending is not None
@@ -277,7 +277,7 @@ def test_traversal_keeps_what_that_of_pytorch_keeps(name: str) -> None:
     draft, logits = drafted(StaticTree(EAGLE), batch, vocab)
     usual, found = (
         each(draft, logits, Sampling(0.9, 50), rule, noise(batch), False)
-        for each in (verify_traversal, with_native(verify_traversal, native_verifier()))
+        for each in (verify_traversal, with_native(verify_traversal, backend().verifier()))
     )
     same = (found.path == usual.path).all(1) & (found.bonus == usual.bonus)
     assert same.float().mean() > 0.98 and found.kept.float().mean() > 1.3
@@ -311,5 +311,5 @@ def test_without_kernels_pytorch_computes(monkeypatch: pytest.MonkeyPatch) -> No
     assert native_head(None) is None and native_head((weight.float(), None)) is None
     assert native_head((weight[:, :24], None)) is None, "an odd width"
     monkeypatch.setenv(native.SWITCH, "0")
-    made = (native_head((weight, None)), native_sampling(), native_verifier())
-    assert made == (None,) * 3
+    assert native_head((weight, None)) is None and backend().verifier() is None
+    assert backend().probs(torch.zeros(1, 40), (1.0, 0, 1.0)) is None

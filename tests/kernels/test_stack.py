@@ -16,17 +16,17 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels her
 KERNELS = """
     import threading
     import torch
+    from lanternpp.backend import backend
     from lanternpp.kernels import library as native
     from lanternpp.nn.decoder import Decoder, DecoderConfig
     from lanternpp.kernels.chain import native_chain
     from lanternpp.nn.rope import grid_table
-    from lanternpp.kernels.sampling import native_sampling
-    from lanternpp.kernels.verify import native_laws, native_verifier
+    from lanternpp.kernels.verify import native_laws
     from lanternpp.trees.chain import chain_tree
     from lanternpp.types import Draft, Lending, Nodes
 
     def rows_of_codes(vocab, table):
-        sampling, verifier, warp = native_sampling(), native_verifier(), (0.9, 100, 0.95)
+        sampling, verifier, warp = backend(), backend().verifier(), (0.9, 100, 0.95)
         logits = torch.randn(1, 3, vocab)
         p = sampling.probs(logits, warp)
         assert torch.allclose(p.sum(-1), torch.ones(1, 3)) and ((p > 0).sum(-1) <= 100).all()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lanternpp.kernels import threads
-from lanternpp.kernels.threads import FittedThreads
+from lanternpp.kernels.threads import AdaptiveThreads
 
 IN_C: Any = SimpleNamespace(native=object())
 IN_PYTORCH: Any = SimpleNamespace(native=None)
@@ -23,15 +23,15 @@ Run = Callable[[float, float], None]
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """A function after which the thread has run for so many seconds more, and waited for so many; it has four threads."""
-    monkeypatch.setattr(threads, "WAITS", tmp_path / "schedstat")
-    monkeypatch.setattr(threads, "INTERVAL", 0.0)
-    monkeypatch.setattr(threads, "shared", threads.Shared())
+    monkeypatch.setattr(threads, "SCHEDSTAT", tmp_path / "schedstat")
+    monkeypatch.setattr(threads, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(threads, "contention", threads.ContentionState())
     total = [0.0, 0.0]
 
     def run(ran: float, waited: float) -> None:
         total[0] += ran
         total[1] += waited
-        threads.WAITS.write_text(f"{total[0] * 1e9:.0f} {total[1] * 1e9:.0f} 17\n")
+        threads.SCHEDSTAT.write_text(f"{total[0] * 1e9:.0f} {total[1] * 1e9:.0f} 17\n")
 
     before = torch.get_num_threads()
     torch.set_num_threads(4)
@@ -44,7 +44,7 @@ def test_threads_are_halved_while_the_cores_are_wanted_and_doubled_when_they_are
     busy, free = (0.1, 0.1), (0.5, 0.0)
     phases = [(0.1, 0.01), busy, busy, busy, free, free, free, free, free, free]
     counts = []
-    with FittedThreads(IN_C) as fitted, pytest.warns(UserWarning, match="so 1 of 4 threads draw") as caught:
+    with AdaptiveThreads(IN_C) as fitted, pytest.warns(UserWarning, match="so 1 of 4 threads draw") as caught:
         for ran, waited in phases:
             run(ran, waited)
             fitted.update()
@@ -54,8 +54,8 @@ def test_threads_are_halved_while_the_cores_are_wanted_and_doubled_when_they_are
 
 
 def test_short_waits_are_no_reason_for_a_warning(run: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(threads, "LASTING", (3, 0.0))
-    with FittedThreads(IN_C) as fitted, warnings.catch_warnings():
+    monkeypatch.setattr(threads, "PERSISTENT", (3, 0.0))
+    with AdaptiveThreads(IN_C) as fitted, warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(5):
             run(0.1, 0.1)
@@ -66,7 +66,7 @@ def test_short_waits_are_no_reason_for_a_warning(run: Run, monkeypatch: pytest.M
 @pytest.mark.filterwarnings("ignore:other work")
 def test_beside_lasting_work_more_threads_are_tried_less_and_less_often(run: Run):
     tried = []
-    with FittedThreads(IN_C) as fitted:
+    with AdaptiveThreads(IN_C) as fitted:
         for moment in range(800):  # it is alone until more threads are tried, which then wait
             run(0.05, 0.05 if torch.get_num_threads() > 1 else 0)
             fitted.update()
@@ -79,7 +79,7 @@ def test_beside_lasting_work_more_threads_are_tried_less_and_less_often(run: Run
 @pytest.mark.filterwarnings("ignore:other work")
 def test_the_next_drawing_begins_with_as_many_threads_as_the_last_one_had(run: Run):
     for _ in range(2):
-        with FittedThreads(IN_C) as fitted:
+        with AdaptiveThreads(IN_C) as fitted:
             before = torch.get_num_threads()
             run(0.1, 0.1)
             fitted.update()
@@ -88,7 +88,7 @@ def test_the_next_drawing_begins_with_as_many_threads_as_the_last_one_had(run: R
 
 
 def test_passes_that_pytorch_computes_keep_their_threads(run: Run):
-    with FittedThreads(IN_PYTORCH) as fitted, warnings.catch_warnings():
+    with AdaptiveThreads(IN_PYTORCH) as fitted, warnings.catch_warnings():
         warnings.simplefilter("error")
         run(0.1, 0.1)
         fitted.update()
@@ -97,10 +97,10 @@ def test_passes_that_pytorch_computes_keep_their_threads(run: Run):
 
 @pytest.mark.filterwarnings("ignore:other work")
 def test_a_context_in_another_one_leaves_the_threads_alone(run: Run):
-    with FittedThreads(IN_C) as outer:
+    with AdaptiveThreads(IN_C) as outer:
         run(0.1, 0.1)
         outer.update()
-        with FittedThreads(IN_C) as inner:
+        with AdaptiveThreads(IN_C) as inner:
             run(0.1, 0.1)
             inner.update()
             assert torch.get_num_threads() == 2

@@ -5,12 +5,12 @@ import torch
 from toys import OracleDrafter, ToyTarget, eagle
 
 from lanternpp.accept.exact import Exact
+from lanternpp.backend import PYTORCH, backend
 from lanternpp.drafters.base import Drafter
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.kernels.sampling import native_sampling
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.shapes import EAGLE, chain
@@ -140,13 +140,13 @@ def test_a_newcomer_leaves_the_others_drafts_alone():
     assert torch.equal(after.codes[0], codes) and torch.equal(after.probs[0], probs)
 
 
-@pytest.mark.parametrize("native", [None, native_sampling()], ids=["PyTorch", "C"])
+@pytest.mark.parametrize("used", [PYTORCH, backend()], ids=["PyTorch", "C"])
 @pytest.mark.parametrize("vocab", [1, 2, 3])
-def test_a_greedy_tree_with_more_children_than_there_are_codes_is_plain_ar(vocab, native):
+def test_a_greedy_tree_with_more_children_than_there_are_codes_is_plain_ar(vocab, used):
     target = ToyTarget(vocab).float()
     drafter = eagle(target).float()
     drawn = []
     for proposer in (NoDraft(), TreeProposer(drafter, StaticTree(EAGLE))):
-        engine = Engine(target, proposer, Exact(), Sampling(0, native=native), Guidance(3.0), 1)
+        engine = Engine(target, proposer, Exact(), Sampling(0, backend=used), Guidance(3.0), 1)
         drawn.append([sample.codes.tolist() for sample in generate(engine, [None, None], [1, 2])])
     assert drawn[0] == drawn[1]

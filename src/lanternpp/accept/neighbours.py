@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.accept.base import DecayingAcceptance, check_nu, wants_optimal
+from lanternpp.backend import OutputDistribution
 from lanternpp.types import Lending, on_host
 
 LENDS = ("relax", "relax_with_draft", "budget", "residual", "accept_mass", "optimal_law", "output_law")
 """The functions that decide, with `linear_budget`, how such a rule relaxes."""
 FIRST = 16  # nearest neighbours that are summed for all codes together
 MORE = 64  # neighbours per chunk after that, for the codes whose budget is not used up
-
-
-class NativeLaws(Protocol):
-    """The interface of masses and laws that are computed outside of PyTorch."""
-
-    def takes(self, p: Tensor) -> bool:
-        """Whether it computes those of p [..., V]."""
-        ...
-
-    def __call__(self, p: Tensor, q: Tensor, limit: Tensor, whole: bool) -> Tensor:
-        """p, q and the neighbours' limit [..., V] -> min(q, `accept_mass`); whole: `optimal_law`."""
-        ...
 
 
 class NeighbourAcceptance(DecayingAcceptance):
@@ -42,7 +30,7 @@ class NeighbourAcceptance(DecayingAcceptance):
     """
 
     paper_residual_is_optimal = True
-    native: NativeLaws | None = None
+    native: OutputDistribution | None = None  # `Backend.output_distribution`
 
     def __init__(self, table: Tensor, residual: str | None = None, nu: float = 0.0):
         self.table, self.nu = table, check_nu(nu)
@@ -90,8 +78,8 @@ class NeighbourAcceptance(DecayingAcceptance):
         On a CPU the first neighbours are summed one after another, as that reads little memory, and the remaining ones for
         the other codes alone. On other devices many are summed at once, for all codes, which needs no transfer to the host.
         """
-        if self.native is not None and self.native.takes(p):
-            return self.native(p, q, self.budget(p), False)
+        if (found := self._native(p, q, optimal=False)) is not None:
+            return found
         rows, q = p.flatten(0, -2).T.contiguous(), q.flatten(0, -2).T  # [V, M]: of a neighbour a row is read
         limit = self.budget(p).flatten(0, -2).T.contiguous()
         total, mass_of = torch.zeros_like(rows), rows.clone()
@@ -120,9 +108,11 @@ class NeighbourAcceptance(DecayingAcceptance):
 
     def optimal_law(self, p: Tensor, q: Tensor) -> Tensor:
         """As `Acceptance.optimal_law`."""
-        if self.native is not None and self.native.takes(p):
-            return self.native(p, q, self.budget(p), True)
-        return super().optimal_law(p, q)
+        found = self._native(p, q, optimal=True)
+        return super().optimal_law(p, q) if found is None else found
+
+    def _native(self, p: Tensor, q: Tensor, optimal: bool) -> Tensor | None:
+        return None if self.native is None else self.native(p, q, self.budget(p), optimal)
 
 
 def _lend(mass: Tensor, total: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
+from lanternpp.backend import backend
 from lanternpp.continuous.mixture import bounded, size
-from lanternpp.kernels.packed import pack
 from lanternpp.nn.configs import Width
 from lanternpp.schema import Between
 from lanternpp.targets.prompted import PromptedConfig, PromptedTarget
@@ -60,7 +60,7 @@ class LatentTarget(PromptedTarget):
 
     def pack(self) -> None:
         """Prepare for passes over few rows: the decoder, the maps of latents, and the head."""
-        pack(self)
+        backend().pack(self)
 
     def misfit(self) -> tuple[str, str] | None:
         """Channels, and the grid."""

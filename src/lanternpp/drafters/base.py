@@ -7,20 +7,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lanternpp.backend import SampleChain, backend
 from lanternpp.errors import InputError
-from lanternpp.kernels.packed import pack
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.schema import Between, Length
 from lanternpp.targets.base import Target
-from lanternpp.types import Draft, Nodes, Warping
+from lanternpp.types import Nodes
 
 ALIKE = 0.98  # least cosine of a target's probe with that of the target a drafter was trained for
 
@@ -88,7 +88,7 @@ class Drafter(nn.Module, ABC):
 
     def pack(self, target: Target) -> None:
         """Prepare for passes over few rows, with its target; for inference only."""
-        pack(self)
+        backend().pack(self)
 
     @abstractmethod
     def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
@@ -154,34 +154,6 @@ def check_fit(source: Source, dim: int, target: Target) -> None:
         )
 
 
-class NativeGuesses(Protocol):
-    """The interface of a chain's guesses that are drawn outside of PyTorch."""
-
-    def takes(self, features: Tensor) -> bool:
-        """Whether it draws guesses from features [B, levels, D]."""
-        ...
-
-    def __call__(
-        self,
-        features: Tensor,
-        level_query: Tensor,
-        prev_code_table: Tensor,
-        bias: Tensor | None,
-        u: Tensor,
-        warp: Warping,
-        draft: Draft,
-        cut: float = 0.0,
-    ) -> None:
-        """Draw the codes of a chain, each from the head of `combine` behind the code before; they and their probs go to `draft`.
-
-        cut: above 0, survival is written too, and drawing ends where it is below this for all B; the first guess is always drawn.
-
-        features [B, levels, D], level_query [B, levels, H], prev_code_table [V, H]; bias [B, levels, V] is added to the
-        logits; u [B, levels] float64, uniform; warp: temperature, top-k and top-p.
-        """
-        ...
-
-
 class QueryDrafter(Drafter):
     """Predicts all levels of a draft in one pass, on guided features, with one row per sample.
 
@@ -190,7 +162,7 @@ class QueryDrafter(Drafter):
 
     taps: tuple[int, ...] = ()
 
-    native: NativeGuesses | None = None  # set by `pack`
+    native: SampleChain | None = None  # set by `pack`
     confidence: nn.Linear | None
     """D -> 1, of conditioned features of a level: the logit of how probable it is that block verification keeps its guess, given
     that those before are kept. A drafter without it predicts none."""

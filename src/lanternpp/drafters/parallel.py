@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lanternpp.backend import backend
 from lanternpp.drafters.base import DrafterConfig, QueryDrafter
 from lanternpp.errors import InputError
-from lanternpp.kernels.chain import native_chain
 from lanternpp.nn.configs import Slots, Width
 from lanternpp.nn.decoder import AttentionCache, Decoder
 from lanternpp.nn.sources import Source
@@ -83,9 +83,8 @@ class ParallelDrafter(QueryDrafter):
         """Prepare for passes over few rows; guesses of a chain are then drawn in C, where the target's head is linear."""
         if type(self).combine is ParallelDrafter.combine:
             sure = None if self.confidence is None else (self.confidence.weight, self.confidence.bias)
-            head = target.native_head
-            packed = None if head is None else head.packed
-            self.native = native_chain((self.up.weight, self.up.bias), target.head_weights, sure, packed)
+            up = self.up.weight, self.up.bias
+            self.native = backend().chain(up, target.head_weights, sure, target.native_head)
         super().pack(target)
 
     def forward(

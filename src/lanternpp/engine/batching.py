@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from lanternpp.backend import Threads, backend
 from lanternpp.engine.decode import Engine, FinishedSample
-from lanternpp.kernels.threads import FittedThreads
 
 
 class ContinuousBatch:
@@ -86,9 +86,9 @@ def opened(
             engine.drop(slot)
 
 
-def fitted_threads(engine: Engine) -> FittedThreads:
+def adaptive_threads(engine: Engine) -> Threads:
     """A context in which an engine's steps give up threads while other work wants the cores."""
-    return FittedThreads(engine.target.decoder)
+    return backend().threads(engine.target.decoder)
 
 
 def drawing(
@@ -102,7 +102,7 @@ def drawing(
     progress is called with (decided codes, all codes) after every admission and every step. Raises RuntimeError where the
     engine is drawing already.
     """
-    with opened(engine, conditions, seeds) as batch, fitted_threads(engine) as threads:
+    with opened(engine, conditions, seeds) as batch, adaptive_threads(engine) as threads:
         for sample in batch.run():
             threads.update()
             if sample:

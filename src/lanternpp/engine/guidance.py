@@ -35,9 +35,8 @@ class Guidance:
     def logits(self, model: Target, features: Tensor) -> Tensor:
         """Features [R, N, D] -> the guided logits of a model's head, [B, N, V]."""
         native = model.native_head
-        if native is not None and native.takes(features):
-            return native(features, self.scale, self.branches)
-        return self.merge(model.head(features))
+        found = None if native is None else native(features, self.scale, self.branches)
+        return self.merge(model.head(features)) if found is None else found
 
     def merge(self, logits: Tensor) -> Tensor:
         """[R, ..., V] -> [B, ..., V] in float32 (float64 stays), before temperature."""

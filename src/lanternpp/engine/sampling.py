@@ -6,33 +6,17 @@ The difference between stochastic and greedy decoding is in this file alone.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
+from lanternpp.backend import PYTORCH, Backend
 from lanternpp.engine.noise import Noise
 from lanternpp.errors import InputError
 from lanternpp.types import Warping
 
 LEAST, MOST = 1e-6, 1e6  # temperatures; outside this range logits may overflow float32
-
-
-class NativeSampling(Protocol):
-    """The interface of probabilities and draws that are computed outside of PyTorch."""
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether it computes those of logits or probabilities x [..., V]."""
-        ...
-
-    def probs(self, logits: Tensor, warp: Warping) -> Tensor:
-        """As `Sampling.probs`; warp: temperature, top-k and top-p."""
-        ...
-
-    def children(self, q: Tensor, u: Tensor | None, count: int) -> Tensor:
-        """q [..., V] -> the first `count` different codes drawn at u [..., M] uniform; without u the likeliest, [..., count]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +26,7 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
-    native: NativeSampling | None = field(default=None, compare=False, repr=False, kw_only=True)
+    backend: Backend = field(default=PYTORCH, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.temperature and not LEAST <= self.temperature <= MOST:
@@ -66,8 +50,8 @@ class Sampling:
 
     def probs(self, logits: Tensor) -> Tensor:
         """logits [..., V] -> the distribution that codes are drawn from, [..., V]. Greedy: the softmax without temperature."""
-        if self.native is not None and self.native.takes(logits):
-            return self.native.probs(logits, self.warp)
+        if (found := self.backend.probs(logits, self.warp)) is not None:
+            return found
         if self.greedy:
             return logits.softmax(-1)
         if self.temperature != 1:
@@ -91,8 +75,8 @@ class Sampling:
         if self.greedy:
             return self.likeliest(q, count)
         u = noise.fine(purpose, q.shape[1], draws_of(count))
-        if self.native is not None and self.native.takes(q):
-            return self.native.children(q, u, count)
+        if (found := self.backend.children(q, u, count)) is not None:
+            return found
         codes = draw(q, u)
         if count == 1:
             return codes
@@ -101,8 +85,8 @@ class Sampling:
 
     def likeliest(self, q: Tensor, count: int) -> Tensor:
         """q [..., V] -> the `count` most probable codes, [..., count]; where there are fewer they are repeated."""
-        if self.native is not None and self.native.takes(q):
-            return self.native.children(q, None, count)
+        if (found := self.backend.children(q, None, count)) is not None:
+            return found
         best = q.topk(min(count, q.shape[-1]), -1).indices
         return (
             best if best.shape[-1] == count else best[..., torch.arange(count, device=q.device) % q.shape[-1]]

@@ -4,49 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance, has_fast_law
+from lanternpp.backend import VerifyDraft
 from lanternpp.engine.block import verify_block
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Guesses
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.traversal import verify_traversal
 from lanternpp.engine.verify import verify
-from lanternpp.types import Draft, Lending, Verdict, Warping
+from lanternpp.types import Draft, Verdict, on_host
 
 Verifier = Callable[[Draft, Tensor, Sampling, Acceptance, Noise, bool], Verdict]
 TOKEN, BLOCK, TRAVERSAL = "token", "block", "traversal"
 VERIFIERS: dict[str, Verifier] = {TOKEN: verify, BLOCK: verify_block, TRAVERSAL: verify_traversal}
 
 
-class NativeVerifier(Protocol):
-    """The interface of verification outside of PyTorch."""
-
-    def takes(self, logits: Tensor) -> bool:
-        """Whether it verifies drafts with logits [B, N, V]."""
-        ...
-
-    def __call__(
-        self,
-        draft: Draft,
-        logits: Tensor,
-        warp: Warping,
-        lending: Lending,
-        walk: bool,
-        u: Tensor,
-        last: Tensor,
-    ) -> tuple[Verdict, Tensor]:
-        """Logits [B, N, V] -> the verdict, and what was computed of the nodes; u and last [B, 1] are uniform.
-
-        walk: as `verify`, with u [B, levels, K]; else as `verify_block` and `verify_traversal`, with u [B, 1].
-        """
-        ...
-
-
-def with_native(verifier: Verifier, native: NativeVerifier | None) -> Verifier:
+def with_native(verifier: Verifier, native: VerifyDraft | None) -> Verifier:
     """A verifier that leaves to `native` the drafts, rules and tensors that it supports; None: none."""
     if native is None or verifier not in VERIFIERS.values():
         return verifier
@@ -59,14 +35,16 @@ def with_native(verifier: Verifier, native: NativeVerifier | None) -> Verifier:
         noise: Noise,
         measure: bool = False,
     ) -> Verdict:
-        walk, widths = verifier is verify, draft.tree.widths
-        fits = native.takes(logits) and not measure and not sampling.greedy
+        tokenwise, widths = verifier is verify, draft.tree.widths
+        fits = on_host(logits) and not measure and not sampling.greedy
         lending = rule.lending(len(widths)) if fits else None
-        if lending is None or not (walk or rule.lossless or lending.optimal):
-            return verifier(draft, logits, sampling, rule, noise, measure)
-        u = noise.fine(Noise.ACCEPT, *((len(widths), max(widths, default=0)) if walk else (1,)))
-        last = noise.fine(Noise.BONUS, 1)
-        return native(draft, logits, sampling.warp, lending, walk, u, last)[0]
+        if lending is not None and (tokenwise or rule.lossless or lending.optimal):
+            u = noise.fine(Noise.ACCEPT, *((len(widths), max(widths, default=0)) if tokenwise else (1,)))
+            last = noise.fine(Noise.BONUS, 1)
+            found = native(draft, logits, sampling.warp, lending, tokenwise, u, last)
+            if found is not None:
+                return found[0]
+        return verifier(draft, logits, sampling, rule, noise, measure)
 
     return either
 

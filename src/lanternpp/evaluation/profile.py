@@ -12,7 +12,7 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lanternpp.engine.batching import fitted_threads, opened
+from lanternpp.engine.batching import adaptive_threads, opened
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import Observer, Phase
 from lanternpp.evaluation.report import HEADINGS, cell
@@ -79,7 +79,7 @@ def profile_steps(engine: Engine, conditions: Sequence[str | None], seeds: Seque
     )  # or the profiler writes to stderr when it starts and ends
     cuda = [ProfilerActivity.CUDA] if engine.codes.device.type == "cuda" else []
     marks = PhaseMarks()
-    with opened(engine, conditions, seeds) as batch, fitted_threads(engine) as threads:
+    with opened(engine, conditions, seeds) as batch, adaptive_threads(engine) as threads:
         run = batch.run()
         list(islice(run, engine.batch))
         engine.observers.append(marks)

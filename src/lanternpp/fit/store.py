@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
+from lanternpp.backend import backend
 from lanternpp.errors import InputError
 from lanternpp.fit.rates import ENOUGH, Counts, check_counts
 from lanternpp.fit.steps import Step
 from lanternpp.jsonfile import read_object
-from lanternpp.kernels.loading import kernels
 from lanternpp.nn.checkpoints import digest, user_cache, write_text
 from lanternpp.schema import made
 
@@ -114,6 +114,6 @@ def machine_facts() -> dict[str, str]:
         "processor": named.get("model name", "unknown"),
         "flags": digest([named.get("flags", named.get("Features", ""))]),
         "threads": str(torch.get_num_threads()),
-        "kernels": Path(library._name).stem if (library := kernels()) else "none",
+        "kernels": backend().name,
         "torch": torch.__version__,
     }

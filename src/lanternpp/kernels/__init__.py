@@ -1,1 +1,101 @@
 """All that knows of C: the sources, their binding, packed weights, threads."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lanternpp.backend import (
+    Backend,
+    HeadLogits,
+    OutputDistribution,
+    SampleChain,
+    Threads,
+    VerifyDraft,
+    Weights,
+)
+from lanternpp.kernels import packed
+from lanternpp.kernels.chain import native_chain
+from lanternpp.kernels.library import MOST_WEIGHTS, kernels, product_dtype
+from lanternpp.kernels.sampling import NativeHead, NativeSampling, native_head
+from lanternpp.kernels.threads import AdaptiveThreads
+from lanternpp.kernels.verify import NativeVerifier, native_laws
+from lanternpp.nn.sources import Source
+
+
+class Kernels(Backend):
+    """The kernels in C, and weights packed for oneDNN's products where it has those; without a library the latter alone."""
+
+    def __init__(self, library: ctypes.CDLL | None):
+        self.library = library
+        self.name = "none" if library is None else Path(library._name).stem
+        self.sampling = None if library is None else NativeSampling(library)
+
+    def gemm_dtype(self, like: Tensor) -> torch.dtype:
+        """float32 where bfloat16 is widened in registers."""
+        return product_dtype(like)
+
+    def serves(self, weights: int) -> bool:
+        """Up to a size, as weights are kept a second time."""
+        return self.library is not None and weights <= MOST_WEIGHTS
+
+    def pack(self, module: nn.Module) -> None:
+        """Linear layers, convolutions, group norms and decoders that can be."""
+        packed.pack(module)
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module | None:
+        """bfloat16 on a CPU, in C or with oneDNN."""
+        return packed.packed(weight, bias)
+
+    def head(self, weights: Weights | None) -> HeadLogits | None:
+        """bfloat16 on a CPU."""
+        return native_head(weights)
+
+    def chain(
+        self,
+        up: Weights,
+        head: Weights | None,
+        confidence: Weights | None,
+        prepared: HeadLogits | None = None,
+    ) -> SampleChain | None:
+        """bfloat16 on a CPU."""
+        shared = prepared.packed if isinstance(prepared, NativeHead) else None
+        return native_chain(up, head, confidence, shared)
+
+    def attach_int8(self, module: nn.Module, source: Source, head: Weights | None = None) -> None:
+        """Where the CPU has no products of bfloat16."""
+        packed.attach_eight_bits(module, source, head)
+
+    def probs(self, logits: Tensor, warp: tuple[float, int, float]) -> Tensor | None:
+        """float32 on a CPU."""
+        return None if self.sampling is None else self.sampling.probs(logits, warp)
+
+    def children(self, q: Tensor, u: Tensor | None, count: int) -> Tensor | None:
+        """float32 on a CPU."""
+        return None if self.sampling is None else self.sampling.children(q, u, count)
+
+    def verifier(self) -> VerifyDraft | None:
+        """float32 on a CPU."""
+        return None if self.library is None else NativeVerifier(self.library)
+
+    def output_distribution(self, table: Tensor) -> OutputDistribution | None:
+        """float32 on a CPU."""
+        return native_laws(table)
+
+    def threads(self, decoder: nn.Module) -> Threads:
+        """Fewer while other work wants the cores, for decoders whose passes are computed in C."""
+        return AdaptiveThreads(decoder)
+
+
+def in_use() -> Backend:
+    """The kernels as the machine and LANTERNPP_KERNELS allow them."""
+    return _with(kernels())
+
+
+@cache
+def _with(library: ctypes.CDLL | None) -> Kernels:
+    return Kernels(library)

@@ -11,6 +11,7 @@ from ctypes import Structure, byref, c_double, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from lanternpp.backend import Weights
 from lanternpp.kernels.layout import COLUMNS, LargePages, blocks
 from lanternpp.kernels.library import MOST_WEIGHTS, Linear
 from lanternpp.kernels.loading import kernels
@@ -19,9 +20,6 @@ from lanternpp.types import Draft, Warping, on_host
 GROUP = 4  # blocks of weights, as in chain.c
 LANES = 16  # floats of a vector, as in decoder.c
 MOST_PICTURES = 16  # drafted for at once; PyTorch's products are faster for more
-
-Weights = tuple[Tensor, Tensor | None]
-"""Weight [out, in] and bias [out] of a linear layer."""
 
 
 class Heads(Structure):
@@ -87,12 +85,14 @@ class NativeChain:
         warp: Warping,
         draft: Draft,
         cut: float = 0.0,
-    ) -> None:
+    ) -> bool:
         """features [B, levels, D], level_query [B, levels, H], prev_code_table [V, H] -> codes and probs of the chain `draft`.
 
         bias [B, levels, V] is added to the logits; u [B, levels] float64, uniform; warp: temperature, top-k and top-p. cut: above
         0, survival [B, levels] float32 is written too, and drawing ends where it is below this for all B.
         """
+        if not self.takes(features):
+            return False
         batch, levels, _ = features.shape
         threads, vocab = torch.get_num_threads(), self.heads.head.outputs
         size: int = self.library.chain_bytes(byref(self.heads), batch, threads)
@@ -109,6 +109,7 @@ class NativeChain:
             *(self.confidence[1], cut),
         )
         self.library.draw_chain(byref(self.heads), byref(chain), threads)
+        return True
 
 
 def struct_of(warp: Warping) -> Warp:

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.kernels.chain import LANES, PackedDense, Weights
+from lanternpp.backend import Weights
+from lanternpp.kernels.chain import LANES, PackedDense
 from lanternpp.kernels.library import MOST_WEIGHTS, native, product_dtype
 from lanternpp.kernels.loading import kernels
 from lanternpp.kernels.sampling import NativeHead
@@ -106,10 +107,10 @@ class NativeLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The product, rounded as `nn.Linear` rounds it."""
-        rows = x.reshape(1, -1, x.shape[-1])
-        if not self.product.takes(rows):
+        found = self.product(x.reshape(1, -1, x.shape[-1]), 1.0, 1)
+        if found is None:
             return F.linear(x, self.weight, self.bias)
-        return self.product(rows, 1.0, 1).to(x.dtype).view(*x.shape[:-1], self.outputs)
+        return found.to(x.dtype).view(*x.shape[:-1], self.outputs)
 
 
 def attach_eight_bits(module: nn.Module, source: Source, head: Weights | None = None) -> None:

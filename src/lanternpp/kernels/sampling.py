@@ -57,8 +57,10 @@ class NativeHead:
         """Whether it computes the logits of features [R, N, D]."""
         return on_host(features) and features.dtype == torch.bfloat16
 
-    def __call__(self, features: Tensor, scale: float, branches: int) -> Tensor:
+    def __call__(self, features: Tensor, scale: float, branches: int) -> Tensor | None:
         """Features [R, N, D] -> logits [B, N, V] in float32 of those guided with this scale, where there are two branches."""
+        if not self.takes(features):
+            return None
         features, threads = features.contiguous(), torch.get_num_threads()
         batch, count = len(features) // branches, features.shape[1]
         dense = self.packed.dense
@@ -81,8 +83,10 @@ class NativeSampling:
         """Whether it computes those of logits or probabilities x [..., V]."""
         return fits(x)
 
-    def probs(self, logits: Tensor, warp: Warping) -> Tensor:
+    def probs(self, logits: Tensor, warp: Warping) -> Tensor | None:
         """As `Sampling.probs`; warp: temperature, top-k and top-p."""
+        if not self.takes(logits):
+            return None
         logits = logits.contiguous()
         out, vocab, threads = torch.empty_like(logits), logits.shape[-1], torch.get_num_threads()
         given = (logits, out, row_scratch(self.library, vocab, threads))
@@ -90,8 +94,10 @@ class NativeSampling:
         self.library.row_probs(byref(work), threads)
         return out
 
-    def children(self, q: Tensor, u: Tensor | None, count: int) -> Tensor:
+    def children(self, q: Tensor, u: Tensor | None, count: int) -> Tensor | None:
         """q [..., V] -> the first `count` different codes drawn at u [..., M] uniform; without u the likeliest, [..., count]."""
+        if not self.takes(q):
+            return None
         q, vocab, each, threads = q.contiguous(), q.shape[-1], 0, torch.get_num_threads()
         if u is not None:
             u, each = u.contiguous(), u.shape[-1]
@@ -111,9 +117,3 @@ def native_head(head: Weights | None) -> NativeHead | None:
         return None
     found = kernels()
     return None if found is None else NativeHead(PackedDense(*head), found)
-
-
-def native_sampling() -> NativeSampling | None:
-    """Probabilities and draws in C; None where this machine does not allow it."""
-    found = kernels()
-    return None if found is None else NativeSampling(found)

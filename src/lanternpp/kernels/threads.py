@@ -13,38 +13,36 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from lanternpp.nn.decoder import Decoder
+from lanternpp.backend import Threads
 
-WAITS = Path(
-    "/proc/thread-self/schedstat"
-)  # of this thread: nanoseconds that it ran, and that it waited for a core
-INTERVAL = 0.03  # seconds that the thread runs between two looks at it
-SHARED = 0.15  # of the time in which a thread wants to run: a share of waiting from which on the machine counts as shared
+# Of this thread: nanoseconds that it ran, and that it waited for a core.
+SCHEDSTAT = Path("/proc/thread-self/schedstat")
+CHECK_SECONDS = 0.03  # seconds that the thread runs between two checks
+CONTENDED = 0.15  # of the time in which a thread wants to run: a share of waiting from which on the machine counts as shared
 # Seconds of running without such waits before more threads are tried: at first, and at most.
-PATIENCE = (0.3, 10.0)
-LASTING = (
-    3,
-    2.0,
-)  # looks that found such waits, each within so many seconds of the last, make lasting work of it
+RETRY_SECONDS = (0.3, 10.0)
+# Checks that found such waits, each within so many seconds of the last, after which a warning says so.
+PERSISTENT = (3, 2.0)
 
 
 @dataclass
-class Shared:
+class ContentionState:
     """What is known of the machine, which the next drawing meets as the last one left it."""
 
     halvings: int = 0  # of the number of threads
-    alone: float = 0.0  # seconds that the drawing thread has run without waits since the last change
-    patience: float = PATIENCE[0]  # doubled where more threads were tried too early
-    waits: int = 0  # looks that found such waits, one soon after the other
-    waited: float = 0.0  # when the last of them was
+    uncontended: float = 0.0  # seconds that the drawing thread has run without waits since the last change
+    retry_after: float = RETRY_SECONDS[0]  # doubled where more threads were tried too early
+    waits: int = 0  # checks that found such waits, one soon after the other
+    last_wait: float = 0.0  # when the last of them was
     warned: bool = False
 
 
-shared = Shared()
+contention = ContentionState()
 
 
-class FittedThreads:
+class AdaptiveThreads(Threads):
     """A context in which `update`, called often, halves PyTorch's threads while the calling thread waits for a core.
 
     Once it no longer waits they are doubled, up to as many as there were, and after the context there are as many again; the
@@ -55,19 +53,19 @@ class FittedThreads:
 
     _inside = threading.local()
 
-    def __init__(self, decoder: Decoder):
-        in_c = decoder.native is not None
-        self.active = in_c and WAITS.is_file() and not getattr(self._inside, "context", False)
-        self.threads = self.every = torch.get_num_threads()
-        # At the last look: seconds that the thread had run, and both numbers of `WAITS`, in seconds.
-        self.looked = self.ran = self.waited = 0.0
+    def __init__(self, decoder: nn.Module):
+        in_c = getattr(decoder, "native", None) is not None
+        self.active = in_c and SCHEDSTAT.is_file() and not getattr(self._inside, "context", False)
+        self.threads = self.full = torch.get_num_threads()
+        # At the last check: seconds that the thread had run, and both numbers of `SCHEDSTAT`, in seconds.
+        self.checked = self.ran = self.waited = 0.0
 
-    def __enter__(self) -> FittedThreads:
+    def __enter__(self) -> AdaptiveThreads:
         """Begin with as many threads as the last context ended with."""
         if self.active:
             self._inside.context = True
-            if not self.looked:
-                self._look()
+            if not self.checked:
+                self._check()
             self._set()
         return self
 
@@ -75,41 +73,43 @@ class FittedThreads:
         """Back to as many threads as there were."""
         if self.active:
             self._inside.context = False
-            self._use(self.every)
+            self._use(self.full)
 
     def update(self) -> None:
-        """Look whether the calling thread has waited, where it has run for long enough since the last look."""
-        if not self.active or time.thread_time() - self.looked < INTERVAL:
+        """Check whether the calling thread has waited, where it has run for long enough since the last check."""
+        if not self.active or time.thread_time() - self.checked < CHECK_SECONDS:
             return
-        ran, waited = self._look()
-        shared.alone += ran
-        if waited > SHARED * (ran + waited):
+        ran, waited = self._check()
+        contention.uncontended += ran
+        if waited > CONTENDED * (ran + waited):
             if self.threads > 1:
-                early = shared.alone < PATIENCE[0]
-                shared.patience = min(2 * shared.patience, PATIENCE[1]) if early else PATIENCE[0]
-                shared.halvings += 1
-            shared.alone, now = 0.0, time.monotonic()
-            shared.waits = 1 if now > shared.waited + LASTING[1] else shared.waits + 1
-            shared.waited = now
-        elif shared.halvings and shared.alone > shared.patience:
-            shared.halvings, shared.alone = shared.halvings - 1, 0.0
+                early = contention.uncontended < RETRY_SECONDS[0]
+                contention.retry_after = (
+                    min(2 * contention.retry_after, RETRY_SECONDS[1]) if early else RETRY_SECONDS[0]
+                )
+                contention.halvings += 1
+            contention.uncontended, now = 0.0, time.monotonic()
+            contention.waits = 1 if now > contention.last_wait + PERSISTENT[1] else contention.waits + 1
+            contention.last_wait = now
+        elif contention.halvings and contention.uncontended > contention.retry_after:
+            contention.halvings, contention.uncontended = contention.halvings - 1, 0.0
         self._set()
 
-    def _look(self) -> tuple[float, float]:
-        """Seconds that the calling thread has run since the last look, and that it waited for a core."""
+    def _check(self) -> tuple[float, float]:
+        """Seconds that the calling thread has run since the last check, and that it waited for a core."""
         before = self.ran, self.waited
-        self.looked = time.thread_time()
-        self.ran, self.waited = (int(nanoseconds) / 1e9 for nanoseconds in WAITS.read_text().split()[:2])
+        self.checked = time.thread_time()
+        self.ran, self.waited = (int(nanoseconds) / 1e9 for nanoseconds in SCHEDSTAT.read_text().split()[:2])
         return self.ran - before[0], self.waited - before[1]
 
     def _set(self) -> None:
         """Use as many threads as the machine has for them."""
-        threads = max(1, self.every >> shared.halvings)
+        threads = max(1, self.full >> contention.halvings)
         self._use(threads)
-        if threads < self.every and shared.waits >= LASTING[0] and not shared.warned:
-            shared.warned = True
+        if threads < self.full and contention.waits >= PERSISTENT[0] and not contention.warned:
+            contention.warned = True
             warnings.warn(
-                f"other work wants this machine's cores, so {threads} of {self.every} threads draw until it ends; "
+                f"other work wants this machine's cores, so {threads} of {self.full} threads draw until it ends; "
                 "pictures take longer",
                 stacklevel=2,
             )

@@ -58,8 +58,10 @@ class NativeLaws:
         """Whether it computes those of p [..., V]."""
         return fits(p) and p.shape[-1] == self.vocab
 
-    def __call__(self, p: Tensor, q: Tensor, limit: Tensor, whole: bool) -> Tensor:
+    def __call__(self, p: Tensor, q: Tensor, limit: Tensor, whole: bool) -> Tensor | None:
         """p, q and the neighbours' limit [..., V] -> min(q, `accept_mass`); whole: `output_law` with the optimal residual."""
+        if not self.takes(p):
+            return None
         p, q, limit, out = p.contiguous(), q.contiguous(), limit.contiguous(), torch.empty_like(p)
         rows, threads = p.numel() // self.vocab, torch.get_num_threads()
         places = (p, q, limit, self.table, out, row_scratch(self.library, self.vocab, threads))
@@ -89,12 +91,14 @@ class NativeVerifier:
         walk: bool,
         u: Tensor,
         last: Tensor,
-    ) -> tuple[Verdict, Tensor]:
+    ) -> tuple[Verdict, Tensor] | None:
         """Logits [B, N, V] -> the verdict, and the nodes as in C, [B, N, 5].
 
         u and last [B, 1] are uniform. walk: as `verify`, with u [B, levels, K]; else as `verify_block` and `verify_traversal`
         with u [B, 1].
         """
+        if not self.takes(logits):
+            return None
         tree, (batch, nodes, vocab) = draft.tree, logits.shape
         levels, ranks = len(tree.widths), tree.children.shape[2]
         if lending.limits != self._limits[0]:
@@ -130,9 +134,3 @@ def native_laws(table: Tensor) -> NativeLaws | None:
     """Laws in C for a table of neighbours [V, k]; None where this machine or the device do not allow it."""
     found = kernels() if table.device.type == "cpu" else None
     return None if found is None else NativeLaws(table, found)
-
-
-def native_verifier() -> NativeVerifier | None:
-    """Verification in C; None where this machine does not allow it."""
-    found = kernels()
-    return None if found is None else NativeVerifier(found)

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lanternpp.backend import DecoderForward
 from lanternpp.nn.configs import Epsilon, HeadDim, Heads, Hidden, Layers, Share, Width
 from lanternpp.nn.rope import rotate
-from lanternpp.types import Nodes
+from lanternpp.types import Nodes, on_host
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -26,18 +27,6 @@ class AttentionCache(Protocol):
 
     def attend(self, layer: int, nodes: Nodes, mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [R, N, H, d], k and v [R, N, Hkv, d] -> [R, N, H, d]."""
-        ...
-
-
-class NativePasses(Protocol):
-    """The interface of passes that are computed outside of PyTorch."""
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether it computes a pass with inputs x [R, N, D]."""
-        ...
-
-    def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
-        """As `Decoder.forward`, with the cache's keys and values [L, 2, R, Hkv, S, d]."""
         ...
 
 
@@ -185,7 +174,7 @@ class Decoder(nn.Module):
     """A stack of blocks with a table of rotary embeddings; runs with a KV cache, or over a whole sequence without."""
 
     rotary_table: Tensor
-    native: NativePasses | None = None  # set by `pack`
+    native: DecoderForward | None = None  # set by `Backend.pack`
     causal: Tensor | None = None
     """[T, T], set before compiling: a mask that is computed in the graph is slower."""
 
@@ -208,7 +197,7 @@ class Decoder(nn.Module):
         returned too, behind the features: [R, N, (1 + taps) D].
         """
         native = self.native
-        if native is not None and native.takes(x):
+        if native is not None and on_host(x):
             return cache.computed(lambda kv: native(x, nodes, kv, taps))
         rotation = self.rotary_table[nodes.position.clamp(max=self.rotary_table.shape[0] - 1)][
             :, :, :, None

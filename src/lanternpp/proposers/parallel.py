@@ -8,7 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lanternpp.drafters.base import NativeGuesses, QueryDrafter
+from lanternpp.backend import SampleChain
+from lanternpp.drafters.base import QueryDrafter
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
@@ -106,9 +107,9 @@ class Parallel(NetworkProposer):
         """One pass of the drafter, then a tree whose nodes cost one product with the head each."""
         levels = self._drafter_forward()  # [B, depth, D]
         query = self.drafter.level_query(levels)
-        native = self.drafter.native
-        if self._whole_chain and native is not None and native.takes(levels):
-            return self._drawn(native, levels, query, noise)
+        native = self.drafter.native if self._whole_chain and on_host(levels) else None
+        if native is not None and (chain := self._sampled(native, levels, query, noise)) is not None:
+            return chain
         index = self._index()
         if self.cut:
             return self._chain(levels, query, index, noise)
@@ -121,16 +122,17 @@ class Parallel(NetworkProposer):
         q = self._probs(levels[:, :1], index[:, :1])[:, 0]
         return self.grow(q, extend, noise)
 
-    def _drawn(self, native: NativeGuesses, levels: Tensor, query: Tensor, noise: Noise) -> Draft:
-        """A chain whose guesses are drawn in one call, from levels [B, depth, D] and query [B, depth, H]."""
+    def _sampled(self, native: SampleChain, levels: Tensor, query: Tensor, noise: Noise) -> Draft | None:
+        """A chain sampled in one call, from levels [B, depth, D] and query [B, depth, H]; None where `native` does not do it."""
         draft = self._empty()
         bias = None
         if type(self.target).constrain is not Target.constrain:
             bias = torch.zeros_like(self._probs_of_nodes[:, 1:])
             bias = self.target.constrain(bias, self._index())
         u = noise.guesses(self.depth)
-        native(levels, query, self.prev_code_table, bias, u, self.sampling.warp, draft, self.cut)
-        return self._ended(draft)
+        warp = self.sampling.warp
+        done = native(levels, query, self.prev_code_table, bias, u, warp, draft, self.cut)
+        return self._ended(draft) if done else None
 
     def _chain(self, levels: Tensor, query: Tensor, index: Tensor, noise: Noise) -> Draft:
         """A chain that ends where a cut says, from levels [B, depth, D], query [B, depth, H] and index [B, depth]."""

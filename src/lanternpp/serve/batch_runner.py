@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from PIL import Image
 from torch import Tensor
 
-from lanternpp.engine.batching import fitted_threads
+from lanternpp.engine.batching import adaptive_threads
 from lanternpp.engine.decode import Engine
 from lanternpp.errors import InputError
 from lanternpp.serve.tickets import FinishedImage, Progress, Ticket
@@ -29,7 +29,7 @@ class BatchRunner:
         """pixels: turns codes [pictures, length] into pictures."""
         self.engine, self.key, self.settings, self.pixels = engine, key, settings, pixels
         self.rows = settings.batch_size
-        self.threads = fitted_threads(engine)
+        self.threads = adaptive_threads(engine)
         self.occupied: dict[int, tuple[Ticket, float]] = {}  # slot -> ticket, `busy_seconds` when it entered
         self.busy_seconds = 0.0  # computed so far
         self.virtual_time = 0.0  # those seconds, each divided by the number of pictures in it at the time

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from lanternpp.backend import HeadLogits, backend
 from lanternpp.errors import InputError
-from lanternpp.kernels.chain import PackedDense
-from lanternpp.kernels.packed import pack
 from lanternpp.nn.decoder import AttentionCache, Decoder
 from lanternpp.nn.sources import Source
 from lanternpp.nn.stores import Store
@@ -64,20 +63,6 @@ def check_codes(target: Path, target_codes: int, tokenizer: Path, tokenizer_code
         )
 
 
-class NativeHead(Protocol):
-    """The interface of a linear head that is computed outside of PyTorch."""
-
-    packed: PackedDense
-
-    def takes(self, features: Tensor) -> bool:
-        """Whether it computes the logits of features [R, N, D]."""
-        ...
-
-    def __call__(self, features: Tensor, scale: float, branches: int) -> Tensor:
-        """Features [R, N, D] -> logits [B, N, V] in float32 of those guided with this scale, where there are two branches."""
-        ...
-
-
 class Target(nn.Module, ABC):
     """The autoregressive model whose distribution is decoded. Codes are 0..V-1; a family maps them to its vocabulary."""
 
@@ -88,7 +73,7 @@ class Target(nn.Module, ABC):
     length: int  # codes of an image, in raster order
     width: int  # codes of one image row
     decoder: Decoder
-    native_head: NativeHead | None = None  # set where it is read for inference
+    native_head: HeadLogits | None = None  # set where it is read for inference
     any_size: ClassVar[bool] = False  # whether `read` heeds a size in pixels that the user gives
     head_layer: ClassVar[str | None] = None  # the attribute that is the linear layer of `head`, if one is
     about: ClassVar[str] = ""  # the checkpoints it reads, for the message about an unknown one
@@ -196,7 +181,7 @@ class Target(nn.Module, ABC):
 
     def pack(self) -> None:
         """Prepack weights for passes over few rows, on devices where that helps; for inference only."""
-        pack(self.decoder)
+        backend().pack(self.decoder)
 
     def states(self, prompt: Tensor, codes: Tensor) -> Tensor:
         """prompt [B, T, D], codes [B, length] -> features of every slot, [B, T + length - 1, D], causal."""

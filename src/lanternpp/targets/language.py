@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lanternpp.backend import backend
 from lanternpp.errors import InputError
-from lanternpp.kernels.packed import pack
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.llama import llama_rules
@@ -200,7 +200,7 @@ class LanguageTarget(Target):
 
     def pack(self) -> None:
         """Prepare for passes over few rows: the decoder, and what is around it."""
-        pack(self)
+        backend().pack(self)
 
 
 def language_rules(prefix: str, shape: DecoderConfig, **more: Any) -> list[Rename]:

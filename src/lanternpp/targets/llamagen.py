@@ -11,8 +11,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from lanternpp.backend import backend
 from lanternpp.errors import InputError
-from lanternpp.kernels.packed import pack
 from lanternpp.nn import checkpoints
 from lanternpp.nn.configs import (
     Codes,
@@ -199,7 +199,7 @@ class LlamaGenTarget(Target):
 
     def pack(self) -> None:
         """Prepare for passes over few rows."""
-        pack(self)
+        backend().pack(self)
 
     def pixels(self, codes: Tensor) -> Tensor:
         """codes [B, length] -> images [B, 3, H, W] in [-1, 1]."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lanternpp.kernels.packed import packed
+from lanternpp.backend import backend
 from lanternpp.nn.configs import Codes, Width
 from lanternpp.targets.prompted import PromptedConfig, PromptedTarget
 from lanternpp.vq.folder import read_vq
@@ -39,7 +39,7 @@ class CodeTable(nn.Module):
     def pack(self) -> None:
         """Prepare `logits` for passes over few rows; only the plain table of inference can be packed."""
         if self.basis is None:
-            self.packed = packed(self.table, None)
+            self.packed = backend().linear(self.table, None)
 
     def logits(self, features: Tensor, codebook: Tensor) -> Tensor:
         """features [..., D] -> their products with all vectors, [..., V]."""
