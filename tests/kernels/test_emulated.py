@@ -1,0 +1,240 @@
+"""Kernels and their choice on CPUs that are not at hand, in QEMU: a call is recorded here, repeated there and compared."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import shutil
+import struct
+import subprocess
+from bisect import bisect_right
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from kernels.compiling import setup
+from torch import Tensor
+
+from lanternpp.engine.cache import Cache
+from lanternpp.kernels import loading
+from lanternpp.kernels.kinds import KINDS, choose
+from lanternpp.kernels.library import NativeDecoder
+from lanternpp.nn.decoder import Decoder, DecoderConfig
+from lanternpp.nn.int8 import quantise
+from lanternpp.nn.rope import grid_table
+
+HARNESS = Path(__file__).with_name("harness.c")
+CROSS, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+ARM = [kind for kind in KINDS if "aarch64" in kind.needs]
+
+cross = pytest.mark.skipif(
+    not (shutil.which(CROSS) and shutil.which(EMULATOR)), reason=f"no {CROSS} or no {EMULATOR}"
+)
+
+
+class Region(NamedTuple):
+    """Memory that a call may read or write; holder: a tensor, or a structure or array of ctypes."""
+
+    start: int
+    size: int
+    holder: Any
+
+
+def regions() -> list[Region]:
+    """Of all objects of this process, by their first address, without those that lie in another one."""
+    found = []
+    for each in gc.get_objects():
+        if isinstance(each, ctypes.Structure | ctypes.Array):
+            found.append(Region(ctypes.addressof(each), ctypes.sizeof(each), each))
+        elif type(each) in (Tensor, torch.nn.Parameter) and each.layout == torch.strided and each.numel():
+            span = 1 + sum((n - 1) * s for n, s in zip(each.shape, each.stride(), strict=True))
+            if each.device.type == "cpu" and each.data_ptr():
+                found.append(Region(each.data_ptr(), span * each.element_size(), each.detach()))
+    found.sort(key=lambda region: (region.start, -region.size))
+    outer: list[Region] = []
+    for region in found:
+        if not outer or region.start >= outer[-1].start + outer[-1].size:
+            outer.append(region)
+    return outer
+
+
+class Recorder:
+    """A library that keeps what one of its functions is called with, and what it has written."""
+
+    def __init__(self, library: ctypes.CDLL, function: str):
+        self._library, self._function = library, function
+        self.reached: list[Region] = []
+        self.written: list[bytes] = []
+        self.text = b""
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._library, name)
+        return self._recorded(function) if name == self._function else function
+
+    def _recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.record(arguments)
+            result = function(*arguments)
+            self.written = [ctypes.string_at(each.start, each.size) for each in self.reached]
+            return result
+
+        return call
+
+    def record(self, arguments: tuple[Any, ...]) -> None:
+        """The call as `harness.c` reads it. A word of a structure that is an address in a region is a pointer to there."""
+        known = regions()
+        starts = [region.start for region in known]
+        self.reached = []
+        numbers: dict[int, int] = {}
+
+        def place(address: int) -> tuple[int, int]:
+            at = bisect_right(starts, address) - 1
+            if at < 0 or address >= known[at].start + known[at].size:
+                return -1, address
+            if at not in numbers:
+                numbers[at] = len(self.reached)
+                self.reached.append(known[at])
+            return numbers[at], address - known[at].start
+
+        given = []
+        for argument in arguments:
+            target = getattr(argument, "_obj", argument)  # of byref
+            given.append((-1, target) if isinstance(target, int) else place(ctypes.addressof(target)))
+        pointers = []
+        for i, region in enumerate(self.reached):  # which grows
+            if not isinstance(region.holder, Tensor):
+                for offset in range(0, region.size - 7, 8):
+                    (word,) = struct.unpack("q", ctypes.string_at(region.start + offset, 8))
+                    where, there = place(word) if word > 1 << 20 else (-1, word)
+                    if where >= 0:
+                        pointers.append((i, offset, where, there))
+        parts = [struct.pack("q", len(self.reached))]
+        for region in self.reached:
+            parts.append(struct.pack("qq", region.size, region.start % 64))
+            parts.append(ctypes.string_at(region.start, region.size))
+        for rows in (pointers, given):
+            parts.append(struct.pack("q", len(rows)))
+            parts += [struct.pack(f"{len(row)}q", *row) for row in rows]
+        self.text = b"".join(parts)
+
+    def compare(self, text: bytes) -> None:
+        """What another library has written, up to rounding; scratch memory, of bytes, apart."""
+        compared, begin = 0, 0
+        for region, mine in zip(self.reached, self.written, strict=True):
+            theirs = text[begin : begin + region.size]
+            begin += region.size
+            if isinstance(region.holder, Tensor) and region.holder.dtype in (torch.bfloat16, torch.float32):
+                a, b = (
+                    torch.frombuffer(bytearray(x), dtype=region.holder.dtype).double() for x in (mine, theirs)
+                )
+                assert (a - b).abs().max() <= 0.03 * a.abs().max() and (
+                    a - b
+                ).abs().mean() <= 0.004 * a.abs().mean()
+                compared += mine != self.before(region)
+        assert begin == len(text) and compared
+
+    def before(self, region: Region) -> bytes:
+        at = 8
+        for each in self.reached:
+            if each is region:
+                return self.text[at + 16 : at + 16 + each.size]
+            at += 16 + each.size
+        raise KeyError(region)
+
+
+@torch.inference_mode()
+def recorded_pass(eight_bits: bool) -> Recorder:
+    """A chain of 5 nodes in two rows, after a prefill of 3 slots."""
+    torch.manual_seed(0)
+    config = DecoderConfig(64, 2, 4, 96)
+    network = (
+        Decoder(config, grid_table(3, 8, config.head_dim).float()).bfloat16().eval().requires_grad_(False)
+    )
+    if eight_bits:
+        pytest.importorskip("torchao")
+        quantise(network)
+    found = loading.library()
+    assert found is not None
+    cache, x = Cache(config, 2, 10, torch.zeros(0).bfloat16()), torch.randn(2, 8, 64).bfloat16()
+    network.native = NativeDecoder(network, found)
+    prompt = cache.rows(torch.arange(2), torch.zeros(2, dtype=torch.int64), 3)
+    network(x[:, :3], prompt.nodes(), prompt)
+    network.native.library = recorder = Recorder(found, "decode")  # type: ignore[assignment]
+    mask = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, -1, -1)
+    network(x[:, 3:], cache.nodes(torch.arange(5).expand(2, -1), mask), cache)
+    return recorder
+
+
+@pytest.fixture(scope="module")
+def arm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the harness and the library of every kind of ARM."""
+    folder, building = tmp_path_factory.mktemp("arm"), setup()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", CROSS)
+        patch.setenv("_PYTHON_HOST_PLATFORM", "linux-aarch64")
+        said = building.build(folder / "lib")
+    assert len(said) == 1, said
+    command = [
+        CROSS,
+        "-O1",
+        "-fopenmp",
+        str(HARNESS),
+        "-ldl",
+        "-Wl,--no-as-needed",
+        "-o",
+        str(folder / "harness"),
+    ]
+    subprocess.run(command, check=True)
+    return folder
+
+
+def emulate(cpu: str, folder: Path, *arguments: object) -> str:
+    command = [EMULATOR, "-L", "/usr/aarch64-linux-gnu", "-cpu", cpu, folder / "harness", *arguments]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def library_of(folder: Path, kind: str) -> Path:
+    (found,) = (folder / "lib").glob(f"{kind}-????????????????.so")
+    return found
+
+
+@cross
+@pytest.mark.skipif(loading.library() is None, reason="no kernels here")
+@pytest.mark.parametrize("eight_bits", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ARM, ids=lambda kind: kind.name)
+def test_a_pass_on_arm_is_that_of_this_cpu(arm: Path, kind, eight_bits: bool, tmp_path: Path):
+    recorder = recorded_pass(eight_bits)
+    (tmp_path / "in").write_bytes(recorder.text)
+    emulate("max", arm, library_of(arm, kind.name), "decode", tmp_path / "in", tmp_path / "out")
+    recorder.compare((tmp_path / "out").read_bytes())
+
+
+@cross
+@pytest.mark.parametrize(
+    ("cpu", "kind"), [("cortex-a53", "armv8-a"), ("cortex-a76", "armv8.2-dotprod"), ("max", "armv8.6-i8mm")]
+)
+def test_an_arm_cpu_says_what_it_has(arm: Path, cpu: str, kind: str):
+    said = emulate(cpu, arm, library_of(arm, "cpu"), "features")
+    assert choose(set(said.split()))[0] == kind
+
+
+@pytest.mark.skipif(
+    not shutil.which("qemu-x86_64") or os.uname().machine != "x86_64", reason="no qemu-x86_64"
+)
+@pytest.mark.parametrize(
+    ("cpu", "kinds"), [("Nehalem", []), ("Haswell", ["x86-64-v3"]), ("Skylake-Server", ["x86-64-v3"])]
+)
+def test_an_older_cpu_of_intel_says_what_it_has(cpu: str, kinds: list[str], tmp_path: Path):
+    """QEMU 7.2 emulates no AVX-512: what its CPU does not do is not taken, whatever its name says."""
+    if not (loading.LIBRARIES / "manifest.json").is_file():
+        pytest.skip("no kernels here")
+    subprocess.run(["cc", str(HARNESS), "-ldl", "-o", str(tmp_path / "harness")], check=True)
+    library = loading.LIBRARIES / loading._installed()["cpu"]
+    command = ["qemu-x86_64", "-cpu", cpu, str(tmp_path / "harness"), str(library), "features"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert choose(set(done.stdout.split())) == kinds
