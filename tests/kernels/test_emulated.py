@@ -47,7 +47,7 @@ def regions() -> list[Region]:
     """Of all objects of this process, by their first address, without those that lie in another one."""
     found = []
     for each in gc.get_objects():
-        if isinstance(each, ctypes.Structure | ctypes.Array):
+        if issubclass(type(each), ctypes.Structure | ctypes.Array):
             found.append(Region(ctypes.addressof(each), ctypes.sizeof(each), each))
         elif type(each) in (Tensor, torch.nn.Parameter) and each.layout == torch.strided and each.numel():
             span = 1 + sum((n - 1) * s for n, s in zip(each.shape, each.stride(), strict=True))
@@ -67,6 +67,7 @@ class Recorder:
     def __init__(self, library: ctypes.CDLL, function: str):
         self._library, self._function = library, function
         self.reached: list[Region] = []
+        self.before: list[bytes] = []
         self.written: list[bytes] = []
         self.text = b""
 
@@ -78,10 +79,13 @@ class Recorder:
         def call(*arguments: Any) -> Any:
             self.record(arguments)
             result = function(*arguments)
-            self.written = [ctypes.string_at(each.start, each.size) for each in self.reached]
+            self.written = self._bytes()
             return result
 
         return call
+
+    def _bytes(self) -> list[bytes]:
+        return [ctypes.string_at(region.start, region.size) for region in self.reached]
 
     def record(self, arguments: tuple[Any, ...]) -> None:
         """The call as `harness.c` reads it. A word of a structure that is an address in a region is a pointer to there."""
@@ -111,10 +115,10 @@ class Recorder:
                     where, there = place(word) if word > 1 << 20 else (-1, word)
                     if where >= 0:
                         pointers.append((i, offset, where, there))
+        self.before = self._bytes()
         parts = [struct.pack("q", len(self.reached))]
-        for region in self.reached:
-            parts.append(struct.pack("qq", region.size, region.start % 64))
-            parts.append(ctypes.string_at(region.start, region.size))
+        for region, content in zip(self.reached, self.before, strict=True):
+            parts += [struct.pack("qq", region.size, region.start % 64), content]
         for rows in (pointers, given):
             parts.append(struct.pack("q", len(rows)))
             parts += [struct.pack(f"{len(row)}q", *row) for row in rows]
@@ -123,7 +127,7 @@ class Recorder:
     def compare(self, text: bytes) -> None:
         """What another library has written, up to rounding; scratch memory, of bytes, apart."""
         compared, begin = 0, 0
-        for region, mine in zip(self.reached, self.written, strict=True):
+        for region, before, mine in zip(self.reached, self.before, self.written, strict=True):
             theirs = text[begin : begin + region.size]
             begin += region.size
             if isinstance(region.holder, Tensor) and region.holder.dtype in (torch.bfloat16, torch.float32):
@@ -133,16 +137,8 @@ class Recorder:
                 assert (a - b).abs().max() <= 0.03 * a.abs().max() and (
                     a - b
                 ).abs().mean() <= 0.004 * a.abs().mean()
-                compared += mine != self.before(region)
+                compared += mine != before
         assert begin == len(text) and compared
-
-    def before(self, region: Region) -> bytes:
-        at = 8
-        for each in self.reached:
-            if each is region:
-                return self.text[at + 16 : at + 16 + each.size]
-            at += 16 + each.size
-        raise KeyError(region)
 
 
 @torch.inference_mode()

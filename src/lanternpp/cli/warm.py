@@ -30,7 +30,6 @@ def warm(batch_sizes: Sizes = "1", as_json: opt.Json = False, *, options: DrawOp
         raise InputError("--batch-size would change nothing here; use --batch-sizes")
     check(options)
 
-    from lanternpp.backend import PYTORCH, backend
     from lanternpp.compiled import compiled_folder
 
     began = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 from collections.abc import Callable
 
 import torch
@@ -27,13 +28,22 @@ class LargePages:
         """A contiguous copy of a tensor."""
         size = -(-tensor.nbytes // ALIGNED) * ALIGNED
         if self.used + size > len(self.room):
-            pages = mmap.mmap(-1, -(-max(size, ROOM) // PAGE) * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError):  # a kernel without them
-                pages.madvise(mmap.MADV_HUGEPAGE)
+            pages = allocate(-(-max(size, ROOM) // PAGE) * PAGE)
             self.room, self.used = torch.frombuffer(pages, dtype=torch.uint8), 0
         place = self.room[self.used :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         self.used += size
         return place.copy_(tensor)
+
+
+def allocate(size: int) -> mmap.mmap:
+    """Memory of this process, in large pages where there are such."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, size)
+    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Linux alone has them, and not every kernel of it.
+    with contextlib.suppress(OSError, AttributeError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def blocks(
