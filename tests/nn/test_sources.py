@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
+from lanternpp.nn.decoder import Decoder, DecoderConfig
+from lanternpp.nn.rope import line_table
 from lanternpp.nn.sources import SAME, Rename, Source, blank, halves
 from lanternpp.nn.stores import Store
 
@@ -288,3 +290,31 @@ def test_loading_takes_little_more_memory_than_the_weights(name: str, count: int
     ratio, size = map(float, done.stdout.split())
     assert size == count * 2**25
     assert ratio < 1.2
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_blocks_are_packed_while_others_are_not_read_yet(split: bool, tmp_path: Path) -> None:
+    config = DecoderConfig(16, layers=12, heads=2, hidden=32)
+    table = line_table(4, 8).float()
+    plain = Decoder(config, table)
+    tensors = dict(plain.state_dict())
+    if split:
+        write_index(tmp_path, tensors, ".safetensors")  # every block lies in two files
+    else:
+        save_file(tensors, tmp_path / "model.safetensors")
+    with blank():
+        read = Decoder(config, table)
+    source, left = Source.open(tmp_path), []
+
+    def pack(block: nn.Module) -> None:
+        assert not any(p.is_meta for p in block.parameters())
+        block.w2 = nn.Identity()  # as a packed layer, it has no parameters
+        left.append(sum(p.is_meta for b in read.blocks for p in b.parameters()))
+
+    source.pack = pack
+    source.fill(read, [SAME], torch.float32)
+    per_block = len(list(plain.blocks[0].parameters()))
+    assert len(left) == 12
+    assert split or left == [per_block * (11 - done) for done in range(12)], "block by block"
+    assert all(isinstance(block.w2, nn.Identity) for block in read.blocks)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read.state_dict().items())
