@@ -14,6 +14,7 @@ TOKENIZER_STEPS ?= 1000
 TARGET_STEPS ?= 2000
 DRAFTER_STEPS ?= 400
 NATURE := src/lanternpp/assets/nature-128
+KERNELS := $(wildcard src/lanternpp/kernels/csrc/*.[ch]) src/lanternpp/kernels/kinds.py
 
 .PHONY: demo test gpu continuous lint format docs clean
 
@@ -51,10 +52,10 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build dist out src/*.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist out src/*.egg-info .pytest_cache .ruff_cache .mypy_cache src/lanternpp/kernels/lib
 
-# One constraints file pins every package. It names no build of torch, so a machine with a GPU gets its own.
-$(STAMP): pyproject.toml constraints.txt
+# The kernels are compiled anew where their sources changed. One constraints file pins every package. It names no build of torch, so a machine with a GPU gets its own.
+$(STAMP): pyproject.toml constraints.txt setup.py $(KERNELS)
 	@for python in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
 	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	        echo "Setting up $(VENV) with $$($$python --version)"; \

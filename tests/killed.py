@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch._dynamo  # what an optimizer would import; here, once for all processes
-from caches import own_cache
 from safetensors import safe_open
 
 from lanternpp.cli import main
@@ -57,7 +56,7 @@ def obey(name: str, folder: str, life: float | None = None) -> None:
     """
     torch.set_num_threads(1)
     os.chdir(folder)
-    os.environ["XDG_CACHE_HOME"] = own_cache(Path(folder) / "cache")
+    os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
     cached.SHARD, codes.PART, runs.PART = 1 << 14, 1, 2
     began = time.process_time()
     if life is not None:

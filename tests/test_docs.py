@@ -63,7 +63,7 @@ def test_the_first_page_is_short() -> None:
 def test_the_release_makes_every_link_of_the_first_page_absolute(tmp_path: Path) -> None:
     """PyPI shows the README alone, without the files that it links to."""
     workflow = yaml.load((ROOT / ".github/workflows/publish.yml").read_text(), Loader)
-    steps = [step["run"] for step in workflow["jobs"]["build"]["steps"] if "README.md" in step.get("run", "")]
+    steps = [step["run"] for step in workflow["jobs"]["sdist"]["steps"] if "README.md" in step.get("run", "")]
     (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
     where = {"GITHUB_REPOSITORY": "owner/name", "GITHUB_REF_NAME": "v9"}
     subprocess.run(["bash", "-ec", steps[0]], cwd=tmp_path, check=True, env=os.environ | where)

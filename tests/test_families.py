@@ -18,7 +18,7 @@ from lanternpp.cli.compare import race
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.errors import InputError
-from lanternpp.kernels.library import library
+from lanternpp.kernels.loading import library
 from lanternpp.methods import METHODS
 from lanternpp.models import read_target
 from lanternpp.nn import checkpoints

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from caches import own_cache
 from hub import COMMIT, hub
 from models import write_model
 
@@ -30,7 +29,7 @@ def shelf(tmp_path: Path) -> Path:
 
 def lanternpp(tmp_path: Path, address: str, *args: object, **more: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    env |= {"XDG_CACHE_HOME": own_cache(tmp_path / "cache"), "NO_PROXY": "127.0.0.1"} | more
+    env |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "NO_PROXY": "127.0.0.1"} | more
     command = [sys.executable, "-c", SCRIPT, *map(str, args)]
     return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=400)
 

@@ -13,7 +13,6 @@ from typing import Any
 import checkpoints as llamagen
 import pytest
 import torch
-from caches import own_cache
 from families import LANGUAGE, write_chameleon, write_emu3, write_janus
 from hub import Hub, hub
 
@@ -93,7 +92,7 @@ def fetched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], H
     orders["bare"] = ["generate", "a tulip", "--model", "lamp/bare", "--method", "ar"]
     orders["convert"] = ["convert", "lamp/bare", "ours", "--vq", "lamp/llamagen_t2i/vq_ds16_t2i.pt"]
     env = os.environ | {"HF_HOME": str(place / "home"), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
-    env |= {"XDG_CACHE_HOME": own_cache(place / "cache"), "OMP_NUM_THREADS": "1"}
+    env |= {"XDG_CACHE_HOME": str(place / "cache"), "OMP_NUM_THREADS": "1"}
     with hub(place / "hub") as server:
         requested = json.dumps(list(orders.values()))
         ran = subprocess.run(

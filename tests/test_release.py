@@ -24,8 +24,8 @@ import lanternpp
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-FILES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")  # what src/ is built with
-SOURCES = shutil.ignore_patterns("__pycache__", "*.egg-info")
+FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in")  # what src/ is built with
+SOURCES = shutil.ignore_patterns("__pycache__", "*.egg-info", "lib")
 SIZED = ("README.md", "docs/quickstart.md")  # pages that say how large the wheel is
 VERBS = """
 import contextlib, io, json, sys
@@ -116,12 +116,18 @@ def test_the_wheel_of_the_sdist_works_in_an_environment_without_extras(tmp_path:
 
 
 def check_contents(wheel: Path, source: Path) -> None:
-    """The wheel has every file of the package, and no picture."""
+    """The wheel has every file of the package, kernels in the place of their sources, and no picture."""
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         typed = archive.read(f"lanternpp-{lanternpp.__version__}.dist-info/METADATA").decode()
+    made = {name for name in names if name.startswith("lanternpp/kernels/lib/")}
     files = (path for path in (source / "lanternpp").rglob("*") if path.is_file() and path.suffix != ".pyc")
-    assert names == {str(path.relative_to(source)) for path in files}
+    ours = {path for path in files if path.parent.name not in ("csrc", "lib")}
+    assert names - made == {str(path.relative_to(source)) for path in ours}
+    assert "lanternpp/kernels/lib/manifest.json" in made
+    python, interface, platform = wheel.stem.split("-")[2:]
+    assert (python, interface) == ("py3", "none") and platform != "any"
+    assert wheel.stat().st_size < 45e6
     pictures = {name for name in names if Path(name).suffix.lower() in Image.registered_extensions()}
     assert not pictures, f"pictures in the wheel: {pictures}"
     size = f"{wheel.stat().st_size / 1e6:.0f} MB"

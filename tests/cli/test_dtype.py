@@ -10,7 +10,7 @@ from latents import write_diffusion
 
 from lanternpp import Pipeline
 from lanternpp.devices import pick_dtype
-from lanternpp.kernels.library import SWITCH, kernels
+from lanternpp.kernels.loading import SWITCH, kernels
 from lanternpp.nn import int8
 
 DRAW = ("generate", "a red tulip", "--model")

@@ -2,34 +2,57 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import platform
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kernels.compiling import setup
 
-from lanternpp.kernels import library as native
-from lanternpp.nn.checkpoints import digest
+from lanternpp.kernels import loading
+from lanternpp.kernels.kinds import KINDS, choose
 
-NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
-FLOATS = (*NO_TILES, "-mno-avx512bf16", "-mno-avx512vnni")
-AVX2 = (*FLOATS, "-mno-avx512f")
-EMULATION = Path(__file__).with_name("emulated.h")
-EMULATED = ("-include", str(EMULATION), f"-DVERSION={digest([EMULATION.read_text()])}")
-KINDS = {
-    "all": (),
-    "no tiles": NO_TILES,
-    "floats": FLOATS,
-    "AVX2": AVX2,
-    "emulated bfloat16": (*NO_TILES, *EMULATED),
-    "emulated tiles": (*EMULATED, "-DTILES"),
+EMULATION = ("-include", str(Path(__file__).with_name("emulated.h")))
+MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+# A kind of CPU, and what the compiler is told besides.
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    **{kind.name: (kind.name, ()) for kind in KINDS if MACHINE in kind.needs},
+    "emulated bfloat16": ("avx512-vnni", EMULATION),
+    "emulated tiles": ("avx512-vnni", (*EMULATION, "-DTILES")),
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def library(request: pytest.FixtureRequest) -> Iterator[object]:
-    more = KINDS[request.param]
-    try:
-        yield native.load(native.compiled("cc", (*native.FLAGS, *more)))
-    except (subprocess.CalledProcessError, FileNotFoundError):
-        pytest.skip("this compiler does not know these instructions")
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for libraries that all processes of this test run share."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if base.name.startswith("popen-") else base) / "kernels"
+    shared.mkdir(exist_ok=True)
+    return shared
+
+
+@pytest.fixture(scope="module", params=CASES)
+def library(request: pytest.FixtureRequest, compiled: Path) -> Iterator[object]:
+    """The installed kernels where they are of these sources, else compiled now."""
+    kind, more = CASES[request.param]
+    building, there = setup(), loading.LIBRARIES
+    manifest = json.loads((there / "manifest.json").read_text())
+    files = manifest["libraries"]
+    if kind not in choose(loading.features(there / files["cpu"])):
+        pytest.skip(f"this CPU is none of {kind}")
+    if not more and kind in files and manifest["sources"] == building.digest(building.code()):
+        yield loading.load(there / files[kind])
+        return
+    options = next(found.options for found in KINDS if found.name == kind)
+    out = compiled / f"{request.param}.so"
+    with (compiled / f"{request.param}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            if not out.exists():
+                building.Toolchain.find().compile(building.UNIT, (*options, *more), out)
+        except (LookupError, subprocess.SubprocessError):
+            pytest.skip("this compiler does not know these instructions")
+    yield loading.load(out)

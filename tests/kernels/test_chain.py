@@ -27,7 +27,7 @@ from lanternpp.engine.block import stops, verify_block, weights
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling, draw
 from lanternpp.engine.verifiers import with_native
-from lanternpp.kernels import library as native
+from lanternpp.kernels import loading as native
 from lanternpp.kernels.chain import (
     NativeChain,
     PackedDense,
@@ -41,7 +41,7 @@ from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels here")
 
 HALF, NEVER = torch.bfloat16, float("-inf")
 DIM, HIDDEN, LEVELS = 48, 32, 4

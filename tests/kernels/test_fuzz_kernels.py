@@ -35,7 +35,7 @@ from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels here")
 
 SEEDS = range(20)
 VOCABS = [1, 2, 3, 7, 63, 64, 65, 1000, 4097]

@@ -40,7 +40,7 @@ assert target.head(torch.ones(1, 1, 384, dtype=torch.bfloat16)).isfinite().all()
 """
 
 
-@pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+@pytest.mark.skipif(native.library() is None, reason="no kernels here")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 8, 21, 200])
 @pytest.mark.parametrize("bits", [16, 8])
@@ -121,7 +121,7 @@ def test_the_shipped_tokenizer_draws_the_same_with_packed_weights() -> None:
         assert torch.allclose(packed_one.pixels(codes), plain.pixels(codes), atol=1e-4)
 
 
-@pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+@pytest.mark.skipif(native.library() is None, reason="no kernels here")
 def test_pictures_have_the_same_bytes_for_any_number_of_threads() -> None:
     """As other work leaves the drawing thread fewer while it draws."""
     pipe = Pipeline.from_pretrained("nature-128", device="cpu", dtype="bfloat16")

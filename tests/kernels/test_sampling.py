@@ -21,7 +21,7 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.traversal import stops, verify_traversal
 from lanternpp.engine.verifiers import with_native
 from lanternpp.engine.verify import verify
-from lanternpp.kernels import library as native
+from lanternpp.kernels import loading as native
 from lanternpp.kernels.sampling import native_head
 from lanternpp.kernels.verify import Node
 from lanternpp.trees.dynamic import DynamicTree
@@ -29,7 +29,7 @@ from lanternpp.trees.shapes import EAGLE, SHAPES, chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft, Tree
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels here")
 
 BEHIND = [name for name, _ in Node._fields_].index("behind")
 NEVER = float("-inf")

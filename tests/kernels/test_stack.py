@@ -11,7 +11,7 @@ import pytest
 
 from lanternpp.kernels import library as native
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels here")
 
 KERNELS = """
     import threading

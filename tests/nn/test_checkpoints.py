@@ -262,3 +262,55 @@ def test_what_killed_processes_were_writing_goes_once_it_is_old(tmp_path: Path) 
         os.utime(tmp_path / name, (0, 0))
     checkpoints.sweep(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(left[2:])
+
+
+def of_another_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+
+
+def that_all_can_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.chmod(0o777)
+
+
+def that_all_can_replace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.parent.chmod(0o777)
+
+
+def that_is_a_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to("elsewhere")
+
+
+def that_is_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.rmdir()
+    folder.write_text("a file")
+
+
+FOLDERS = [of_another_user, that_all_can_write, that_all_can_replace, that_is_a_link, that_is_a_file]
+
+
+@pytest.mark.parametrize("placed", FOLDERS)
+def test_compiled_code_is_not_kept_in_a_folder_that_others_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placed
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "cache" / "lanternpp"
+    assert checkpoints.code_cache() == folder
+    placed(folder, monkeypatch)
+    checkpoints._temporary_cache.cache_clear()
+    with pytest.warns(UserWarning, match="is not kept for the next run"):
+        found = checkpoints.code_cache()
+    assert found != folder and found.stat().st_mode & 0o077 == 0
+
+
+def test_the_folder_of_compiled_code_is_closed_to_others(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "lanternpp").mkdir(mode=0o755)
+    assert checkpoints.code_cache().stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("given", ["", ".", "cache"])
+def test_a_cache_folder_is_never_the_working_directory(tmp_path: Path, monkeypatch, given: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", given)
+    assert checkpoints.user_cache() == Path.home() / ".cache" / "lanternpp"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lanternpp.kernels.library import kernels
+from lanternpp.kernels.loading import kernels
 from lanternpp.training.teacher import read_teacher
 
 

@@ -1,4 +1,4 @@
-"""`lanternpp warm`: compile what drawing needs, so that no picture waits for it."""
+"""`lanternpp warm`: compile steps by torch.compile, so that no picture waits for it."""
 
 from __future__ import annotations
 
@@ -20,24 +20,21 @@ from lanternpp.methods import BASELINE
 
 @draws()
 def warm(batch_sizes: Sizes = "1", as_json: opt.Json = False, *, options: DrawOptions) -> None:
-    """Compile what drawing with these options needs, and keep it in the cache, so that no picture waits for it.
+    """Compile the steps of the method and of plain decoding by torch.compile, and keep them in the cache.
 
-    On a CPU: passes and draws in C; with --compile also the steps, by torch.compile. On a GPU: the steps of the method and of
-    plain decoding, which are drawn compiled from then on; without it they are drawn as they are, at once.
+    On a GPU they are drawn compiled from then on; without it they are drawn as they are, at once. On a CPU, whose kernels are
+    compiled already, this is done with --compile alone.
     """
     sizes = read_sizes(batch_sizes)
     if "batch_size" in options.overrides:
         raise InputError("--batch-size would change nothing here; use --batch-sizes")
     check(options)
 
-    from lanternpp.backend import PYTORCH, backend
     from lanternpp.compiled import compiled_folder
 
     began = time.perf_counter()
     pipe = read(options)
     done: list[dict[str, object]] = []
-    if pipe.device.type == "cpu" and (kernels := backend().name) != PYTORCH.name:
-        done.append({"made": "passes and draws in C", "kept": kernels})
     settings = pipe.settings(options.method, **{"compile": pipe.device.type == "cuda", **options.overrides})
     plain = pipe.settings(BASELINE, **{name: getattr(settings, name) for name in names(ENGINE, SAMPLING)})
     for size in sizes if settings.compile else ():
@@ -52,4 +49,8 @@ def warm(batch_sizes: Sizes = "1", as_json: opt.Json = False, *, options: DrawOp
         return
     for one in done:
         typer.echo(f"{one['made']}: in {one['kept']}")
-    typer.echo(f"ready after {time.perf_counter() - began:.1f} s" if done else "nothing can be compiled here")
+    typer.echo(
+        f"ready after {time.perf_counter() - began:.1f} s"
+        if done
+        else "nothing to compile here: a CPU compiles steps with --compile alone"
+    )

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lanternpp.backend import Weights
 from lanternpp.kernels.layout import COLUMNS, LargePages, blocks
-from lanternpp.kernels.library import MOST_WEIGHTS, Linear, kernels
+from lanternpp.kernels.library import MOST_WEIGHTS, Linear
+from lanternpp.kernels.loading import kernels
 from lanternpp.types import Draft, Warping, on_host
 
 GROUP = 4  # blocks of weights, as in chain.c

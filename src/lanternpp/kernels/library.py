@@ -1,63 +1,24 @@
-"""A decoder's passes in C (`decoder.c`), compiled once, with the other files in C, on the machine that runs it.
-
-For a few rows starting PyTorch's operations takes longer than computing them. The kernels need a C compiler;
-without one, or with LANTERNPP_KERNELS=0 in the environment, everything is computed by PyTorch.
-"""
+"""A decoder's passes in C (`decoder.c`). For a few rows starting PyTorch's operations takes longer than computing them."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import platform
-import shutil
-import stat
-import subprocess
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from ctypes import POINTER, Structure, addressof, byref, c_float, c_int64, c_void_p
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable
+from ctypes import Structure, addressof, byref, c_float, c_int64, c_void_p
 
 import torch
 from torch import Tensor, nn
 
-from lanternpp.errors import InputError
 from lanternpp.kernels.layout import COLUMNS, LargePages, blocks, gate_up
-from lanternpp.nn.checkpoints import code_cache, digest, replacing
+from lanternpp.kernels.loading import SWITCH as SWITCH
+from lanternpp.kernels.loading import kernels as kernels
+from lanternpp.kernels.loading import library as library
+from lanternpp.kernels.loading import load as load
 from lanternpp.nn.decoder import Block, Decoder
 from lanternpp.nn.int8 import stored_parts
 from lanternpp.types import Nodes, on_host
 
-SOURCES = [
-    Path(__file__).parent / "csrc" / name for name in ("decoder.c", "chain.c", "sampling.c", "verify.c")
-]
-SOURCE = SOURCES[-1]  # which includes the others
-SWITCH = "LANTERNPP_KERNELS"
-CPUINFO = Path("/proc/cpuinfo")
-
-
-def product_flags(cpu: str) -> tuple[str, ...]:
-    """Compiler flags for the faster products of bfloat16 on a CPU; cpu: the text of /proc/cpuinfo.
-
-    Intel's `vdpbf16ps` has half the rate of FMA on float32, so that weights widened in registers take 0.6 of its time. AMD's has
-    the full rate, and tiles (AMX) have more than both.
-    """
-    widened = "GenuineIntel" in cpu and "avx512_bf16" in cpu and "amx_bf16" not in cpu
-    return ("-mno-avx512bf16",) if widened else ()
-
-
-FLAGS = (
-    "-O3",
-    "-march=native",
-    *(("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()),
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fopenmp",
-    "-shared",
-    "-fPIC",
-    *product_flags(CPUINFO.read_text() if CPUINFO.is_file() else ""),
-)
 MOST_WEIGHTS = 1 << 27  # of a decoder: they are kept a second time, and larger ones gain little
 
 
@@ -189,85 +150,7 @@ def native(decoder: Decoder) -> NativeDecoder | None:
     return None if found is None else NativeDecoder(decoder, found)
 
 
-def kernels() -> ctypes.CDLL | None:
-    """The kernels as `library` gives them; None where they are switched off."""
-    return None if os.environ.get(SWITCH) == "0" else library()
-
-
 def product_dtype(like: Tensor) -> torch.dtype:
     """What products of such tensors are computed in: their dtype, or float32 where the kernels widen bfloat16."""
     found = kernels() if like.device.type == "cpu" and like.dtype == torch.bfloat16 else None
     return torch.float32 if found is not None and found.widens() else like.dtype
-
-
-@cache
-def library() -> ctypes.CDLL | None:
-    """The kernels, from the user's cache or compiled now, in a few seconds; None, with a warning, where that is impossible."""
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
-    if platform.system() != "Linux" or compiler is None:
-        warnings.warn(
-            "there is no C compiler (cc) for Linux, so passes take two to three times as long", stacklevel=2
-        )
-        return None
-    try:
-        return load(compiled(compiler))
-    except subprocess.CalledProcessError as error:
-        reason = (
-            f"{compiler} does not compile {SOURCE}: {error.stderr.decode(errors='replace').strip()[-300:]}"
-        )
-    except (InputError, OSError, subprocess.SubprocessError) as error:
-        reason = str(error)
-    warnings.warn(
-        f"passes take two to three times as long, as kernels cannot be compiled: {reason}", stacklevel=2
-    )
-    return None
-
-
-def load(path: Path) -> ctypes.CDLL:
-    """Compiled kernels. OSError."""
-    found = ctypes.CDLL(str(path))
-    found.prepare.restype, found.prepare.argtypes = None, ()
-    found.widens.restype, found.widens.argtypes = c_int64, ()
-    found.use_threads.restype, found.use_threads.argtypes = c_int64, (c_int64,)
-    for name in ("chain_bytes", "head_bytes"):
-        function = getattr(found, name)
-        function.restype, function.argtypes = c_int64, (c_void_p, c_int64, c_int64)
-    found.row_bytes.restype, found.row_bytes.argtypes = c_int64, (c_int64, c_int64, c_int64)
-    found.scratch_bytes.restype = c_int64
-    found.scratch_bytes.argtypes = (POINTER(Shape), c_int64, c_int64, c_int64, c_int64)
-    found.decode.restype = None
-    found.decode.argtypes = (POINTER(Shape), POINTER(Layer), POINTER(Pass), c_int64)
-    found.draw_chain.restype, found.draw_chain.argtypes = None, (c_void_p, c_void_p, c_int64)
-    found.head_logits.restype, found.head_logits.argtypes = None, (c_void_p, c_void_p, c_int64)
-    for name in ("row_probs", "draw_children", "output_laws", "walk_tree", "ends_of_drafts"):
-        function = getattr(found, name)
-        function.restype, function.argtypes = None, (c_void_p, c_int64)
-    found.prepare()
-    return found
-
-
-def compiled(compiler: str, flags: Sequence[str] = FLAGS) -> Path:
-    """The shared library for this source, compiler and CPU, in the user's cache. OSError, SubprocessError or InputError.
-
-    A file that is there already is taken if it is this user's: in a folder that others could once write it may be theirs.
-    """
-    path = (
-        code_cache()
-        / f"decoder-{digest([*(source.read_text() for source in SOURCES), *machine(compiler, flags)])}.so"
-    )
-    found = path.lstat() if path.exists() else None
-    if found is None or not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        with replacing(path) as temporary:
-            command = [compiler, *flags, str(SOURCE), "-lm", "-o", str(temporary)]
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
-    return path
-
-
-def machine(compiler: str, flags: Sequence[str]) -> Iterator[str]:
-    """What decides the compiled code besides its source: the compiler, its flags, the CPU and PyTorch's version."""
-    yield " ".join((compiler, *flags, platform.machine(), torch.__version__))
-    yield subprocess.run(
-        [compiler, "--version"], check=True, capture_output=True, text=True, timeout=20
-    ).stdout
-    lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
-    yield from sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))})

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.kernels.chain import LANES, PackedDense
-from lanternpp.kernels.library import kernels, native
+from lanternpp.kernels.library import native
+from lanternpp.kernels.loading import kernels
 from lanternpp.kernels.sampling import NativeHead
 from lanternpp.nn.decoder import Decoder
 from lanternpp.nn.int8 import stored_parts

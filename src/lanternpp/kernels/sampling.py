@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lanternpp.kernels.chain import PackedDense, Warp, Weights, fits, row_scratch, struct_of
 from lanternpp.kernels.layout import COLUMNS
-from lanternpp.kernels.library import MOST_WEIGHTS, kernels
+from lanternpp.kernels.library import MOST_WEIGHTS
+from lanternpp.kernels.loading import kernels
 from lanternpp.types import Warping, on_host
 
 

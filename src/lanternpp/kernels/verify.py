@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lanternpp.kernels.chain import LANES, Warp, fits, row_scratch, struct_of
 from lanternpp.kernels.layout import pad
-from lanternpp.kernels.library import kernels
+from lanternpp.kernels.loading import kernels
 from lanternpp.types import Draft, Lending, Verdict, Warping
 
 

@@ -357,3 +357,5 @@ void ends_of_drafts(const Verification *verification, int64_t threads) {
         }
     }
 }
+
+#include "sizes.c"

@@ -1,0 +1,65 @@
+"""The kinds of CPU that the kernels are compiled for: what each needs of a CPU, and the options of a compiler.
+
+`setup.py` runs this file alone to compile them, so it imports nothing of this package. Features of a CPU have the names that
+`csrc/cpu.c` gives them, which are those of GCC's macros: `avx512bf16` for `__AVX512BF16__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import NamedTuple
+
+
+class Kind(NamedTuple):
+    """Kernels for the CPUs that have all of `needs`; options: of GCC and clang."""
+
+    name: str
+    needs: frozenset[str]
+    options: tuple[str, ...]
+
+
+V3 = frozenset({"x86_64", "avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt"})
+V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+BF16 = V4 | {"avx512vnni", "avx512bf16"}
+WIDE = ("-march=x86-64-v4", "-mprefer-vector-width=512")
+TILES = ("amx_tile", "amx_bf16", "amx_int8")
+
+# The best comes first.
+KINDS = (
+    Kind(
+        "amx",
+        BF16 | {*TILES},
+        (
+            *WIDE,
+            "-mavx512vnni",
+            "-mavx512bf16",
+            "-mamx-tile",
+            "-mamx-bf16",
+            "-mamx-int8",
+            "-mtune=sapphirerapids",
+        ),
+    ),
+    Kind("avx512-bf16", BF16, (*WIDE, "-mavx512vnni", "-mavx512bf16", "-mtune=sapphirerapids")),
+    Kind("avx512-vnni", V4 | {"avx512vnni"}, (*WIDE, "-mavx512vnni", "-mtune=tigerlake")),
+    Kind("x86-64-v4", V4, (*WIDE, "-mtune=tigerlake")),
+    Kind("avx-vnni", V3 | {"avxvnni"}, ("-march=x86-64-v3", "-mavxvnni", "-mtune=alderlake")),
+    Kind("x86-64-v3", V3, ("-march=x86-64-v3", "-mtune=haswell")),
+    Kind(
+        "armv8.6-i8mm",
+        frozenset({"aarch64", "dotprod", "bf16", "i8mm"}),
+        ("-mcpu=generic+dotprod+bf16+i8mm",),
+    ),
+    Kind("armv8.2-dotprod", frozenset({"aarch64", "dotprod"}), ("-mcpu=generic+dotprod",)),
+    Kind("armv8-a", frozenset({"aarch64"}), ("-mcpu=generic",)),
+)
+
+
+def choose(features: Set[str]) -> list[str]:
+    """The names of the kinds that a CPU with these features can run, best first."""
+    found = [kind.name for kind in KINDS if kind.needs <= features]
+    # Intel's vdpbf16ps has half the rate of FMA on float32, so weights widened in registers take 0.6 of its time. AMD's has
+    # the full rate, and tiles have more than both.
+    if "intel" in features and "avx512-bf16" in found:
+        found.remove("avx512-bf16")
+        found.insert(found.index("avx512-vnni") + 1, "avx512-bf16")
+    return found

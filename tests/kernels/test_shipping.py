@@ -1,0 +1,321 @@
+"""The kernels are compiled with the package: which of them a CPU gets, and what becomes of an installation that is not whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kernels.compiling import setup
+
+from lanternpp.errors import InputError
+from lanternpp.kernels import loading
+from lanternpp.kernels.kinds import KINDS, V3, V4, choose
+
+ROOT = Path(__file__).parents[2]
+VNNI = V4 | {"avx512vnni", "avxvnni"}
+BF16 = VNNI | {"avx512bf16"}
+AMX = BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
+AVX512 = ["avx512-bf16", "avx512-vnni", "x86-64-v4"]
+CLIENT = ["avx-vnni", "x86-64-v3"]
+
+installed = pytest.mark.skipif(loading.library() is None, reason="no kernels here")
+
+
+@pytest.mark.parametrize(
+    ("features", "kinds"),
+    [
+        (AMX, ["amx", *AVX512, *CLIENT]),
+        (AMX - {"amx_tile"}, [*AVX512, *CLIENT]),
+        (BF16, [*AVX512, *CLIENT]),
+        (BF16 | {"intel"}, ["avx512-vnni", "avx512-bf16", "x86-64-v4", *CLIENT]),
+        (VNNI, [*AVX512[1:], *CLIENT]),
+        (AMX - {"avx512vl"}, CLIENT),
+        (V4, ["x86-64-v4", "x86-64-v3"]),
+        (V3 | {"avxvnni"}, CLIENT),
+        (V3, ["x86-64-v3"]),
+        (V3 - {"fma"}, []),
+        ({"x86_64"}, []),
+        ({"aarch64"}, ["armv8-a"]),
+        ({"aarch64", "dotprod"}, ["armv8.2-dotprod", "armv8-a"]),
+        ({"aarch64", "dotprod", "i8mm"}, ["armv8.2-dotprod", "armv8-a"]),
+        ({"aarch64", "dotprod", "i8mm", "bf16"}, ["armv8.6-i8mm", "armv8.2-dotprod", "armv8-a"]),
+        ({"riscv64"}, []),
+    ],
+)
+def test_a_cpu_gets_the_kernels_that_it_can_run_best_first(features: set[str], kinds: list[str]):
+    assert choose(features) == kinds
+
+
+INTEL_AND_AMD = [kind for kind in KINDS if "x86_64" in kind.needs]
+
+
+@pytest.mark.skipif(
+    shutil.which("cc") is None or platform.machine() != "x86_64", reason="no such compiler here"
+)
+@pytest.mark.parametrize("kind", INTEL_AND_AMD, ids=lambda kind: kind.name)
+def test_the_compiler_may_use_what_is_asked_of_the_cpu_and_nothing_else(kind):
+    building = setup()
+    try:
+        found = building.Toolchain.find().features(kind.options)
+    except subprocess.SubprocessError:
+        pytest.skip("this compiler does not know these instructions")
+    assert found == kind.needs - {"x86_64", "lzcnt", "movbe", "popcnt"}
+
+
+@pytest.fixture
+def fresh() -> Iterator[pytest.MonkeyPatch]:
+    """Nothing is loaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(loading.SWITCH, raising=False)
+        loading.library.cache_clear()
+        yield patch
+    loading.library.cache_clear()
+
+
+@pytest.fixture
+def copied(fresh: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The libraries of this installation in another folder."""
+    folder = tmp_path / "lib"
+    shutil.copytree(loading.LIBRARIES, folder)
+    fresh.setattr(loading, "LIBRARIES", folder)
+    return folder
+
+
+def kind_of(found: object) -> str:
+    return Path(found._name).stem.rpartition("-")[0]  # type: ignore[attr-defined]
+
+
+@installed
+@pytest.mark.parametrize("kind", ["x86-64-v3", "x86-64-v4"])
+def test_what_the_cpu_lacks_is_not_loaded(fresh: pytest.MonkeyPatch, kind: str):
+    real = loading.features
+    if kind not in choose(real(loading.LIBRARIES / loading._installed()["cpu"])):
+        pytest.skip("not this CPU")
+    needs = next(every.needs for every in KINDS if every.name == kind)
+    fresh.setattr(loading, "features", lambda path: real(path) & needs)
+    assert kind_of(loading.kernels()) == kind
+
+
+@installed
+def test_a_kind_can_be_asked_for(fresh: pytest.MonkeyPatch):
+    for kind in choose(loading.features(loading.LIBRARIES / loading._installed()["cpu"])):
+        fresh.setenv(loading.SWITCH, kind)
+        assert kind_of(loading.kernels()) == kind
+    fresh.setenv(loading.SWITCH, "0")
+    assert loading.kernels() is None
+
+
+@installed
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [("avx-512", "there are no kernels for 'avx-512'"), ("x86-64-v4", "this CPU cannot run 'x86-64-v4'")],
+)
+def test_a_kind_that_is_not_to_be_had_is_refused_with_those_that_are(fresh, asked: str, said: str):
+    fresh.setattr(loading, "features", lambda path: V3)
+    fresh.setenv(loading.SWITCH, asked)
+    with pytest.raises(InputError, match=f"LANTERNPP_KERNELS: {said}: choose x86-64-v3, 0."):
+        loading.kernels()
+
+
+def cut(folder: Path) -> None:
+    for path in folder.glob("*-*.so"):
+        os.truncate(path, path.stat().st_size // 2)
+
+
+def changed(folder: Path) -> None:
+    for path in folder.glob("*-*.so"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 3] ^= 1
+        path.write_bytes(content)
+
+
+def gone(folder: Path) -> None:
+    for path in folder.glob("*-*.so"):
+        path.unlink()
+
+
+def without_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def with_a_cut_manifest(folder: Path) -> None:
+    os.truncate(folder / "manifest.json", 40)
+
+
+def never_compiled(folder: Path) -> None:
+    content = {"libraries": {}, "missing": "there is no C compiler (cc)", "sources": ""}
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+@installed
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut, "is damaged: install lanternpp again"),
+        (changed, "is damaged: install lanternpp again"),
+        (gone, "cannot be read"),
+        (without_manifest, "kernels were not compiled"),
+        (with_a_cut_manifest, "is damaged: install lanternpp again"),
+        (never_compiled, "there is no C compiler"),
+    ],
+)
+def test_pytorch_computes_where_the_kernels_are_not_whole(copied: Path, damage, said: str):
+    damage(copied)
+    with pytest.warns(UserWarning, match=f"{said}.* two to three times as long"):
+        assert loading.kernels() is None
+
+
+@installed
+def test_a_cpu_without_any_kernels_is_told_so(fresh: pytest.MonkeyPatch):
+    fresh.setattr(loading, "features", lambda path: frozenset({"x86_64", "avx"}))
+    with pytest.warns(UserWarning, match="there are no kernels for this CPU"):
+        assert loading.kernels() is None
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Kernels whose Pass has one more number."""
+    building, folder = setup(), tmp_path_factory.mktemp("older")
+    for path in building.code():
+        (folder / path.name).write_text(path.read_text().replace("} Pass;", "int64_t more; } Pass;"))
+    try:
+        building.Toolchain.find().compile(folder / building.UNIT.name, ("-O0",), folder / "older.so")
+    except LookupError:
+        pytest.skip("no C compiler here")
+    return folder / "older.so"
+
+
+def test_kernels_of_another_version_are_refused(older: Path):
+    with pytest.raises(
+        InputError, match=r"older.so was not compiled from this version \(its Pass has \d+ bytes"
+    ):
+        loading.load(older)
+
+
+DRAW = """
+import os, pathlib, sys
+from lanternpp import Pipeline
+from lanternpp.kernels import loading
+
+def refuse(event, arguments):
+    if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "pty.spawn"):
+        raise SystemExit(f"{event} {arguments}")
+
+sys.addaudithook(refuse)
+Pipeline.from_pretrained("nature-128", device="cpu")("a red tulip", seed=0)
+assert loading.kernels() is not None
+maps = pathlib.Path("/proc/self/maps")
+if maps.exists():
+    print(*sorted({line.split(None, 5)[5].strip() for line in maps.read_text().splitlines() if " r-xp " in line and "/" in line}), sep="\\n")
+"""
+
+
+@installed
+def test_a_picture_runs_no_other_program_and_no_code_from_a_cache(tmp_path: Path):
+    env = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "HOME": str(tmp_path),
+        "PATH": str(tmp_path),
+    }
+    env.pop(loading.SWITCH, None)
+    done = subprocess.run([sys.executable, "-c", DRAW], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = [Path(line) for line in done.stdout.splitlines()]
+    assert not [path for path in loaded if path.is_relative_to(tmp_path)]
+    if loaded:
+        ours = [path for path in loaded if path.is_relative_to(loading.HERE)]
+        assert ours and all(path.parent == loading.LIBRARIES for path in ours)
+        assert len([path for path in loaded if "gomp" in path.name or "omp5" in path.name]) == 1
+
+
+TINY = "#ifdef __AVX512BF16__\n#error unknown instructions\n#endif\nint answer(void) { return 42; }\n"
+
+
+@pytest.fixture
+def building(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    """setup.py with little to compile, which fails for CPUs with products of bfloat16."""
+    made = setup()
+    unit = tmp_path / "unit.c"
+    unit.write_text(TINY)
+    monkeypatch.setattr(made, "UNIT", unit)
+    monkeypatch.delenv("CC", raising=False)
+    return made
+
+
+def without_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return "there is no C compiler (cc, gcc, clang)"
+
+
+def with_one_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("CC", "false")
+    return "the C compiler false does not run"
+
+
+def with_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "unit.c").write_text("#error never\n")
+    return "never"
+
+
+@pytest.mark.parametrize("compiler", [without_compiler, with_one_that_does_not_run, with_one_that_fails])
+def test_an_installation_without_a_working_compiler_is_told_what_it_lacks(
+    building, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: pytest.MonkeyPatch, compiler
+):
+    said = compiler(tmp_path, monkeypatch)
+    if compiler is with_one_that_fails and shutil.which("cc") is None:
+        pytest.skip("no C compiler here")
+    (sentence,) = building.build(tmp_path / "lib")
+    assert sentence.startswith("no kernels were compiled, so that passes take two to three times as long: ")
+    assert said in sentence and sentence.endswith("; install gcc or clang and install lanternpp again")
+    assert [path.name for path in (tmp_path / "lib").iterdir()] == ["manifest.json"]
+    fresh.setattr(loading, "LIBRARIES", tmp_path / "lib")
+    with pytest.warns(UserWarning, match="kernels were not compiled: .*install gcc or clang"):
+        assert loading.kernels() is None
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler here")
+def test_kernels_with_more_instructions_than_their_kind_has_are_left_out(building, tmp_path, monkeypatch):
+    """Of a CC with options of its own."""
+    monkeypatch.setenv("CC", "gcc -mavx512vbmi" if platform.machine() == "x86_64" else "gcc -mno-such-option")
+    (sentence,) = building.build(tmp_path / "lib")
+    assert "no kernels were compiled" in sentence and ("may use avx512" in sentence or "no-such" in sentence)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+def test_kinds_that_the_compiler_does_not_know_are_left_out_and_older_files_go(building, tmp_path: Path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "amx-0123456789abcdef.so").write_text("older")
+    said = building.build(tmp_path / "lib")
+    kinds = json.loads((tmp_path / "lib" / "manifest.json").read_text())["libraries"]
+    assert {path.name for path in (tmp_path / "lib").iterdir()} == {"manifest.json", *kinds.values()}
+    if "x86-64-v3" in kinds:
+        assert "amx" not in kinds and "avx512-bf16" not in kinds and "x86-64-v4" in kinds
+        assert [
+            line for line in said if "left out kernels for amx" in line and "unknown instructions" in line
+        ]
+
+
+def test_pip_installs_without_a_compiler_and_says_what_is_lost(tmp_path: Path):
+    source = tmp_path / "source"
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "assets", "lib")
+    shutil.copytree(ROOT / "src", source / "src", ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, source)
+    env = {**os.environ, "PATH": str(tmp_path), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    env.pop("CC", None)
+    pip = [sys.executable, "-m", "pip", "install", "-v", "--no-deps", "--no-index", "--no-build-isolation"]
+    done = subprocess.run(
+        [*pip, "--target", str(tmp_path / "there"), str(source)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    sentence = "lanternpp: no kernels were compiled, so that passes take two to three times as long"
+    assert sentence in done.stdout + done.stderr
+    assert (tmp_path / "there" / "lanternpp" / "kernels" / "lib" / "manifest.json").is_file()
