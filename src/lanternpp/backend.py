@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,32 +72,25 @@ class Backend:
         """Whether it computes bfloat16 decoders of so many weights, also where the CPU has no products of bfloat16."""
         return False
 
-    def pack(self, module: nn.Module) -> None:
-        """Repack the weights below `module` for few rows; it is for inference from then on. A `Decoder` gets its `native` forward."""
+    def pack(self, module: nn.Module, int8: bool = False) -> None:
+        """Repack the weights below `module` for few rows; it is for inference from then on. A `Decoder` gets its `native` forward.
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module | None:
-        """A linear layer with packed weights."""
-        return None
+        int8: those of linear layers may be stored in 8 bits.
+        """
 
-    def head(self, weights: Weights | None) -> HeadLogits | None:
-        """The logits of a linear head; weights None: of another function."""
+    def packs_blocks(self, like: Tensor) -> bool:
+        """Whether `pack` takes the blocks of a decoder one at a time, in 8 bits too, with weights of the dtype and device of `like`."""
+        return False
+
+    def head(self, layer: nn.Module | None) -> HeadLogits | None:
+        """The logits of a linear head; layer None: it is another function."""
         return None
 
     def chain(
-        self,
-        up: Weights,
-        head: Weights | None,
-        confidence: Weights | None,
-        prepared: HeadLogits | None = None,
+        self, up: nn.Module, confidence: nn.Module | None, head: nn.Module | None, logits: HeadLogits | None
     ) -> SampleChain | None:
-        """The chains of a parallel drafter with these layers; prepared: the head, by `head`."""
+        """The chains of a parallel drafter with these linear layers, for a target's head; logits: what `head` made of that."""
         return None
-
-    def attach_int8(self, module: nn.Module, source: Any, head: Weights | None = None) -> None:
-        """Keep, beside linear weights below `module` and `head`, the 8 or 6 bits that the checkpoint `source` has of them.
-
-        Only where they are then computed from 8 bits.
-        """
 
     def probs(self, logits: Tensor, warp: Warping) -> Tensor | None:
         """As `Sampling.probs`: logits [..., V] -> probabilities [..., V]."""

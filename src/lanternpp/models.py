@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +130,8 @@ def pack_target(target: Target) -> None:
     On a CPU without products of bfloat16 the VQ decoder is converted to float32, in which PyTorch is faster there.
     """
     used = backend()
-    target.native_head = used.head(target.head_weights)
     target.pack()
+    target.native_head = used.head(target.head_linear)
     vq: object = getattr(target, "vq", None)
     if isinstance(vq, nn.Module):
         used.pack(vq.to(used.gemm_dtype(next(vq.parameters()))))
@@ -199,7 +199,7 @@ class Model:
         self.folder, self.device, self.dtype, self.packed = folder, device, dtype, packed
         self.size, self.int8 = size, int8
         self.effect: Effect | None = None
-        if int8:
+        if int8 and not (packed and backend().packs_blocks(torch.empty(0, dtype=dtype, device=device))):
             require()
         self.other = model_folder(drafter) if drafter else None
         self._drafters: dict[str, Drafter] = {}
@@ -240,13 +240,22 @@ class Model:
         source, family = target_source(folder, {"size": size} if size else None)
         if size and not family.any_size:
             raise InputError(f"{folder.name} draws pictures of one size; leave out --size {size}")
+        self._pack_while_reading(source, int8)
         target = family.read(source, self.dtype, self.device).eval().requires_grad_(False)
-        if int8:
+        if int8 and source.pack is None:
             self.effect = in_eight_bits(target)
         if self.packed:
-            backend().attach_int8(target, source, target.head_weights)
             pack_target(target)
         return target
+
+    def _pack_while_reading(self, source: Source, int8: bool) -> None:
+        """Have blocks packed as soon as they are read, where the backend does that, and 8 bits kept where it computes from them."""
+        used, like = backend(), torch.empty(0, dtype=self.dtype, device=self.device)
+        if self.packed and used.packs_blocks(like):
+            source.pack = partial(used.pack, int8=int8)
+        source.int8 = self.packed and (
+            used.gemm_dtype(like) != self.dtype or (int8 and source.pack is not None)
+        )
 
     def holds(self, kind: str) -> bool:
         """Whether there is a network of this kind to draft with; it is not read."""
@@ -275,10 +284,10 @@ class Model:
                 f"{self.folder} comes without a {DRAWERS[kind]}; name one with --drafter, or train one; {has}"
             )
         source = Source.open(inside if inside.is_dir() else folder)
+        self._pack_while_reading(source, int8=True)
         drafter = recognised("drafter", source, DRAFTERS).read(source, self.target, self.dtype)
         drafter.eval().requires_grad_(False).to(self.device)
         if self.packed:
-            backend().attach_int8(drafter, source)
             drafter.pack(self.target)
         return drafter
 

@@ -423,8 +423,9 @@ def test_the_shipped_model_drafts_what_pytorch_drafts() -> None:
 def test_the_head_that_is_read_is_the_targets() -> None:
     target = Pipeline.from_pretrained("nature-128", device="cpu", dtype="bfloat16").target
     x = torch.randn(2, 3, target.decoder.config.dim).to(HALF)
-    assert target.head_weights is not None
-    assert torch.allclose(target.head(x), F.linear(x, *target.head_weights), atol=0.1, rtol=0.02)
+    layer = target.head_linear
+    assert layer is not None
+    assert torch.allclose(target.head(x), F.linear(x, layer.weight), atol=0.1, rtol=0.02)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("int8", [False, True])

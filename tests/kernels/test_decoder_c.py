@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from lanternpp.engine.cache import Cache
-from lanternpp.kernels import layout, packed
+from lanternpp.kernels import layout
 from lanternpp.kernels import library as native
-from lanternpp.kernels.packed import attach_eight_bits, pack
+from lanternpp.kernels.packed import pack
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.int8 import quantise, stored_parts
@@ -51,10 +51,8 @@ def read_in_8_bits(network: Decoder) -> Decoder:
         tensors = {f"decoder.{name}": tensor for name, tensor in network.state_dict().items()}
         checkpoints.save(Path(place), {}, tensors, "int8")
         source = Source.open(Path(place))
+        source.int8 = True
         source.fill(network, [Rename(r"decoder\.(.+)", r"\1")], HALF)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(packed, "product_dtype", lambda like: torch.float32)
-            attach_eight_bits(nn.ModuleDict({"decoder": network}), source)
     return network
 
 

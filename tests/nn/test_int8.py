@@ -11,7 +11,6 @@ from torch import nn
 from lanternpp import models
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.errors import InputError
-from lanternpp.kernels import packed
 from lanternpp.nn import int8
 
 
@@ -51,13 +50,13 @@ def test_weights_on_disk_in_8_bits_stay_so_where_the_kernels_multiply_floats(
     floats: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed = torch.float32 if floats else torch.bfloat16
-    monkeypatch.setattr(packed, "product_dtype", lambda like: computed)
+    monkeypatch.setattr("lanternpp.kernels.product_dtype", lambda like: computed)
     monkeypatch.setattr(models, "pack_target", lambda target: None)
     monkeypatch.setattr(ParallelDrafter, "pack", lambda self, target: None)
     half = torch.bfloat16
     model = models.Model(models.model_folder("nature-128"), None, torch.device("cpu"), half)
-    drafter, head = model.network("parallel"), model.target.head_weights
-    weights = [head[0], drafter.fc.weight, drafter.decoder.blocks[0].w2.weight]  # the drafter's in 6 bits
+    drafter, head = model.network("parallel"), model.target.codes_out.table
+    weights = [head, drafter.fc.weight, drafter.decoder.blocks[0].w2.weight]  # the drafter's in 6 bits
     weights += [weight for weight in model.target.decoder.parameters() if weight.ndim == 2]
     kept = [int8.stored_parts(weight) for weight in weights]
     assert all(parts is not None for parts in kept) if floats else not any(kept)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
+from lanternpp.nn.decoder import Decoder, DecoderConfig
+from lanternpp.nn.rope import line_table
 from lanternpp.nn.sources import SAME, Rename, Source, blank, halves
 from lanternpp.nn.stores import Store
 
@@ -288,3 +290,84 @@ def test_loading_takes_little_more_memory_than_the_weights(name: str, count: int
     ratio, size = map(float, done.stdout.split())
     assert size == count * 2**25
     assert ratio < 1.2
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_blocks_are_packed_while_others_are_not_read_yet(split: bool, tmp_path: Path) -> None:
+    config = DecoderConfig(16, layers=12, heads=2, hidden=32)
+    table = line_table(4, 8).float()
+    plain = Decoder(config, table)
+    tensors = dict(plain.state_dict())
+    if split:
+        write_index(tmp_path, tensors, ".safetensors")  # every block lies in two files
+    else:
+        save_file(tensors, tmp_path / "model.safetensors")
+    with blank():
+        read = Decoder(config, table)
+    source, left = Source.open(tmp_path), []
+
+    def pack(block: nn.Module) -> None:
+        assert not any(p.is_meta for p in block.parameters())
+        block.w2 = nn.Identity()  # as a packed layer, it has no parameters
+        left.append(sum(p.is_meta for b in read.blocks for p in b.parameters()))
+
+    source.pack = pack
+    source.fill(read, [SAME], torch.float32)
+    per_block = len(list(plain.blocks[0].parameters()))
+    assert len(left) == 12
+    assert split or left == [per_block * (11 - done) for done in range(12)], "block by block"
+    assert all(isinstance(block.w2, nn.Identity) for block in read.blocks)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read.state_dict().items())
+
+
+PACKED_PEAK = """
+import re, sys, torch
+from pathlib import Path
+from torch import nn
+from lanternpp.nn.decoder import Decoder, DecoderConfig
+from lanternpp.nn.rope import line_table
+from lanternpp.nn.sources import SAME, Source, blank
+
+class Halved(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.register_buffer("packed", weight.detach().to(torch.int8))
+
+def pack(block):
+    for name, child in list(block.named_children()):
+        if isinstance(child, nn.Linear):
+            setattr(block, name, Halved(child.weight))
+
+def peak():
+    return 1024 * int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+config = DecoderConfig(1024, layers=16, heads=16, hidden=4096)
+with blank():
+    net = Decoder(config, line_table(4, 64).float())
+torch.zeros(8).bfloat16().to(torch.int8)
+before, source = peak(), Source.open(Path(sys.argv[1]))
+source.pack = pack if sys.argv[2] == "packed" else None
+source.fill(net, [SAME], torch.bfloat16)
+for block in net.blocks:
+    pack(block)
+print((peak() - before) / sum(b.nbytes for n, b in net.named_buffers() if n.endswith("packed")))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peak memory is read from Linux's /proc")
+def test_weights_that_are_packed_while_they_are_read_are_never_there_unpacked(tmp_path: Path) -> None:
+    config = DecoderConfig(1024, layers=16, heads=16, hidden=4096)
+    with blank():
+        shapes = {
+            name: tensor.shape for name, tensor in Decoder(config, line_table(4, 64)).state_dict().items()
+        }
+    path = tmp_path / "model.safetensors"
+    save_file({name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}, path)
+
+    def ratio(how: str) -> float:
+        run = [sys.executable, "-c", PACKED_PEAK, path, how]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return float(done.stdout)
+
+    assert ratio("packed") < 1.7 and ratio("afterwards") > 1.9

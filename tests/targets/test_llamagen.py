@@ -60,7 +60,7 @@ def test_logits_are_the_authors(name: str, layout: str, heads: int, tmp_path: Pa
     assert (torch.stack(steps) - GOLDEN[f"{name} steps"]).abs().max() < 1e-4
 
     x = torch.randn(3, target.decoder.config.dim)
-    assert torch.equal(target.head(x), torch.nn.functional.linear(x, *target.head_weights))
+    assert torch.equal(target.head(x), target.head_linear(x))
 
     cache, _ = begun(target, condition)
     count = len(PARENTS)

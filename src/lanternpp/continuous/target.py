@@ -84,7 +84,7 @@ class LatentTarget(PromptedTarget):
 
     def embed(self, codes: Tensor) -> Tensor:
         """Latents [R, N, C] -> [R, N, D]."""
-        embedded: Tensor = self.latent_in(codes.to(self.latent_in.weight.dtype))
+        embedded: Tensor = self.latent_in(codes.to(self.word_table.dtype))
         return embedded
 
     def from_cache(self, found: Tensor, generator: torch.Generator | None = None) -> Tensor:

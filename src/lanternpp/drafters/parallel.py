@@ -82,9 +82,7 @@ class ParallelDrafter(QueryDrafter):
     def pack(self, target: Target) -> None:
         """Prepare for passes over few rows; guesses of a chain are then drawn in C, where the target's head is linear."""
         if type(self).combine is ParallelDrafter.combine:
-            sure = None if self.confidence is None else (self.confidence.weight, self.confidence.bias)
-            up = self.up.weight, self.up.bias
-            self.native = backend().chain(up, target.head_weights, sure, target.native_head)
+            self.native = backend().chain(self.up, self.confidence, target.head_linear, target.native_head)
         super().pack(target)
 
     def forward(

@@ -24,7 +24,6 @@ from lanternpp.kernels.library import MOST_WEIGHTS, kernels, product_dtype
 from lanternpp.kernels.sampling import NativeHead, NativeSampling, native_head
 from lanternpp.kernels.threads import AdaptiveThreads
 from lanternpp.kernels.verify import NativeVerifier, native_laws
-from lanternpp.nn.sources import Source
 
 
 class Kernels(Backend):
@@ -43,32 +42,23 @@ class Kernels(Backend):
         """Up to a size, as weights are kept a second time."""
         return self.library is not None and weights <= MOST_WEIGHTS
 
-    def pack(self, module: nn.Module) -> None:
+    def pack(self, module: nn.Module, int8: bool = False) -> None:
         """Linear layers, convolutions, group norms and decoders that can be."""
         packed.pack(module)
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module | None:
-        """bfloat16 on a CPU, in C or with oneDNN."""
-        return packed.packed(weight, bias)
-
-    def head(self, weights: Weights | None) -> HeadLogits | None:
+    def head(self, layer: nn.Module | None) -> HeadLogits | None:
         """bfloat16 on a CPU."""
-        return native_head(weights)
+        return native_head(_weights(layer))
 
     def chain(
-        self,
-        up: Weights,
-        head: Weights | None,
-        confidence: Weights | None,
-        prepared: HeadLogits | None = None,
+        self, up: nn.Module, confidence: nn.Module | None, head: nn.Module | None, logits: HeadLogits | None
     ) -> SampleChain | None:
         """bfloat16 on a CPU."""
-        shared = prepared.packed if isinstance(prepared, NativeHead) else None
-        return native_chain(up, head, confidence, shared)
-
-    def attach_int8(self, module: nn.Module, source: Source, head: Weights | None = None) -> None:
-        """Where the CPU has no products of bfloat16."""
-        packed.attach_eight_bits(module, source, head)
+        weights = _weights(up)
+        shared = logits.packed if isinstance(logits, NativeHead) else None
+        return (
+            None if weights is None else native_chain(weights, _weights(head), _weights(confidence), shared)
+        )
 
     def probs(self, logits: Tensor, warp: tuple[float, int, float]) -> Tensor | None:
         """float32 on a CPU."""
@@ -89,6 +79,10 @@ class Kernels(Backend):
     def threads(self, decoder: nn.Module) -> Threads:
         """Fewer while other work wants the cores, for decoders whose passes are computed in C."""
         return AdaptiveThreads(decoder)
+
+
+def _weights(layer: nn.Module | None) -> Weights | None:
+    return None if layer is None else (layer.weight, layer.bias)  # type: ignore[return-value]
 
 
 def in_use() -> Backend:

@@ -16,14 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.backend import Weights
 from lanternpp.kernels.chain import LANES, PackedDense
-from lanternpp.kernels.library import MOST_WEIGHTS, native, product_dtype
+from lanternpp.kernels.library import native
 from lanternpp.kernels.loading import kernels
 from lanternpp.kernels.sampling import NativeHead
 from lanternpp.nn.decoder import Decoder
 from lanternpp.nn.int8 import stored_parts
-from lanternpp.nn.sources import Source
 from lanternpp.nn.stores import restored
 
 MOST_SERIAL = 1 << 20  # values of an input that one thread normalises; larger ones gain from more threads
@@ -111,24 +109,6 @@ class NativeLinear(nn.Module):
         if found is None:
             return F.linear(x, self.weight, self.bias)
         return found.to(x.dtype).view(*x.shape[:-1], self.outputs)
-
-
-def attach_eight_bits(module: nn.Module, source: Source, head: Weights | None = None) -> None:
-    """Keep beside weights the 8 or 6 bits that their checkpoint has of them, where the kernels then read 8 bits instead.
-
-    They do where the CPU has no products of bfloat16. The weights are those of linear layers below `module`, and `head`.
-    """
-    linear = {id(child.weight) for child in module.modules() if isinstance(child, nn.Linear)}
-    linear |= {id(head[0])} if head else set()
-    found = {name: weight for name, weight in module.named_parameters() if id(weight) in linear}
-    found = {name: weight for name, weight in found.items() if stored_parts(weight) is None}
-    floats = any(product_dtype(weight) != weight.dtype for weight in found.values())
-    if not floats or sum(weight.numel() for weight in found.values()) > MOST_WEIGHTS:
-        return
-    for name, whole, scale in source.eight_bits(found):
-        # A family may put a tensor of the file elsewhere, or change it: its 8 bits are then those of another weight.
-        if torch.equal(restored(whole, scale).to(found[name].dtype), found[name]):
-            found[name].eight_bits = whole, scale  # type: ignore[attr-defined]
 
 
 def packed(weight: Tensor, bias: Tensor | None) -> nn.Module | None:

@@ -80,7 +80,8 @@ def read_safetensors(path: str | Path) -> dict[str, Tensor]:
     file = SafeShard(Path(path))
     metas = file.metas(any_names=True)  # of features of text, the names are texts
     check_scales(metas, file.path)
-    return dict(read_tensors(file, [name for name in metas if not is_scale(name, metas)], metas))
+    named = [name for name in metas if not is_scale(name, metas)]
+    return {name: tensor for name, tensor, _ in read_tensors(file, named, metas)}
 
 
 def write_pt(path: str | Path, content: Mapping[str, Any]) -> None:

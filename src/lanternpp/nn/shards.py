@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -216,28 +216,19 @@ def indexed(index: Path) -> list[Shard]:
 
 def read_tensors(
     file: Shard, names: Iterable[str], metas: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors of a file, one at a time, fewer bits undone to float32.
+) -> Iterator[tuple[str, Tensor, tuple[Tensor, Tensor] | None]]:
+    """The named tensors of a file, one at a time, fewer bits undone to float32, with [out, ...] int8 and scale [out] beside them.
 
     InputError where one holds NaN or infinity.
     """
     with file.opened() as get:
         for name in names:
-            tensor = get(name)
+            tensor, int8 = get(name), None
             if scaled(name, metas):
-                tensor = restored(tensor, get(name + SCALE))
+                int8 = unpack_int6(tensor) if tensor.dtype == torch.uint8 else tensor, get(name + SCALE)
+                tensor = restored(*int8)
             check_finite(name, tensor, file.path)
-            yield name, tensor
-
-
-def read_eight_bits(file: Shard, names: Collection[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Of the named tensors those that a file has in 8 or 6 bits: name, [out, ...] int8 and scale [out]."""
-    metas = file.metas()
-    with file.opened() as get:
-        for name in metas:
-            if name in names and scaled(name, metas):
-                whole = get(name)
-                yield name, unpack_int6(whole) if whole.dtype == torch.uint8 else whole, get(name + SCALE)
+            yield name, tensor, int8
 
 
 def check_finite(name: str, tensor: Tensor, source: str | Path) -> None:

@@ -8,7 +8,7 @@ what is loaded. Make the module without weights: `with blank(): module = ...`.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import CONFIG, load_config
-from lanternpp.nn.shards import Shard, read_eight_bits, read_tensors, shards
+from lanternpp.nn.decoder import Block
+from lanternpp.nn.shards import Shard, read_tensors, shards
 from lanternpp.nn.stores import check_scales, is_scale, restored_meta, scaled
 
 CHUNK = 1 << 26  # bytes read before a file is opened anew, which lets go of what was read
@@ -72,6 +73,11 @@ class Rename:
     rows: tuple[int, int] | Tensor | None = None
     part: tuple[int, int] | None = None
     change: str | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it takes a tensor as it is."""
+        return self.rows is None and self.part is None and self.change is None
 
     def match(self, upstream: str) -> str | None:
         """Our name for an upstream one, or None."""
@@ -138,7 +144,14 @@ def blank(config_of: Path | None = None) -> Iterator[None]:
 
 
 class Source:
-    """One checkpoint: a folder or a file."""
+    """One checkpoint: a folder or a file.
+
+    pack: called with every `Block` as soon as it is read, to replace its layers by packed ones, so that the weights of one block alone
+    are there twice; None: blocks stay as they are. int8: whether weights that lie on disk in 8 or 6 bits keep these beside them.
+    """
+
+    pack: Callable[[nn.Module], None] | None = None
+    int8 = False
 
     def __init__(self, path: Path, files: Sequence[Shard], given: Mapping[str, Any] | None = None):
         self.path, self._files = path, files
@@ -191,11 +204,6 @@ class Source:
         numbers = (re.match(rf"{prefix}(\d{{1,6}})\.", name) for name in self.metas)
         return 1 + max((int(found[1]) for found in numbers if found), default=-1)
 
-    def eight_bits(self, names: Collection[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Of the named tensors those that lie on disk in 8 or 6 bits: name, [out, ...] int8 and scale [out]."""
-        for file in self._files:
-            yield from read_eight_bits(file, names)
-
     def fill(
         self,
         module: nn.Module,
@@ -219,15 +227,27 @@ class Source:
             raise InputError(
                 f"{self.path} does not fit {type(module).__name__}: {', '.join(faults[:10])}{more}."
             )
+        blocks = {} if self.pack is None else blocks_of(module)
+        block_of = {name: next(filter(name.startswith, blocks), "") for name in expected_tensors}
+        pending = Counter(block_of[piece.ours] for found in pieces.values() for piece in found)
         filled: dict[str, Tensor] = {}
-        for upstream, tensor in self._read(pieces):
+        int8: dict[str, tuple[Tensor, Tensor]] = {}
+        for upstream, tensor, bits in self._read(pieces, [*blocks]):
             for piece in pieces[upstream]:
-                if piece.ours not in filled:
-                    own = expected_tensors[piece.ours]
-                    kind = own.dtype if piece.ours in kept or not own.is_floating_point() else dtype
-                    filled[piece.ours] = torch.empty(own.shape, dtype=kind, device=device)
-                piece.place(filled[piece.ours]).copy_(piece.rule.apply(tensor))
-        module.load_state_dict(filled, strict=not lacking, assign=True)
+                name, own = piece.ours, expected_tensors[piece.ours]
+                if name not in filled:
+                    kind = own.dtype if name in kept or not own.is_floating_point() else dtype
+                    filled[name] = torch.empty(own.shape, dtype=kind, device=device)
+                piece.place(filled[name]).copy_(piece.rule.apply(tensor))
+                if self.int8 and bits is not None and piece.rule.whole and name not in kept:
+                    int8[name] = bits
+                block = block_of[name]
+                pending[block] -= 1
+                if self.pack is not None and block and not pending[block]:
+                    complete = [name for name in filled if block_of[name] == block]
+                    assign(module, {name: filled.pop(name) for name in complete}, int8)
+                    self.pack(blocks[block])
+        assign(module, filled, int8)
         every = [*module.named_parameters(), *module.named_buffers()]
         left = [name for name, tensor in every if tensor.is_meta and name not in lacking]
         if left:
@@ -262,21 +282,45 @@ class Source:
         ]
         return pieces, missing + wrong
 
-    def _read(self, pieces: dict[str, list[Piece]]) -> Iterator[tuple[str, Tensor]]:
-        """Every planned tensor once; a file is reopened after every `CHUNK` bytes, so that its pages are freed."""
+    def _read(
+        self, pieces: dict[str, list[Piece]], blocks: list[str]
+    ) -> Iterator[tuple[str, Tensor, tuple[Tensor, Tensor] | None]]:
+        """Every planned tensor once, as `read_tensors` gives it, of a file those of a block together, by the beginnings of our names.
+
+        A file is reopened after every `CHUNK` bytes, so that its pages are freed.
+        """
+
+        def block(name: str) -> int:
+            """Which block a tensor belongs to; -1: none."""
+            ours = pieces[name][0].ours
+            return next((i for i, begin in enumerate(blocks) if ours.startswith(begin)), -1)
+
         for file in self._files:
             metas = file.metas()
             group: list[str] = []
             size = 0
-            for name, meta in metas.items():
-                if pieces.get(name):
-                    group.append(name)
-                    size += meta.nbytes
+            for name in sorted(filter(pieces.get, metas), key=block):
+                group.append(name)
+                size += metas[name].nbytes
                 if size >= CHUNK:
                     yield from read_tensors(file, group, metas)
                     group, size = [], 0
             if group:
                 yield from read_tensors(file, group, metas)
+
+
+def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of the decoders in a module, by the beginning of their tensors' names."""
+    return {f"{name}.": part for name, part in module.named_modules() if isinstance(part, Block)}
+
+
+def assign(
+    module: nn.Module, tensors: Mapping[str, Tensor], int8: Mapping[str, tuple[Tensor, Tensor]]
+) -> None:
+    """Make these tensors the parameters and buffers of `module`; int8: what weights keep beside them, for `stored_parts`."""
+    module.load_state_dict(tensors, strict=False, assign=True)
+    for name in tensors.keys() & int8.keys():
+        module.get_parameter(name).eight_bits = int8[name]  # type: ignore[attr-defined]
 
 
 def misfit(piece: Piece, meta: Tensor, own: Tensor) -> str:

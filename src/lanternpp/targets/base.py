@@ -129,12 +129,9 @@ class Target(nn.Module, ABC):
         """features [..., D] -> logits [..., V]."""
 
     @property
-    def head_weights(self) -> tuple[Tensor, Tensor | None] | None:
-        """The weight [V, D] and the bias of the linear layer that `head` is; None where it is another function."""
-        if self.head_layer is None:
-            return None
-        layer = getattr(self, self.head_layer)
-        return layer.weight, layer.bias
+    def head_linear(self) -> nn.Module | None:
+        """The linear layer that `head` is, with weight [V, D] and bias; None where it is another function."""
+        return None if self.head_layer is None else self.get_submodule(self.head_layer)
 
     @abstractmethod
     def pixels(self, codes: Tensor) -> Tensor:

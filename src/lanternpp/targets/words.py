@@ -30,21 +30,30 @@ class CodeTable(nn.Module):
         super().__init__()
         self.table = nn.Parameter(nn.init.normal_(torch.empty(vocab, dim), std=0.02))
         self.basis = nn.Parameter(nn.init.normal_(torch.empty(code_dim, dim), std=0.1)) if code_dim else None
-        self.packed: nn.Module | None = None
+        self.linear: nn.Module | None = None  # packed: computes `logits`, and has the table
 
     def matrix(self, codebook: Tensor) -> Tensor:
         """The vectors of all codes, [V, D]."""
+        if self.linear is not None:
+            return self.linear.weight  # type: ignore[return-value]
         return self.table if self.basis is None else self.table + codebook.to(self.table.dtype) @ self.basis
 
     def pack(self) -> None:
-        """Prepare `logits` for passes over few rows; only the plain table of inference can be packed."""
-        if self.basis is None:
-            self.packed = backend().linear(self.table, None)
+        """Make the table the weight of a packed linear layer; only the plain one of inference can be."""
+        if self.basis is None and self.linear is None:
+            vocab, dim = self.table.shape
+            self.linear = plain = nn.Linear(dim, vocab, bias=False, device="meta")
+            plain.weight = self.table
+            backend().pack(self)
+            if self.linear is plain:
+                self.linear = None
+            else:
+                del self.table
 
     def logits(self, features: Tensor, codebook: Tensor) -> Tensor:
         """features [..., D] -> their products with all vectors, [..., V]."""
-        if self.packed is not None:
-            found: Tensor = self.packed(features)
+        if self.linear is not None:
+            found: Tensor = self.linear(features)
             return found
         return nn.functional.linear(features, self.matrix(codebook))
 
@@ -92,9 +101,9 @@ class WordsTarget(PromptedTarget):
         return self.codes_out.logits(features, self.codebook)
 
     @property
-    def head_weights(self) -> tuple[Tensor, Tensor | None]:
-        """Those of its output layer."""
-        return self.codes_out.matrix(self.codebook), None
+    def head_linear(self) -> nn.Module | None:
+        """That of its table of codes, once it is packed."""
+        return self.codes_out.linear
 
     def pack(self) -> None:
         """Prepare for passes over few rows."""
