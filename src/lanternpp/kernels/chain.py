@@ -17,6 +17,7 @@ from lanternpp.types import Draft, Warping, on_host
 
 GROUP = 4  # blocks of weights, as in chain.c
 LANES = 16  # floats of a vector, as in decoder.c
+TILE = 16  # rows of inputs, as ROWS in decoder.c
 MOST_PICTURES = 16  # drafted for at once; PyTorch's products are faster for more
 
 Weights = tuple[Tensor, Tensor | None]
@@ -26,7 +27,7 @@ Weights = tuple[Tensor, Tensor | None]
 class Heads(Structure):
     """`Heads` of chain.c."""
 
-    _fields_ = (("up", Linear), ("head", Linear))
+    _fields_ = (("turn", Linear), ("head", Linear))
 
 
 class Warp(Structure):
@@ -42,8 +43,9 @@ class Chain(Structure):
         *((name, c_int64) for name in ("batch", "levels", "codes")),
         ("sampling", Warp),
         *((name, c_void_p) for name in ("features", "query", "prev", "bias", "u")),
-        *((name, c_void_p) for name in ("probs", "drawn", "scratch", "confidence", "survival")),
-        *((name, c_double) for name in ("bias_of_confidence", "cut")),
+        *((name, c_void_p) for name in ("probs", "drawn", "scratch")),
+        *((name, c_void_p) for name in ("confidence", "confidence_turn", "survival")),
+        *((name, c_double) for name in ("confidence_bias", "cut")),
     )
 
 
@@ -59,17 +61,32 @@ class PackedDense:
 
 
 class NativeChain:
-    """The guesses of a parallel drafter in a chain, by layers that are packed."""
+    """The guesses of a parallel drafter in a chain.
+
+    The head's logits of `combine` are those of the features, which are computed for all levels together, and `turn`, the product
+    of the head's weights with those of `up`, times what is known of the code before.
+    """
 
     def __init__(
-        self, up: PackedDense, head: PackedDense, library: ctypes.CDLL, confidence: Weights | None = None
+        self,
+        up: Weights,
+        head: Weights,
+        library: ctypes.CDLL,
+        confidence: Weights | None = None,
+        packed: PackedDense | None = None,
     ):
-        self.library, self.up, self.head = library, up, head
-        self.heads = Heads(up.dense, head.dense)
-        self.confidence: tuple[int | None, float] = (None, 0.0)
+        self.library, (weight, bias) = library, up
+        turned = None if bias is None else product(head[0], bias[:, None])[:, 0]
+        self.turn = PackedDense(product(head[0], weight).to(head[0].dtype), turned)
+        self.head = packed or PackedDense(*head)
+        self.heads = Heads(self.turn.dense, self.head.dense)
+        self.confidence: tuple[int | None, int | None, float] = (None, None, 0.0)
         if confidence is not None:
-            self._confidence, bias = confidence[0].detach().contiguous(), confidence[1]
-            self.confidence = self._confidence.data_ptr(), 0.0 if bias is None else float(bias)
+            self._confidence = confidence[0].detach().contiguous()
+            start = torch.zeros_like(weight[:, :1]) if bias is None else bias[:, None]
+            self._confidence_turn = product(self._confidence, torch.cat((weight, start), 1))
+            first = 0.0 if confidence[1] is None else float(confidence[1])
+            self.confidence = self._confidence.data_ptr(), self._confidence_turn.data_ptr(), first
 
     def takes(self, features: Tensor) -> bool:
         """Whether it draws guesses from features [B, levels, D]."""
@@ -92,10 +109,13 @@ class NativeChain:
         bias [B, levels, V] is added to the logits; u [B, levels] float64, uniform; warp: temperature, top-k and top-p. cut: above
         0, survival [B, levels] float32 is written too, and drawing ends where it is below this for all B.
         """
-        batch, levels, _ = features.shape
+        batch, levels = features.shape[:2]
         threads, vocab = torch.get_num_threads(), self.heads.head.outputs
-        size: int = self.library.chain_bytes(byref(self.heads), batch, threads)
-        inputs = [x.contiguous() for x in (features, level_query, prev_code_table)]
+        size: int = self.library.chain_bytes(byref(self.heads), batch, levels, threads)
+        # Products are of whole tiles, so that rows up to a multiple of one are read.
+        padded = features.new_empty(-(-batch * levels // TILE) * TILE, features.shape[-1])
+        padded[: batch * levels] = features.flatten(0, 1)
+        inputs = [padded, level_query.contiguous(), prev_code_table.contiguous()]
         bias, u = None if bias is None else bias.float().contiguous(), u.contiguous()
         scratch = torch.empty(size, dtype=torch.uint8)
         assert draft.probs is not None and draft.probs.is_contiguous() and draft.codes.is_contiguous()
@@ -103,11 +123,17 @@ class NativeChain:
             *(batch, levels, vocab, struct_of(warp), *(x.data_ptr() for x in inputs)),
             None if bias is None else bias.data_ptr(),
             *(x.data_ptr() for x in (u, draft.probs, draft.codes, scratch)),
-            self.confidence[0],
+            *self.confidence[:2],
             None if draft.survival is None else draft.survival.data_ptr(),
-            *(self.confidence[1], cut),
+            *(self.confidence[2], cut),
         )
         self.library.draw_chain(byref(self.heads), byref(chain), threads)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a [n, k] times b [k, m] in float32, of sums in float64: their rounding does not depend on the number of threads."""
+    b = b.detach().double()
+    return torch.cat([(rows.double() @ b).float() for rows in a.detach().split(4096)])
 
 
 def struct_of(warp: Warping) -> Warp:
@@ -136,13 +162,9 @@ def native_chain(
     up, head and confidence: those of `ParallelDrafter.combine`, of the target, and of `QueryDrafter.confidence`. packed: the
     head, where it is packed already; it is then shared.
     """
-    if head is None or head[0].numel() > MOST_WEIGHTS or up[0].shape[1] % LANES or head[0].shape[1] % 2:
+    if head is None or head[0].numel() > MOST_WEIGHTS or up[0].shape[1] % LANES or head[0].shape[1] % COLUMNS:
         return None
     if any(weight.dtype != torch.bfloat16 or weight.device.type != "cpu" for weight, _ in (up, head)):
         return None
     found = kernels()
-    return (
-        None
-        if found is None
-        else NativeChain(PackedDense(*up), packed or PackedDense(*head), found, confidence)
-    )
+    return None if found is None else NativeChain(up, head, found, confidence, packed)

@@ -229,9 +229,8 @@ def load(path: Path) -> ctypes.CDLL:
     found.prepare.restype, found.prepare.argtypes = None, ()
     found.widens.restype, found.widens.argtypes = c_int64, ()
     found.use_threads.restype, found.use_threads.argtypes = c_int64, (c_int64,)
-    for name in ("chain_bytes", "head_bytes"):
-        function = getattr(found, name)
-        function.restype, function.argtypes = c_int64, (c_void_p, c_int64, c_int64)
+    found.head_bytes.restype, found.head_bytes.argtypes = c_int64, (c_void_p, c_int64, c_int64)
+    found.chain_bytes.restype, found.chain_bytes.argtypes = c_int64, (c_void_p, c_int64, c_int64, c_int64)
     found.row_bytes.restype, found.row_bytes.argtypes = c_int64, (c_int64, c_int64, c_int64)
     found.scratch_bytes.restype = c_int64
     found.scratch_bytes.argtypes = (POINTER(Shape), c_int64, c_int64, c_int64, c_int64)
