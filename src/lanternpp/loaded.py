@@ -21,8 +21,10 @@ from lanternpp.continuous.engine import engine_for
 from lanternpp.default_method import Chosen, choose
 from lanternpp.devices import INT8, pick_device
 from lanternpp.engine.decode import Engine
+from lanternpp.engine.fused import fused_step
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verifiers import TOKEN
 from lanternpp.engines import BYTES, EngineCache
 from lanternpp.errors import InputError
 from lanternpp.fit.choice import Fit, fit_for
@@ -255,6 +257,8 @@ class LoadedModel:
         engine = engine_for(*parts, settings.batch_size, settings.measure, verifier)
         if settings.compile:
             compile_steps(engine)
+        elif codes:
+            engine.fused = fused_step(engine, settings.verify or TOKEN)
         if codes and "_fit" in vars(self):  # nothing is to be counted before a first fit
             self._fit.count(settings, engine)
         return engine

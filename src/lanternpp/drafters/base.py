@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
+from lanternpp.kernels.chain import NativeInputs
 from lanternpp.kernels.packed import pack
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig
@@ -190,7 +191,8 @@ class QueryDrafter(Drafter):
 
     taps: tuple[int, ...] = ()
 
-    native: NativeGuesses | None = None  # set by `pack`
+    native: NativeGuesses | None = None  # set by `pack`, as is the next
+    native_inputs: NativeInputs | None = None
     confidence: nn.Linear | None
     """D -> 1, of conditioned features of a level: the logit of how probable it is that block verification keeps its guess, given
     that those before are kept. A drafter without it predicts none."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lanternpp.drafters.base import DrafterConfig, QueryDrafter
 from lanternpp.errors import InputError
-from lanternpp.kernels.chain import native_chain
+from lanternpp.kernels.chain import native_chain, native_inputs
 from lanternpp.nn.configs import Slots, Width
 from lanternpp.nn.decoder import AttentionCache, Decoder
 from lanternpp.nn.sources import Source
@@ -86,6 +86,10 @@ class ParallelDrafter(QueryDrafter):
             head = target.native_head
             packed = None if head is None else head.packed
             self.native = native_chain((self.up.weight, self.up.bias), target.head_weights, sure, packed)
+        own = (type(self).inputs, type(self).level_query)
+        if own == (ParallelDrafter.inputs, ParallelDrafter.level_query):
+            layers = ((each.weight, each.bias) for each in (self.fc, self.hint, self.down))
+            self.native_inputs = native_inputs(*layers, self.queries, self.config.decoder.norm_eps)
         super().pack(target)
 
     def forward(
@@ -111,6 +115,9 @@ class ParallelDrafter(QueryDrafter):
 
         What layers return is divided by its root mean square, as it may be large and has passed no norm.
         """
+        native = self.native_inputs
+        if native is not None and times == 1 and native.takes(next_embeds):
+            return native(next_embeds, features, levels, hints)
         if self.taps:
             dim = self.config.decoder.dim
             tapped = features[..., dim:].unflatten(-1, (-1, dim))
@@ -125,6 +132,9 @@ class ParallelDrafter(QueryDrafter):
 
     def level_query(self, features: Tensor) -> Tensor:
         """[..., D] -> [..., H], H = config.turn."""
+        native = self.native_inputs
+        if native is not None and features.ndim == 3 and native.takes(features):
+            return native.level_query(features)
         return self.down(features)
 
     def prev_code(self, before: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
+from lanternpp.kernels.step import ChainState
 from lanternpp.targets.base import Target
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.types import Admission, Draft, TargetOutput
@@ -71,6 +72,10 @@ class Proposer(ABC):
     def numbers(self) -> tuple[int, int]:
         """The levels of a draft, and how many random numbers of one to compute in advance."""
         return self.depth, 64
+
+    def chain_state(self) -> tuple[ChainState | None] | None:
+        """Its state for whole steps in C, (None,) where it has none besides `root` and `count`; None where these are not possible."""
+        return None
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Allocate the state of a batch; called once, before any other method."""

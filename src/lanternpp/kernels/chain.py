@@ -1,4 +1,4 @@
-"""The guesses of a chain in C (`chain.c`), in float32 on a CPU.
+"""A parallel drafter's layers before and after its decoder, and the guesses of a chain, in C (`chain.c`, `step.c`).
 
 They are many small operations over V codes, and for few rows starting PyTorch's takes longer than computing them.
 """
@@ -6,7 +6,7 @@ They are many small operations over V codes, and for few rows starting PyTorch's
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, byref, c_double, c_int64, c_void_p
+from ctypes import Structure, byref, c_double, c_float, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -46,6 +46,26 @@ class Chain(Structure):
         *((name, c_void_p) for name in ("probs", "drawn", "scratch")),
         *((name, c_void_p) for name in ("confidence", "confidence_turn", "survival")),
         *((name, c_double) for name in ("confidence_bias", "cut")),
+    )
+
+
+class QueryLayers(Structure):
+    """`QueryLayers` of step.c."""
+
+    _fields_ = (
+        *((name, Linear) for name in ("fc", "hint", "down")),
+        ("queries", c_void_p),
+        *((name, c_int64) for name in ("query_count", "dim", "aux")),
+        ("eps", c_float),
+    )
+
+
+class QueryInputs(Structure):
+    """`QueryInputs` of step.c."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "known", "queries", "stride")),
+        *((name, c_void_p) for name in ("next_embeds", "features", "hints", "out", "scratch")),
     )
 
 
@@ -112,10 +132,7 @@ class NativeChain:
         batch, levels = features.shape[:2]
         threads, vocab = torch.get_num_threads(), self.heads.head.outputs
         size: int = self.library.chain_bytes(byref(self.heads), batch, levels, threads)
-        # Products are of whole tiles, so that rows up to a multiple of one are read.
-        padded = features.new_empty(-(-batch * levels // TILE) * TILE, features.shape[-1])
-        padded[: batch * levels] = features.flatten(0, 1)
-        inputs = [padded, level_query.contiguous(), prev_code_table.contiguous()]
+        inputs = [to_tiles(features), level_query.contiguous(), prev_code_table.contiguous()]
         bias, u = None if bias is None else bias.float().contiguous(), u.contiguous()
         scratch = torch.empty(size, dtype=torch.uint8)
         assert draft.probs is not None and draft.probs.is_contiguous() and draft.codes.is_contiguous()
@@ -128,6 +145,58 @@ class NativeChain:
             *(self.confidence[2], cut),
         )
         self.library.draw_chain(byref(self.heads), byref(chain), threads)
+
+
+class NativeInputs:
+    """What a parallel drafter's decoder reads, and the queries of its levels: packed layers around the decoder."""
+
+    def __init__(
+        self, fc: Weights, hint: Weights, down: Weights, queries: Tensor, eps: float, library: ctypes.CDLL
+    ):
+        """eps: of the norm of what layers of the target return, which `fc` reads behind embeddings and features."""
+        self.library, self.queries = library, queries.detach().contiguous()
+        self.packed = [PackedDense(*layer) for layer in (fc, hint, down)]
+        count, dim = queries.shape
+        aux = fc[0].shape[1] // dim - 2
+        linear = (each.dense for each in self.packed)
+        self.layers = QueryLayers(*linear, self.queries.data_ptr(), count, dim, aux, eps)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether it computes those of embeddings or features x."""
+        return on_host(x) and x.dtype == torch.bfloat16
+
+    def __call__(self, next_embeds: Tensor, features: Tensor, queries: int, hints: Tensor | None) -> Tensor:
+        """next_embeds [B, N, D], features [B, N, (1 + aux) D], hints [B, N + Q, D] -> the decoder's inputs, [B, N + Q, D]."""
+        (batch, known, dim), threads = next_embeds.shape, torch.get_num_threads()
+        rows = batch * (known + queries)
+        out = next_embeds.new_empty(batch, known + queries, dim)
+        size = self.library.inputs_bytes(byref(self.layers), batch * known, rows, threads)
+        scratch = torch.empty(size, dtype=torch.uint8)
+        given = [
+            None if x is None else x.contiguous() for x in (next_embeds, features, hints, out, scratch)
+        ]
+        places = (None if x is None else x.data_ptr() for x in given)
+        work = QueryInputs(batch, known, queries, known, *places)
+        self.library.drafter_inputs(byref(self.layers), byref(work), threads)
+        return out
+
+    def level_query(self, features: Tensor) -> Tensor:
+        """Features of levels [B, levels, D] -> [B, levels, H]."""
+        rows, threads, x = features.shape[0] * features.shape[1], torch.get_num_threads(), to_tiles(features)
+        out = features.new_empty(*features.shape[:-1], self.layers.down.outputs)
+        size = self.library.linear_bytes(byref(self.layers.down), rows, threads)
+        scratch = torch.empty(size, dtype=torch.uint8)
+        given = (x.data_ptr(), rows, out.data_ptr(), scratch.data_ptr())
+        self.library.linear_rows(byref(self.layers.down), *given, threads)
+        return out
+
+
+def to_tiles(features: Tensor) -> Tensor:
+    """Features [B, levels, D] in memory that may be read up to a multiple of TILE rows, as products of tiles do."""
+    rows = features.flatten(0, 1)
+    padded = rows.new_empty(-(-len(rows) // TILE) * TILE, rows.shape[1])
+    padded[: len(rows)] = rows
+    return padded
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -168,3 +237,16 @@ def native_chain(
         return None
     found = kernels()
     return None if found is None else NativeChain(up, head, found, confidence, packed)
+
+
+def native_inputs(
+    fc: Weights, hint: Weights, down: Weights, queries: Tensor, eps: float
+) -> NativeInputs | None:
+    """A parallel drafter's layers around its decoder in C; None where the weights or this machine do not allow it."""
+    weights = [layer[0] for layer in (fc, hint, down)]
+    if any(weight.dtype != torch.bfloat16 or weight.device.type != "cpu" for weight in weights):
+        return None
+    if any(size % COLUMNS for weight in weights for size in weight.shape):
+        return None
+    found = kernels()
+    return None if found is None else NativeInputs(fc, hint, down, queries, eps, found)

@@ -30,7 +30,7 @@ from lanternpp.nn.int8 import stored_parts
 from lanternpp.types import Nodes, on_host
 
 SOURCES = [
-    Path(__file__).parent / "csrc" / name for name in ("decoder.c", "chain.c", "sampling.c", "verify.c")
+    Path(__file__).parent / "csrc" / name for name in ("decoder.c", "chain.c", "sampling.c", "verify.c", "step.c")
 ]
 SOURCE = SOURCES[-1]  # which includes the others
 SWITCH = "LANTERNPP_KERNELS"
@@ -238,7 +238,14 @@ def load(path: Path) -> ctypes.CDLL:
     found.decode.argtypes = (POINTER(Shape), POINTER(Layer), POINTER(Pass), c_int64)
     found.draw_chain.restype, found.draw_chain.argtypes = None, (c_void_p, c_void_p, c_int64)
     found.head_logits.restype, found.head_logits.argtypes = None, (c_void_p, c_void_p, c_int64)
-    for name in ("row_probs", "draw_children", "output_laws", "walk_tree", "ends_of_drafts"):
+    found.step_bytes.restype, found.step_bytes.argtypes = c_int64, (c_void_p, c_int64)
+    found.run_step.restype, found.run_step.argtypes = None, (c_void_p, c_int64, c_int64, c_int64)
+    found.inputs_bytes.restype, found.inputs_bytes.argtypes = c_int64, (c_void_p, *(c_int64,) * 3)
+    found.drafter_inputs.restype, found.drafter_inputs.argtypes = None, (c_void_p, c_void_p, c_int64)
+    found.linear_bytes.restype, found.linear_bytes.argtypes = c_int64, (c_void_p, c_int64, c_int64)
+    found.linear_rows.restype = None
+    found.linear_rows.argtypes = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64)
+    for name in ("row_probs", "draw_children", "output_laws", "verify_tokenwise", "verify_joint"):
         function = getattr(found, name)
         function.restype, function.argtypes = None, (c_void_p, c_int64)
     found.prepare()

@@ -15,6 +15,9 @@ from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
+from lanternpp.kernels.chain import NativeChain, NativeInputs
+from lanternpp.kernels.library import NativeDecoder
+from lanternpp.kernels.step import CacheState, ChainState
 from lanternpp.proposers.network import NetworkProposer
 from lanternpp.targets.base import Target
 from lanternpp.trees.base import TreeBuilder
@@ -83,7 +86,18 @@ class Parallel(NetworkProposer):
         self._row = torch.arange(batch, device=like.device)
         self._line = torch.arange(span, device=like.device)
         self._layouts = {depth + 1: layout(depth + 1, depth + 1, self._line)}  # by how many inputs may wait
-        self._most = depth + 1  # of the inputs of any sample that wait, as far as the host knows
+
+    def chain_state(self) -> tuple[ChainState | None] | None:
+        """As in the base class; chains that are cut are not known in C as a part of a step."""
+        drafter = self.drafter
+        inputs, chain, decoder = drafter.native_inputs, drafter.native, drafter.decoder.native
+        if not isinstance(inputs, NativeInputs) or not isinstance(chain, NativeChain) or self.cut:
+            return None
+        if not isinstance(decoder, NativeDecoder) or not self._whole_chain or not chain.takes(self.hints):
+            return None
+        cache = CacheState(self.cache.kv, self.cache.start, self.cache.used)
+        state = (self.waiting, self.next_embeds, self.features, self.hints, self.prev_code_table)
+        return (ChainState(decoder, inputs, chain, cache, *state, self._probs_of_nodes, self.taps),)
 
     def begin(self, new: Admission) -> None:
         """Prefill with the prompt's guided features, each paired with the conditional input at the next position."""
@@ -183,8 +197,6 @@ class Parallel(NetworkProposer):
         super().observe(output)
         verdict = output.verdict
         features = self.guidance.merge(output.features)
-        known = self.next_embeds.shape[1]
-        self._most = max(int(verdict.kept.max()), 1) if on_host(verdict.kept) else known
         if output.draft.tree.chain:  # what is behind the kept nodes does not wait, so nothing reads it
             self.features[:, : features.shape[1]].copy_(features)
         else:
@@ -197,7 +209,7 @@ class Parallel(NetworkProposer):
     def _drafter_forward(self) -> Tensor:
         """The drafter's pass over the waiting inputs and the queries -> features of every level, [B, depth, D]."""
         known = self.next_embeds.shape[1]
-        most = self._most if on_host(self.waiting) else known
+        most = max(int(self.waiting.max()), 1) if on_host(self.waiting) else known
         if most not in self._layouts:
             self._layouts[most] = layout(known, most, self._line)
         *by_waiting, scratch = self._layouts[most]

@@ -238,6 +238,14 @@ static void dense(const Linear *layer, int64_t first, int64_t last, const half *
     }
 }
 
+/* y [rows, COLUMNS], with room for a multiple of ROWS rows, = x [rows, inputs] times one block of a layer, plus its bias.
+
+   x is readable up to a multiple of ROWS rows; with weights in 8 bits `whole` is x by `quantise`. Tiles are configured for ROWS rows. */
+static void linear_block(const Linear *layer, int64_t block, const half *x, const Whole *whole, int64_t rows, float (*y)[COLUMNS]) {
+    for (int64_t first = 0; first < rows; first += MOST_ROWS)
+        product(layer, block, x, 0, whole, first, (int)(rows - first < MOST_ROWS ? rows - first : MOST_ROWS), y + first);
+}
+
 /* Outputs of a layer, up to whole groups. */
 static int64_t width_of(const Linear *layer) { return up_to(GROUP * COLUMNS, layer->outputs); }
 
@@ -253,12 +261,13 @@ typedef struct {
     Whole whole;
     float *survival;   /* [batch] */
     void *spare;       /* [size] floats */
+    float (*block)[COLUMNS]; /* [batch levels, COLUMNS] */
 } ChainMemory;
 
 static int64_t bytes_of_chain(const Heads *heads, int64_t batch, int64_t levels) {
     const int64_t most = up_to(ROWS, batch * levels), inputs = heads->head.inputs > heads->turn.inputs ? heads->head.inputs : heads->turn.inputs;
     return padded(2 * up_to(4, batch) * heads->turn.inputs) + padded(2 * most * up_to(DEPTH, inputs)) + padded(4 * most) + padded(4 * batch) +
-           padded(4 * width_of(&heads->turn));
+           padded(4 * width_of(&heads->turn)) + padded(4 * most * COLUMNS);
 }
 
 int64_t chain_bytes(const Heads *heads, int64_t batch, int64_t levels, int64_t threads) {
@@ -281,21 +290,19 @@ static ChainMemory chain_memory(const Heads *heads, const Chain *c, int64_t me, 
     m.whole = (Whole){take(&at, 2 * most * up_to(DEPTH, inputs)), take(&at, 4 * most)};
     m.survival = take(&at, 4 * c->batch);
     m.spare = take(&at, 4 * size);
+    m.block = take(&at, 4 * most * COLUMNS);
     return m;
 }
 
 /* The products of all levels' features with this thread's columns of the head, to where their probabilities will be. */
 static void head_of_levels(const Chain *c, const Linear *head, ChainMemory *m) {
     const int64_t rows = c->batch * c->levels;
-    float out[MOST_ROWS][COLUMNS];
     if (head->scale) quantise(c->features, rows, head->inputs, &m->whole);
-    for (int64_t column = m->from; column < m->to && column < c->codes; column += COLUMNS)
-        for (int64_t first = 0; first < rows; first += MOST_ROWS) {
-            const int64_t some = rows - first < MOST_ROWS ? rows - first : MOST_ROWS, columns = c->codes - column < COLUMNS ? c->codes - column : COLUMNS;
-            product(head, column / COLUMNS, c->features, 0, &m->whole, first, (int)some, out);
-            for (int64_t r = first; r < first + some; r++)
-                memcpy(c->probs + (r + r / c->levels) * c->codes + column, out[r - first], 4 * columns);
-        }
+    for (int64_t column = m->from; column < m->to && column < c->codes; column += COLUMNS) {
+        const int64_t columns = c->codes - column < COLUMNS ? c->codes - column : COLUMNS;
+        linear_block(head, column / COLUMNS, c->features, &m->whole, rows, m->block);
+        for (int64_t r = 0; r < rows; r++) memcpy(c->probs + (r + r / c->levels) * c->codes + column, m->block[r], 4 * columns);
+    }
 }
 
 /* act [batch, hidden] of a level: silu(query + prev) of the codes before. Every thread computes all, which takes less time than
