@@ -27,11 +27,7 @@ from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling, draw
 from lanternpp.engine.verifiers import with_native
 from lanternpp.kernels import library as native
-from lanternpp.kernels.chain import (
-    NativeChain,
-    PackedDense,
-    native_chain,
-)
+from lanternpp.kernels.chain import NativeChain, native_chain
 from lanternpp.kernels.verify import NativeLaws, NativeVerifier, Node, native_laws, native_verifier
 from lanternpp.models import Model, model_folder
 from lanternpp.proposers.parallel import Parallel, _masked

@@ -88,8 +88,8 @@ class ParallelDrafter(QueryDrafter):
             self.native = native_chain((self.up.weight, self.up.bias), target.head_weights, sure, packed)
         own = (type(self).inputs, type(self).level_query)
         if own == (ParallelDrafter.inputs, ParallelDrafter.level_query):
-            layers = ((each.weight, each.bias) for each in (self.fc, self.hint, self.down))
-            self.native_inputs = native_inputs(*layers, self.queries, self.config.decoder.norm_eps)
+            fc, hint, down = ((each.weight, each.bias) for each in (self.fc, self.hint, self.down))
+            self.native_inputs = native_inputs(fc, hint, down, self.queries, self.config.decoder.norm_eps)
         super().pack(target)
 
     def forward(

@@ -129,8 +129,11 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Propose a draft, run the target over all its nodes in one pass, verify it, commit the accepted path."""
-        if self.fused is not None and all(type(each).verified is Observer.verified for each in self.observers):
-            return self._fused_step(self.fused)
+        if self.fused is not None and all(
+            type(each).verified is Observer.verified for each in self.observers
+        ):
+            self._fused_step(self.fused)
+            return
         self._next_noise = self._next_noise or self.noise.precomputed(*self.proposer.numbers)[::-1]
         noise = self._next_noise.pop()
         self._enter("draft")

@@ -172,9 +172,7 @@ class NativeInputs:
         out = next_embeds.new_empty(batch, known + queries, dim)
         size = self.library.inputs_bytes(byref(self.layers), batch * known, rows, threads)
         scratch = torch.empty(size, dtype=torch.uint8)
-        given = [
-            None if x is None else x.contiguous() for x in (next_embeds, features, hints, out, scratch)
-        ]
+        given = [None if x is None else x.contiguous() for x in (next_embeds, features, hints, out, scratch)]
         places = (None if x is None else x.data_ptr() for x in given)
         work = QueryInputs(batch, known, queries, known, *places)
         self.library.drafter_inputs(byref(self.layers), byref(work), threads)

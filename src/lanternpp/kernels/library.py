@@ -30,7 +30,8 @@ from lanternpp.nn.int8 import stored_parts
 from lanternpp.types import Nodes, on_host
 
 SOURCES = [
-    Path(__file__).parent / "csrc" / name for name in ("decoder.c", "chain.c", "sampling.c", "verify.c", "step.c")
+    Path(__file__).parent / "csrc" / name
+    for name in ("decoder.c", "chain.c", "sampling.c", "verify.c", "step.c")
 ]
 SOURCE = SOURCES[-1]  # which includes the others
 SWITCH = "LANTERNPP_KERNELS"

@@ -27,7 +27,10 @@ class Drafter(Structure):
         ("heads", POINTER(Heads)),
         ("rotary", c_void_p),
         *((name, c_int64) for name in ("positions", "slots")),
-        *((name, c_void_p) for name in ("kv", "start", "used", "waiting", "next_embeds", "features", "hints")),
+        *(
+            (name, c_void_p)
+            for name in ("kv", "start", "used", "waiting", "next_embeds", "features", "hints")
+        ),
         *((name, c_void_p) for name in ("prev", "all_hints", "x", "out", "level_features", "query")),
         *((name, c_void_p) for name in ("rotation", "slot", "mask", "u")),
     )
@@ -175,7 +178,7 @@ class NativeStep:
         like, hidden, span = chain.hints, chain.prev.shape[1], 2 * levels
         tiled = -(-batch * levels // TILE) * TILE
         own = (like.new_empty(batch, span, dim) for _ in range(3))
-        made = Drafter(
+        return Drafter(
             *(pointer(chain.decoder.shape), cast(chain.decoder.layers, POINTER(Layer))),
             *(pointer(chain.inputs.layers), pointer(chain.chain.heads)),
             *self._at(chain.decoder.rotary_table),
@@ -186,7 +189,6 @@ class NativeStep:
             *self._nodes(batch, span, chain.decoder, chain.cache),
             *self._at(torch.empty(batch, levels, dtype=torch.float64)),
         )
-        return made
 
     def _verification(
         self, method: Method, batch: int, levels: int, vocab: int, chain: ChainState | None
