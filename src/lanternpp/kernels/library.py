@@ -31,7 +31,7 @@ from lanternpp.types import Nodes, on_host
 
 SOURCES = [
     Path(__file__).parent / "csrc" / name
-    for name in ("decoder.c", "chain.c", "sampling.c", "verify.c", "step.c")
+    for name in ("decoder.c", "rows.c", "chain.c", "sampling.c", "verify.c", "step.c")
 ]
 SOURCE = SOURCES[-1]  # which includes the others
 SWITCH = "LANTERNPP_KERNELS"
