@@ -73,8 +73,8 @@ class Case:
         self.exact_head = self.head.double()
         if bits == 8:
             self.exact_head = stored_in_8_bits(self.head)
-        # what the kernels keep in place of `up`, rounded as they do
-        self.turn = (self.head.float() @ self.up.float()).to(HALF).double()
+        # what the kernels keep in place of `up`, rounded to 8 bits as they do
+        self.turn = stored_in_8_bits((self.head.double() @ self.up.double()).float())
 
     def chain(self, library: object) -> NativeChain:
         up, head = (self.up, self.bias), (self.head, None)
@@ -128,7 +128,7 @@ def test_a_guess_is_drawn_from_the_head_of_the_feature_behind_the_guess_before(
     expected = case.probs(draft.codes, sampling)
     assert (probs.double() - expected).abs().sum(
         -1
-    ).median() < 1e-5  # one is farther where a rounding differs
+    ).median() < 2e-4  # of inputs to 16 bits; one is farther where a rounding differs
     assert (probs.double() - expected).abs().sum(-1).max() < 0.02
     if sampling.greedy:
         assert torch.equal(codes, probs.argmax(-1))

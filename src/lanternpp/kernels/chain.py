@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lanternpp.kernels.layout import COLUMNS, LargePages, blocks
 from lanternpp.kernels.library import MOST_WEIGHTS, Linear, kernels
+from lanternpp.nn.stores import quantised
 from lanternpp.types import Draft, Warping, on_host
 
 GROUP = 4  # blocks of weights, as in chain.c
@@ -97,7 +98,10 @@ class NativeChain:
     ):
         self.library, (weight, bias) = library, up
         turned = None if bias is None else product(head[0], bias[:, None])[:, 0]
-        self.turn = PackedDense(product(head[0], weight).to(head[0].dtype), turned)
+        # In 8 bits: a draft's rounding changes what is offered, not what pictures follow.
+        turn = product(head[0], weight)
+        turn.eight_bits = quantised(turn, 8)  # type: ignore[attr-defined]
+        self.turn = PackedDense(turn, turned)
         self.head = packed or PackedDense(*head)
         self.heads = Heads(self.turn.dense, self.head.dense)
         self.confidence: tuple[int | None, int | None, float] = (None, None, 0.0)
