@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "methods": {"registry"},
     "nn": {"types"},
     "backend": {"types"},
-    "kernels": {"nn", "types"},
+    "kernels": {"nn", "types", "targets.base", "engine.decode", "engine.proposer", "engine.verifiers"},
     "vq": {"nn", "progress"},
     "accept": {"types"},
     "trees": {"types", "registry"},

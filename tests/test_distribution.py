@@ -24,6 +24,7 @@ from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.kernels.chain import NativeChain
 from lanternpp.kernels.library import NativeDecoder
 from lanternpp.kernels.sampling import NativeHead, NativeSampling
+from lanternpp.kernels.step import NativeStep
 from lanternpp.kernels.verify import NativeVerifier
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig
@@ -46,6 +47,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "eagle2": {"method": "eagle2", "tree": DynamicTree(beam=4, depth=4, nodes=14)},
     "ddd": {"method": "ddd", "tree": DepthTree(4, 4, 14, threshold=math.log(0.6))},
     "parallel, block": {"method": "parallel"},
+    "parallel, token": {"method": "parallel", "verify": "token"},
     "parallel, block, cut": {"method": "parallel", "cut": 0.25},
     "parallel, token, cut": {"method": "parallel", "cut": 0.25, "verify": "token"},
     "independent, block": {"method": "independent"},
@@ -122,6 +124,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[type, list[bool]]:
             return found
 
         monkeypatch.setattr(kind, name, call)
+
+    def run(self: Any, *stages: int, run: Any = NativeStep.run) -> None:
+        seen.setdefault(NativeStep, []).append(True)
+        run(self, *stages)
+
+    monkeypatch.setattr(NativeStep, "run", run)
     return seen
 
 
@@ -160,7 +168,8 @@ def test_first_codes_follow_the_law_of_plain_decoding(
     codes, per_pass = draw(method, turn)
     assert not differ(name, codes, plain, per_pass)
     assert per_pass == 1 if method["method"] == "ar" else per_pass > 1.5
-    expected = {NativeDecoder, NativeHead, NativeSampling, NativeVerifier}
+    whole = method["method"] in ("ar", "parallel") and "cut" not in method
+    expected = {NativeDecoder, NativeHead, NativeSampling, NativeStep if whole else NativeVerifier}
     assert expected <= asked.keys() and (NativeChain in asked) == (method["method"] == "parallel")
     assert all(map(all, asked.values()))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,30 @@ u and last are uniform. tokenwise: as `engine.verify`, with u [B, levels, K]; el
 
 OutputDistribution = Callable[[Tensor, Tensor, Tensor, bool], Tensor | None]
 """p, q and the neighbours' limit [..., V], optimal -> min(q, `accept_mass`) [..., V]; optimal: `optimal_law`."""
+
+
+class DrafterInputs(Protocol):
+    """What a parallel drafter's decoder reads, and the queries of its levels."""
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether it computes those of embeddings or features x."""
+        ...
+
+    def __call__(self, next_embeds: Tensor, features: Tensor, queries: int, hints: Tensor | None) -> Tensor:
+        """next_embeds [B, N, D], features [B, N, (1 + aux) D], hints [B, N + Q, D] -> the decoder's inputs, [B, N + Q, D]."""
+        ...
+
+    def level_query(self, features: Tensor) -> Tensor:
+        """Features of levels [B, levels, D] -> [B, levels, H]."""
+        ...
+
+
+class Step(Protocol):
+    """The steps of an engine, whole or in stages: draft, pass, verify, commit."""
+
+    def run(self, first: int = 0, last: int = 3) -> None:
+        """Stages `first` to `last` of a step."""
+        ...
 
 
 class Threads:
@@ -98,6 +123,16 @@ class Backend:
 
     def children(self, q: Tensor, u: Tensor | None, count: int) -> Tensor | None:
         """q [..., V] -> the first `count` different codes drawn at u [..., M] uniform; without u the likeliest, [..., count]."""
+        return None
+
+    def drafter_inputs(
+        self, fc: nn.Module, hint: nn.Module, down: nn.Module, queries: Tensor, eps: float
+    ) -> DrafterInputs | None:
+        """The layers of a parallel drafter around its decoder; queries [count, D]; eps: of the norm of aux features."""
+        return None
+
+    def step(self, engine: Any, verify: str) -> Step | None:
+        """Whole steps of a new `Engine`, the same bits as by parts; verify: the name of its verifier."""
         return None
 
     def verifier(self) -> VerifyDraft | None:

@@ -24,6 +24,7 @@ from lanternpp.devices import INT8, pick_device
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verifiers import TOKEN
 from lanternpp.engines import BYTES, EngineCache
 from lanternpp.errors import InputError
 from lanternpp.fit.choice import Fit, fit_for
@@ -255,6 +256,8 @@ class LoadedModel:
         engine = engine_for(*parts, settings.batch_size, settings.measure, verifier)
         if settings.compile:
             compile_steps(engine)
+        elif codes:
+            engine.fused = backend().step(engine, settings.verify or TOKEN)
         if codes and "_fit" in vars(self):  # nothing is to be counted before a first fit
             self._fit.count(settings, engine)
         return engine

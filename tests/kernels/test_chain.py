@@ -28,11 +28,7 @@ from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling, draw
 from lanternpp.engine.verifiers import with_native
 from lanternpp.kernels import loading as native
-from lanternpp.kernels.chain import (
-    NativeChain,
-    PackedDense,
-    native_chain,
-)
+from lanternpp.kernels.chain import NativeChain, native_chain
 from lanternpp.kernels.verify import NativeLaws, NativeVerifier, Node, native_laws
 from lanternpp.models import Model, model_folder
 from lanternpp.proposers.parallel import Parallel, _masked
@@ -44,7 +40,7 @@ from lanternpp.types import Draft
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels here")
 
 HALF, NEVER = torch.bfloat16, float("-inf")
-DIM, HIDDEN, LEVELS = 48, 32, 4
+DIM, HIDDEN, LEVELS = 64, 32, 4
 BEHIND = [name for name, _ in Node._fields_].index("behind")
 SAMPLINGS = [
     Sampling(),
@@ -75,13 +71,15 @@ class Case:
         self.u = torch.rand(batch, LEVELS, dtype=torch.float64)
         self.sure = torch.randn(1, DIM).to(HALF) / 4, torch.tensor([0.5]).to(HALF)
         self.forbidden: Tensor | None = None
-        self.exact_up, self.exact_head = self.up.double(), self.head.double()
+        self.exact_head = self.head.double()
         if bits == 8:
-            self.exact_up, self.exact_head = map(stored_in_8_bits, (self.up, self.head))
+            self.exact_head = stored_in_8_bits(self.head)
+        # what the kernels keep in place of `up`, rounded to 8 bits as they do
+        self.turn = stored_in_8_bits((self.head.double() @ self.up.double()).float())
 
     def chain(self, library: object) -> NativeChain:
-        packed = PackedDense(self.up, self.bias), PackedDense(self.head, None)
-        return NativeChain(*packed, library, self.sure)  # type: ignore[arg-type]
+        up, head = (self.up, self.bias), (self.head, None)
+        return NativeChain(up, head, library, self.sure)  # type: ignore[arg-type]
 
     def drawn(
         self, library: object, sampling: Sampling, rows: slice = slice(None), cut: float = 0.0
@@ -101,16 +99,21 @@ class Case:
         chain(self.features[rows], self.query[rows], self.prev, forbidden, u, warp, draft, cut)
         return draft
 
-    def conditioned(self, codes: Tensor) -> Tensor:
-        """In float64, behind codes [B, LEVELS + 1] -> [B, LEVELS, D]; rounded as a bfloat16."""
-        turn = F.silu(self.query.double() + self.prev[codes[:, :-1]].double()).to(HALF).double()
-        more = F.linear(turn, self.exact_up, self.bias.double())
-        more[:, 0] = 0
-        return (self.features.double() + more).to(HALF).double()
+    def act(self, codes: Tensor) -> Tensor:
+        """In float64, behind codes [B, LEVELS + 1] -> [B, LEVELS, HIDDEN], 0 at the first level; rounded as a bfloat16."""
+        act = F.silu(self.query.double() + self.prev[codes[:, :-1]].double()).to(HALF).double()
+        act[:, 0] = 0
+        return act
+
+    def logits_of(self, codes: Tensor, weight: Tensor, turn: Tensor) -> Tensor:
+        """In float64, behind codes [B, LEVELS + 1]: what a layer of weight [n, D] gives, [B, LEVELS, n]; turn: weight times `up`."""
+        behind = torch.arange(LEVELS)[:, None] > 0
+        logits = self.features.double() @ weight.T + self.act(codes) @ turn.T
+        return logits + behind * (weight @ self.bias.double())
 
     def probs(self, codes: Tensor, sampling: Sampling) -> Tensor:
         """In float64, behind codes [B, LEVELS + 1] -> [B, LEVELS, V]."""
-        logits = self.conditioned(codes) @ self.exact_head.T
+        logits = self.logits_of(codes, self.exact_head, self.turn)
         return sampling.probs(logits if self.forbidden is None else logits + self.forbidden)
 
 
@@ -126,7 +129,7 @@ def test_a_guess_is_drawn_from_the_head_of_the_feature_behind_the_guess_before(
     expected = case.probs(draft.codes, sampling)
     assert (probs.double() - expected).abs().sum(
         -1
-    ).median() < 1e-5  # one is farther where a rounding differs
+    ).median() < 2e-4  # of inputs to 16 bits; one is farther where a rounding differs
     assert (probs.double() - expected).abs().sum(-1).max() < 0.02
     if sampling.greedy:
         assert torch.equal(codes, probs.argmax(-1))
@@ -141,7 +144,7 @@ def test_guesses_are_those_of_weights_in_8_bits(library: object, batch: int) -> 
     case = Case(300, batch, bits=8)
     draft = case.drawn(library, Sampling())
     apart = (draft.probs[:, :-1].double() - case.probs(draft.codes, Sampling())).abs().sum(-1)
-    assert apart.median() < 2e-4 and apart.max() < 0.02
+    assert apart.median() < 2e-3 and apart.max() < 0.02
     one = case.drawn(library, Sampling(), slice(batch - 1, None))
     assert torch.equal(one.probs, draft.probs[-1:]) and torch.equal(one.codes, draft.codes[-1:])
 
@@ -153,14 +156,15 @@ def test_a_chain_ends_where_none_of_the_batch_survives(library: object, batch: i
     case, before = Case(300, batch), torch.get_num_threads()
     whole = case.drawn(library, Sampling())
     weight, bias = (x.double() for x in case.sure)
-    expected = F.linear(case.conditioned(whole.codes), weight, bias)[..., 0].sigmoid().cumprod(1)
-    cuts = [0.0] + [float(expected[:, level].amax()) + 1e-3 for level in range(1, LEVELS)]
+    logits = case.logits_of(whole.codes, weight, weight @ case.up.double()) + bias
+    expected = logits[..., 0].sigmoid().cumprod(1)
+    cuts = [0.0] + [float(expected[:, level].amax()) + 2e-4 for level in range(1, LEVELS)]
     torch.set_num_threads(threads)
     try:
         for level, cut in enumerate(cuts):
             draft = case.drawn(library, Sampling(), cut=cut or 1e-9)
             drawn = level or LEVELS
-            assert torch.allclose(draft.survival[:, :drawn].double(), expected[:, :drawn], atol=0.02)
+            assert torch.allclose(draft.survival[:, :drawn].double(), expected[:, :drawn], atol=1e-4)
             assert not draft.survival[:, drawn:].any() and not draft.probs[:, drawn:].any()
             assert torch.equal(draft.codes[:, : drawn + 1], whole.codes[:, : drawn + 1])
             assert torch.equal(draft.probs[:, :drawn], whole.probs[:, :drawn])

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.backend import SampleChain, backend
+from lanternpp.backend import DrafterInputs, SampleChain, backend
 from lanternpp.errors import InputError
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig
@@ -162,7 +162,8 @@ class QueryDrafter(Drafter):
 
     taps: tuple[int, ...] = ()
 
-    native: SampleChain | None = None  # set by `pack`
+    native: SampleChain | None = None  # set by `pack`, as is the next
+    native_inputs: DrafterInputs | None = None
     confidence: nn.Linear | None
     """D -> 1, of conditioned features of a level: the logit of how probable it is that block verification keeps its guess, given
     that those before are kept. A drafter without it predicts none."""

@@ -83,6 +83,10 @@ class ParallelDrafter(QueryDrafter):
         """Prepare for passes over few rows; guesses of a chain are then drawn in C, where the target's head is linear."""
         if type(self).combine is ParallelDrafter.combine:
             self.native = backend().chain(self.up, self.confidence, target.head_linear, target.native_head)
+        own = (type(self).inputs, type(self).level_query)
+        if own == (ParallelDrafter.inputs, ParallelDrafter.level_query):
+            layers = self.fc, self.hint, self.down
+            self.native_inputs = backend().drafter_inputs(*layers, self.queries, self.config.decoder.norm_eps)
         super().pack(target)
 
     def forward(
@@ -108,6 +112,9 @@ class ParallelDrafter(QueryDrafter):
 
         What layers return is divided by its root mean square, as it may be large and has passed no norm.
         """
+        native = self.native_inputs
+        if native is not None and times == 1 and native.takes(next_embeds):
+            return native(next_embeds, features, levels, hints)
         if self.taps:
             dim = self.config.decoder.dim
             tapped = features[..., dim:].unflatten(-1, (-1, dim))
@@ -122,6 +129,9 @@ class ParallelDrafter(QueryDrafter):
 
     def level_query(self, features: Tensor) -> Tensor:
         """[..., D] -> [..., H], H = config.turn."""
+        native = self.native_inputs
+        if native is not None and features.ndim == 3 and native.takes(features):
+            return native.level_query(features)
         return self.down(features)
 
     def prev_code(self, before: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
+from lanternpp.backend import Step
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
@@ -24,6 +25,8 @@ from lanternpp.engine.verifiers import Verifier
 from lanternpp.engine.verify import padded, verify
 from lanternpp.targets.base import Target
 from lanternpp.types import Admission, Draft, Prompt, TargetOutput, Verdict
+
+STAGES: tuple[Phase, ...] = ("draft", "pass", "verify", "rest")  # of a step in C
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Engine:
         self.run: Run = _call  # how the parts of a step are called
         self.drawing = False  # whether `batching.drawing` runs on it
         self.observers: list[Observer] = []
+        self.fused: Step | None = None  # whole steps, where the kernels know all parts
         self.target, self.proposer, self.rule = target, proposer, rule
         self.sampling, self.guidance, self.batch, self.verifier = sampling, guidance, batch, verifier
         self._taps = {"taps": proposer.taps} if proposer.taps else {}
@@ -125,6 +129,11 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Propose a draft, run the target over all its nodes in one pass, verify it, commit the accepted path."""
+        if self.fused is not None and all(
+            type(each).verified is Observer.verified for each in self.observers
+        ):
+            self._fused_step(self.fused)
+            return
         self._next_noise = self._next_noise or self.noise.precomputed(*self.proposer.numbers)[::-1]
         noise = self._next_noise.pop()
         self._enter("draft")
@@ -141,6 +150,17 @@ class Engine:
         self.run(self._commit, draft, verdict)
         self._enter("draft")
         self.run(self.proposer.observe, output)
+        self._enter("rest")
+
+    def _fused_step(self, fused: Step) -> None:
+        """The same step in one call, or a call for each phase where it is observed how long they take."""
+        self._next_noise.clear()  # of steps that are taken here
+        if not self.observers:
+            fused.run()
+            return
+        for stage, phase in enumerate(STAGES):
+            self._enter(phase)
+            fused.run(stage, stage)
         self._enter("rest")
 
     def _target_forward(self, draft: Draft) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,30 @@ class Guesses:
     fixed: bool = False  # all drafts have the same shape, and their trees a `layout`
 
 
+@dataclass(frozen=True)
+class CacheState:
+    """A KV cache: kv [L, 2, R, Hkv, S, d]; start and used [R], the slots that hold decided codes."""
+
+    kv: Tensor
+    start: Tensor
+    used: Tensor
+
+
+@dataclass(frozen=True)
+class ChainState:
+    """A parallel drafter that draws chains, and its state between steps."""
+
+    drafter: Any  # a `QueryDrafter`
+    cache: CacheState
+    waiting: Tensor  # [B] int64 inputs that wait
+    next_embeds: Tensor  # [B, depth + 1, D] bfloat16
+    features: Tensor  # [B, depth + 1, (1 + aux) D] bfloat16
+    hints: Tensor  # [B, depth, D] bfloat16
+    prev: Tensor  # [V, H] bfloat16
+    probs: Tensor  # [B, depth + 1, V] float32
+    aux_layers: tuple[int, ...]  # of the target, whose output it reads
+
+
 class Proposer(ABC):
     """Offers drafts of `size` nodes, the root and a front included, and `depth` levels below the root; a chain may be shorter."""
 
@@ -71,6 +95,10 @@ class Proposer(ABC):
     def numbers(self) -> tuple[int, int]:
         """The levels of a draft, and how many random numbers of one to compute in advance."""
         return self.depth, 64
+
+    def chain_state(self) -> tuple[ChainState | None] | None:
+        """Its state for whole steps in C, (None,) where it has none besides `root` and `count`; None where these are not possible."""
+        return None
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Allocate the state of a batch; called once, before any other method."""

@@ -5,21 +5,24 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lanternpp.backend import (
     Backend,
+    DrafterInputs,
     HeadLogits,
     OutputDistribution,
     SampleChain,
+    Step,
     Threads,
     VerifyDraft,
     Weights,
 )
 from lanternpp.kernels import packed
-from lanternpp.kernels.chain import native_chain
+from lanternpp.kernels.chain import native_chain, native_inputs
 from lanternpp.kernels.library import MOST_WEIGHTS, kernels, product_dtype
 from lanternpp.kernels.sampling import NativeHead, NativeSampling, native_head
 from lanternpp.kernels.threads import AdaptiveThreads
@@ -59,6 +62,20 @@ class Kernels(Backend):
         return (
             None if weights is None else native_chain(weights, _weights(head), _weights(confidence), shared)
         )
+
+    def drafter_inputs(
+        self, fc: nn.Module, hint: nn.Module, down: nn.Module, queries: Tensor, eps: float
+    ) -> DrafterInputs | None:
+        """bfloat16 on a CPU."""
+        weights = [_weights(layer) for layer in (fc, hint, down)]
+        known = [each for each in weights if each is not None]
+        return native_inputs(known[0], known[1], known[2], queries, eps) if len(known) == 3 else None
+
+    def step(self, engine: Any, verify: str) -> Step | None:
+        """Plain decoding and chains of a parallel drafter, as `fused_step` says."""
+        from lanternpp.kernels.fused import fused_step  # the engine is loaded where one is made
+
+        return None if self.library is None else fused_step(engine, verify)
 
     def probs(self, logits: Tensor, warp: tuple[float, int, float]) -> Tensor | None:
         """float32 on a CPU."""

@@ -1,4 +1,4 @@
-"""The guesses of a chain in C (`chain.c`), in float32 on a CPU.
+"""A parallel drafter's layers before and after its decoder, and the guesses of a chain, in C (`chain.c`, `step.c`).
 
 They are many small operations over V codes, and for few rows starting PyTorch's takes longer than computing them.
 """
@@ -6,7 +6,7 @@ They are many small operations over V codes, and for few rows starting PyTorch's
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, byref, c_double, c_int64, c_void_p
+from ctypes import Structure, byref, c_double, c_float, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -15,17 +15,19 @@ from lanternpp.backend import Weights
 from lanternpp.kernels.layout import COLUMNS, LargePages, blocks
 from lanternpp.kernels.library import MOST_WEIGHTS, Linear
 from lanternpp.kernels.loading import kernels
+from lanternpp.nn.stores import quantised
 from lanternpp.types import Draft, Warping, on_host
 
 GROUP = 4  # blocks of weights, as in chain.c
 LANES = 16  # floats of a vector, as in decoder.c
+TILE = 16  # rows of inputs, as ROWS in decoder.c
 MOST_PICTURES = 16  # drafted for at once; PyTorch's products are faster for more
 
 
 class Heads(Structure):
     """`Heads` of chain.c."""
 
-    _fields_ = (("up", Linear), ("head", Linear))
+    _fields_ = (("turn", Linear), ("head", Linear))
 
 
 class Warp(Structure):
@@ -41,8 +43,29 @@ class Chain(Structure):
         *((name, c_int64) for name in ("batch", "levels", "codes")),
         ("sampling", Warp),
         *((name, c_void_p) for name in ("features", "query", "prev", "bias", "u")),
-        *((name, c_void_p) for name in ("probs", "drawn", "scratch", "confidence", "survival")),
-        *((name, c_double) for name in ("bias_of_confidence", "cut")),
+        *((name, c_void_p) for name in ("probs", "drawn", "scratch")),
+        *((name, c_void_p) for name in ("confidence", "confidence_turn", "survival")),
+        *((name, c_double) for name in ("confidence_bias", "cut")),
+    )
+
+
+class QueryLayers(Structure):
+    """`QueryLayers` of step.c."""
+
+    _fields_ = (
+        *((name, Linear) for name in ("fc", "hint", "down")),
+        ("queries", c_void_p),
+        *((name, c_int64) for name in ("query_count", "dim", "aux")),
+        ("eps", c_float),
+    )
+
+
+class QueryInputs(Structure):
+    """`QueryInputs` of step.c."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "known", "queries", "stride")),
+        *((name, c_void_p) for name in ("next_embeds", "features", "hints", "out", "scratch")),
     )
 
 
@@ -58,17 +81,35 @@ class PackedDense:
 
 
 class NativeChain:
-    """The guesses of a parallel drafter in a chain, by layers that are packed."""
+    """The guesses of a parallel drafter in a chain.
+
+    The head's logits of `combine` are those of the features, which are computed for all levels together, and `turn`, the product
+    of the head's weights with those of `up`, times what is known of the code before.
+    """
 
     def __init__(
-        self, up: PackedDense, head: PackedDense, library: ctypes.CDLL, confidence: Weights | None = None
+        self,
+        up: Weights,
+        head: Weights,
+        library: ctypes.CDLL,
+        confidence: Weights | None = None,
+        packed: PackedDense | None = None,
     ):
-        self.library, self.up, self.head = library, up, head
-        self.heads = Heads(up.dense, head.dense)
-        self.confidence: tuple[int | None, float] = (None, 0.0)
+        self.library, (weight, bias) = library, up
+        turned = None if bias is None else product(head[0], bias[:, None])[:, 0]
+        # In 8 bits: a draft's rounding changes what is offered, not what pictures follow.
+        turn = product(head[0], weight)
+        turn.eight_bits = quantised(turn, 8)  # type: ignore[attr-defined]
+        self.turn = PackedDense(turn, turned)
+        self.head = packed or PackedDense(*head)
+        self.heads = Heads(self.turn.dense, self.head.dense)
+        self.confidence: tuple[int | None, int | None, float] = (None, None, 0.0)
         if confidence is not None:
-            self._confidence, bias = confidence[0].detach().contiguous(), confidence[1]
-            self.confidence = self._confidence.data_ptr(), 0.0 if bias is None else float(bias)
+            self._confidence = confidence[0].detach().contiguous()
+            start = torch.zeros_like(weight[:, :1]) if bias is None else bias[:, None]
+            self._confidence_turn = product(self._confidence, torch.cat((weight, start), 1))
+            first = 0.0 if confidence[1] is None else float(confidence[1])
+            self.confidence = self._confidence.data_ptr(), self._confidence_turn.data_ptr(), first
 
     def takes(self, features: Tensor) -> bool:
         """Whether it draws guesses from features [B, levels, D]."""
@@ -93,10 +134,10 @@ class NativeChain:
         """
         if not self.takes(features):
             return False
-        batch, levels, _ = features.shape
+        batch, levels = features.shape[:2]
         threads, vocab = torch.get_num_threads(), self.heads.head.outputs
-        size: int = self.library.chain_bytes(byref(self.heads), batch, threads)
-        inputs = [x.contiguous() for x in (features, level_query, prev_code_table)]
+        size: int = self.library.chain_bytes(byref(self.heads), batch, levels, threads)
+        inputs = [to_tiles(features), level_query.contiguous(), prev_code_table.contiguous()]
         bias, u = None if bias is None else bias.float().contiguous(), u.contiguous()
         scratch = torch.empty(size, dtype=torch.uint8)
         assert draft.probs is not None and draft.probs.is_contiguous() and draft.codes.is_contiguous()
@@ -104,12 +145,68 @@ class NativeChain:
             *(batch, levels, vocab, struct_of(warp), *(x.data_ptr() for x in inputs)),
             None if bias is None else bias.data_ptr(),
             *(x.data_ptr() for x in (u, draft.probs, draft.codes, scratch)),
-            self.confidence[0],
+            *self.confidence[:2],
             None if draft.survival is None else draft.survival.data_ptr(),
-            *(self.confidence[1], cut),
+            *(self.confidence[2], cut),
         )
         self.library.draw_chain(byref(self.heads), byref(chain), threads)
         return True
+
+
+class NativeInputs:
+    """What a parallel drafter's decoder reads, and the queries of its levels: packed layers around the decoder."""
+
+    def __init__(
+        self, fc: Weights, hint: Weights, down: Weights, queries: Tensor, eps: float, library: ctypes.CDLL
+    ):
+        """eps: of the norm of what layers of the target return, which `fc` reads behind embeddings and features."""
+        self.library, self.queries = library, queries.detach().contiguous()
+        self.packed = [PackedDense(*layer) for layer in (fc, hint, down)]
+        count, dim = queries.shape
+        aux = fc[0].shape[1] // dim - 2
+        linear = (each.dense for each in self.packed)
+        self.layers = QueryLayers(*linear, self.queries.data_ptr(), count, dim, aux, eps)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether it computes those of embeddings or features x."""
+        return on_host(x) and x.dtype == torch.bfloat16
+
+    def __call__(self, next_embeds: Tensor, features: Tensor, queries: int, hints: Tensor | None) -> Tensor:
+        """next_embeds [B, N, D], features [B, N, (1 + aux) D], hints [B, N + Q, D] -> the decoder's inputs, [B, N + Q, D]."""
+        (batch, known, dim), threads = next_embeds.shape, torch.get_num_threads()
+        rows = batch * (known + queries)
+        out = next_embeds.new_empty(batch, known + queries, dim)
+        size = self.library.inputs_bytes(byref(self.layers), batch * known, rows, threads)
+        scratch = torch.empty(size, dtype=torch.uint8)
+        given = [None if x is None else x.contiguous() for x in (next_embeds, features, hints, out, scratch)]
+        places = (None if x is None else x.data_ptr() for x in given)
+        work = QueryInputs(batch, known, queries, known, *places)
+        self.library.drafter_inputs(byref(self.layers), byref(work), threads)
+        return out
+
+    def level_query(self, features: Tensor) -> Tensor:
+        """Features of levels [B, levels, D] -> [B, levels, H]."""
+        rows, threads, x = features.shape[0] * features.shape[1], torch.get_num_threads(), to_tiles(features)
+        out = features.new_empty(*features.shape[:-1], self.layers.down.outputs)
+        size = self.library.linear_bytes(byref(self.layers.down), rows, threads)
+        scratch = torch.empty(size, dtype=torch.uint8)
+        given = (x.data_ptr(), rows, out.data_ptr(), scratch.data_ptr())
+        self.library.linear_rows(byref(self.layers.down), *given, threads)
+        return out
+
+
+def to_tiles(features: Tensor) -> Tensor:
+    """Features [B, levels, D] in memory that may be read up to a multiple of TILE rows, as products of tiles do."""
+    rows = features.flatten(0, 1)
+    padded = rows.new_empty(-(-len(rows) // TILE) * TILE, rows.shape[1])
+    padded[: len(rows)] = rows
+    return padded
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a [n, k] times b [k, m] in float32, of sums in float64: their rounding does not depend on the number of threads."""
+    b = b.detach().double()
+    return torch.cat([(rows.double() @ b).float() for rows in a.detach().split(4096)])
 
 
 def struct_of(warp: Warping) -> Warp:
@@ -138,13 +235,22 @@ def native_chain(
     up, head and confidence: those of `ParallelDrafter.combine`, of the target, and of `QueryDrafter.confidence`. packed: the
     head, where it is packed already; it is then shared.
     """
-    if head is None or head[0].numel() > MOST_WEIGHTS or up[0].shape[1] % LANES or head[0].shape[1] % 2:
+    if head is None or head[0].numel() > MOST_WEIGHTS or up[0].shape[1] % LANES or head[0].shape[1] % COLUMNS:
         return None
     if any(weight.dtype != torch.bfloat16 or weight.device.type != "cpu" for weight, _ in (up, head)):
         return None
     found = kernels()
-    return (
-        None
-        if found is None
-        else NativeChain(PackedDense(*up), packed or PackedDense(*head), found, confidence)
-    )
+    return None if found is None else NativeChain(up, head, found, confidence, packed)
+
+
+def native_inputs(
+    fc: Weights, hint: Weights, down: Weights, queries: Tensor, eps: float
+) -> NativeInputs | None:
+    """A parallel drafter's layers around its decoder in C; None where the weights or this machine do not allow it."""
+    weights = [layer[0] for layer in (fc, hint, down)]
+    if any(weight.dtype != torch.bfloat16 or weight.device.type != "cpu" for weight in weights):
+        return None
+    if any(size % COLUMNS for weight in weights for size in weight.shape):
+        return None
+    found = kernels()
+    return None if found is None else NativeInputs(fc, hint, down, queries, eps, found)

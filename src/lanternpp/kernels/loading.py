@@ -36,7 +36,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "prepare": (None,),
     "widens": (c_int64,),
     "use_threads": (c_int64, c_int64),
-    "chain_bytes": (c_int64, c_void_p, c_int64, c_int64),
+    "chain_bytes": (c_int64, c_void_p, c_int64, c_int64, c_int64),
     "head_bytes": (c_int64, c_void_p, c_int64, c_int64),
     "row_bytes": (c_int64, c_int64, c_int64, c_int64),
     "scratch_bytes": (c_int64, c_void_p, c_int64, c_int64, c_int64, c_int64),
@@ -46,8 +46,14 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "row_probs": (None, c_void_p, c_int64),
     "draw_children": (None, c_void_p, c_int64),
     "output_laws": (None, c_void_p, c_int64),
-    "walk_tree": (None, c_void_p, c_int64),
-    "ends_of_drafts": (None, c_void_p, c_int64),
+    "verify_tokenwise": (None, c_void_p, c_int64),
+    "verify_joint": (None, c_void_p, c_int64),
+    "step_bytes": (c_int64, c_void_p, c_int64),
+    "run_step": (None, c_void_p, c_int64, c_int64, c_int64),
+    "inputs_bytes": (c_int64, c_void_p, c_int64, c_int64, c_int64),
+    "drafter_inputs": (None, c_void_p, c_void_p, c_int64),
+    "linear_bytes": (c_int64, c_void_p, c_int64, c_int64),
+    "linear_rows": (None, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64),
 }
 
 

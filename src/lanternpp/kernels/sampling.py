@@ -24,6 +24,7 @@ class Logits(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("rows", "branches")),
         ("scale", c_double),
+        ("pitch", c_int64),
         *((name, c_void_p) for name in ("features", "scratch", "logits")),
     )
 
@@ -68,7 +69,7 @@ class NativeHead:
         out = torch.empty(batch, count, vocab)
         scratch = torch.empty(self.library.head_bytes(byref(dense), rows, threads), dtype=torch.uint8)
         given = (x.data_ptr() for x in (features, scratch, out))
-        work = Logits(rows, branches, scale, *given)
+        work = Logits(rows, branches, scale, features.shape[-1], *given)
         self.library.head_logits(byref(dense), byref(work), threads)
         return out
 

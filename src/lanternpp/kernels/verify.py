@@ -121,7 +121,7 @@ class NativeVerifier:
         places = (*inputs, known, law, path, following, kept, bonus, scratch)
         sizes = (batch, nodes, vocab, ranks, levels, near, lending.optimal)
         work = Verification(*sizes, struct_of(warp), *(None if x is None else x.data_ptr() for x in places))
-        (self.library.walk_tree if walk else self.library.ends_of_drafts)(byref(work), threads)
+        (self.library.verify_tokenwise if walk else self.library.verify_joint)(byref(work), threads)
         return Verdict(path, kept, following, bonus, None, law), known
 
 

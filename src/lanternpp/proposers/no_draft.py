@@ -6,7 +6,7 @@ from typing import Self
 
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.proposer import Parts, Proposer
+from lanternpp.engine.proposer import ChainState, Parts, Proposer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.targets.base import Target
 from lanternpp.trees.chain import chain_tree
@@ -24,6 +24,10 @@ class NoDraft(Proposer):
     def build(cls, parts: Parts) -> Self:
         """None of the parts is used."""
         return cls()
+
+    def chain_state(self) -> tuple[ChainState | None] | None:
+        """It has none."""
+        return (None,)
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Allocate the state of a batch."""

@@ -13,7 +13,7 @@ from lanternpp.drafters.base import QueryDrafter
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.proposer import Parts
+from lanternpp.engine.proposer import CacheState, ChainState, Parts
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.proposers.network import NetworkProposer
@@ -84,7 +84,14 @@ class Parallel(NetworkProposer):
         self._row = torch.arange(batch, device=like.device)
         self._line = torch.arange(span, device=like.device)
         self._layouts = {depth + 1: layout(depth + 1, depth + 1, self._line)}  # by how many inputs may wait
-        self._most = depth + 1  # of the inputs of any sample that wait, as far as the host knows
+
+    def chain_state(self) -> tuple[ChainState | None] | None:
+        """As in the base class; chains that are cut are not known in C as a part of a step."""
+        if self.cut or not self._whole_chain:
+            return None
+        cache = CacheState(self.cache.kv, self.cache.start, self.cache.used)
+        state = (self.waiting, self.next_embeds, self.features, self.hints, self.prev_code_table)
+        return (ChainState(self.drafter, cache, *state, self._probs_of_nodes, self.taps),)
 
     def begin(self, new: Admission) -> None:
         """Prefill with the prompt's guided features, each paired with the conditional input at the next position."""
@@ -185,8 +192,6 @@ class Parallel(NetworkProposer):
         super().observe(output)
         verdict = output.verdict
         features = self.guidance.merge(output.features)
-        known = self.next_embeds.shape[1]
-        self._most = max(int(verdict.kept.max()), 1) if on_host(verdict.kept) else known
         if output.draft.tree.chain:  # what is behind the kept nodes does not wait, so nothing reads it
             self.features[:, : features.shape[1]].copy_(features)
         else:
@@ -199,7 +204,7 @@ class Parallel(NetworkProposer):
     def _drafter_forward(self) -> Tensor:
         """The drafter's pass over the waiting inputs and the queries -> features of every level, [B, depth, D]."""
         known = self.next_embeds.shape[1]
-        most = self._most if on_host(self.waiting) else known
+        most = max(int(self.waiting.max()), 1) if on_host(self.waiting) else known
         if most not in self._layouts:
             self._layouts[most] = layout(known, most, self._line)
         *by_waiting, scratch = self._layouts[most]

@@ -1,26 +1,17 @@
-/* The guesses of a chain: rows of V probabilities in float32, on a CPU.
+/* The guesses of a chain, on a CPU: the head's logits of every level behind the guess before, and draws from them.
 
-   The same functions as `Sampling.probs` and `draw`. PyTorch takes some 20 operations a guess for them, and starting those
-   costs more than computing them. A row's result depends on that row alone and not on how many rows or threads there are. */
+   A row's result depends on that row alone and not on how many rows or threads there are. */
 
-#include "decoder.c"
+#include "rows.c"
 
 #define GROUP 4  /* blocks of weights that one row is multiplied with at once */
-#define SPARE 5  /* rows of scratch memory that a thread has */
-#define BLOCK 64 /* codes whose probabilities are summed at once; a row of scratch memory is as many times that as it needs */
 
-typedef double doubles __attribute__((vector_size(64)));
-typedef int32_t bits32 __attribute__((may_alias)); /* of a float */
+/* The logits of a level are head (features + up act), act = silu(query + prev) of the code before. `turn` is head up, so that
+   the products of all levels with the head are one GEMM, and a guess waits for a GEMV with `turn` alone.
 
-/* `Sampling` of engine/sampling.py. */
+   Blocks of `turn` are padded to a multiple of GROUP; its bias is head times that of `up`. */
 typedef struct {
-    double temperature, top_p;
-    int64_t top_k;
-} Sampling;
-
-/* `up` of `ParallelDrafter.combine`, and the target's head; their blocks are padded to a multiple of GROUP. */
-typedef struct {
-    Linear up, head;
+    Linear turn, head;
 } Heads;
 
 typedef struct {
@@ -35,157 +26,13 @@ typedef struct {
     int64_t *drawn;       /* [batch, levels + 1], of which the first is left as it is */
     char *scratch;        /* as many bytes as `chain_bytes` says */
     const half *confidence; /* [dim], of the logit of how likely a guess is kept, given those before; read where cut > 0 */
+    const float *confidence_turn; /* [hidden + 1]: confidence times `up`, and times its bias */
     float *survival;        /* [batch, levels], how likely a guess and all before it are kept; written where cut > 0 */
-    double bias_of_confidence, cut; /* drawing ends at a level where survival is below the cut in every row; 0: never */
+    double confidence_bias, cut; /* drawing ends at a level where survival is below the cut in every row; 0: never */
 } Chain;
 
-/* Bytes of a row of `codes` floats, up to a multiple of BLOCK. */
-static int64_t bytes_of_row(int64_t codes) { return padded(4 * up_to(BLOCK, codes)); }
-
-/* The scratch memory of a thread that handles one row of `codes` at a time: SPARE such rows, and `draws` codes. */
-static int64_t bytes_of_rows(int64_t codes, int64_t draws) { return SPARE * bytes_of_row(codes) + padded(8 * draws); }
-
-int64_t row_bytes(int64_t codes, int64_t draws, int64_t threads) { return threads * bytes_of_rows(codes, draws); }
-
-/* The sum of x [BLOCK]. */
-static inline double block_sum(const float *x) {
-    doubles sum = {0};
-    for (int i = 0; i < BLOCK; i += 8) sum += __builtin_convertvector(*(const eight *)(x + i), doubles);
-    return ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
-}
-
-/* The sum of x [size], size a multiple of BLOCK. */
-static double sum_all(const float *x, int64_t size) {
-    double sum = 0;
-    for (int64_t i = 0; i < size; i += BLOCK) sum += block_sum(x + i);
-    return sum;
-}
-
-/* Of x [size] >= 0 the sum of those above a float given by its bits; floats >= 0 are in the order of theirs. */
-static double sum_above(const float *x, int64_t size, int32_t bits) {
-    double sum = 0;
-    for (int64_t i = 0; i < size; i += BLOCK) {
-        float kept[BLOCK] __attribute__((aligned(64)));
-        for (int j = 0; j < BLOCK; j += LANES) {
-            floats each = *(const floats *)(x + i + j);
-            *(floats *)(kept + j) = (floats)((ints)each & ((ints)each > bits));
-        }
-        sum += block_sum(kept);
-    }
-    return sum;
-}
-
-/* How many of x [size] are above a float >= 0 given by its bits. */
-static int64_t count_above(const bits32 *x, int64_t size, int32_t bits) {
-    int64_t count = 0;
-#pragma omp simd reduction(+ : count)
-    for (int64_t i = 0; i < size; i++) count += x[i] > bits;
-    return count;
-}
-
-/* The bits of the smallest number with less than `limit` of x [size] >= 0 above it; `some` [size] is scratch. */
-static int32_t least_of(const float *x, int64_t size, int64_t limit, bits32 *some) {
-    const bits32 *from = (const bits32 *)x;
-    int32_t least = INT32_MAX;
-    int64_t above = 0; /* what is counted already */
-    for (int32_t bit = 1 << 30; bit; bit >>= 1) {
-        if (bit == 1 << 21) { /* from here on of those alone that may be above it or not */
-            const int32_t low = least & ~(2 * bit - 1);
-            int64_t count = 0;
-            above = count_above(from, size, least);
-#ifdef __AVX512F__
-            for (int64_t i = 0; i < size; i += LANES) {
-                const __m512i each = _mm512_loadu_si512(from + i), bottom = _mm512_set1_epi32(low), top = _mm512_set1_epi32(least);
-                const __mmask16 kept = _mm512_cmpgt_epi32_mask(each, bottom) & _mm512_cmple_epi32_mask(each, top);
-                _mm512_mask_compressstoreu_epi32(some + count, kept, each);
-                count += __builtin_popcount(kept);
-            }
-#else
-            for (int64_t i = 0; i < size; i++) {
-                some[count] = from[i];
-                count += from[i] > low && from[i] <= least;
-            }
-#endif
-            from = some;
-            size = count;
-        }
-        if (above + count_above(from, size, least & ~bit) < limit) least &= ~bit;
-    }
-    return least;
-}
-
-/* Keep the largest of x [size] >= 0, of equal ones the first, until their sum, or their number, is at least `limit`; 0 elsewhere.
-
-   `spare` [size] is scratch. */
-static void keep_largest(float *x, int64_t size, double limit, int counted, void *spare) {
-    int32_t least = counted ? least_of(x, size, (int64_t)limit, spare) : INT32_MAX; /* the smallest number with less than `limit` above it */
-    if (!counted)
-        for (int32_t bit = 1 << 30; bit; bit >>= 1)
-            if (sum_above(x, size, least & ~bit) < limit) least &= ~bit;
-    double sum = counted ? (double)count_above((const bits32 *)x, size, least) : sum_above(x, size, least);
-    for (int64_t i = 0; i < size; i += LANES) {
-        const floats some = *(const floats *)(x + i);
-        const ints equal = (ints)some == least;
-        int any = 0;
-        for (int j = 0; j < LANES; j++) any |= equal[j];
-        *(floats *)(x + i) = (floats)((ints)some & ((ints)some >= least));
-        for (int j = 0; any && j < LANES; j++)
-            if (equal[j]) {
-                if (sum < limit) sum += counted ? 1 : some[j];
-                else x[i + j] = 0;
-            }
-    }
-}
-
-/* Logits [codes] in x, of `size` floats, a multiple of BLOCK -> the distribution that codes are drawn from, 0 behind it.
-
-   `spare` [size] is scratch. */
-static void probabilities(const Sampling *sampling, float *x, int64_t codes, int64_t size, void *spare) {
-    const int greedy = sampling->temperature == 0;
-    const float scale = greedy ? 1 : (float)(1 / sampling->temperature);
-    for (int64_t i = codes; i < size; i++) x[i] = -INFINITY;
-    const float highest = highest_of(x, size);
-    for (int64_t i = 0; i < size; i += LANES) {
-        floats *each = (floats *)(x + i);
-        *each = exponential((*each - highest) * scale);
-    }
-    if (!greedy && sampling->top_k > 0 && sampling->top_k < codes) keep_largest(x, size, (double)sampling->top_k, 1, spare);
-    if (!greedy && sampling->top_p < 1) keep_largest(x, size, sampling->top_p * sum_all(x, size), 0, spare);
-    const float total = (float)sum_all(x, size);
-    for (int64_t i = 0; i < size; i += LANES) *(floats *)(x + i) /= total;
-}
-
-/* Logits [codes] -> probabilities in x, which like `spare` has room for `codes` up to a multiple of BLOCK. */
-static void probabilities_of(const Sampling *sampling, const float *logits, int64_t codes, float *x, void *spare) {
-    Sampling plain = *sampling;
-    if (plain.temperature == 0) plain = (Sampling){.temperature = 1, .top_p = 1}; /* `Sampling.probs` of greedy choices */
-    memcpy(x, logits, 4 * codes);
-    probabilities(&plain, x, codes, up_to(BLOCK, codes), spare);
-}
-
-/* The first of x [size] at which their running sum exceeds the share u in (0, 1) of the whole. */
-static int64_t draw(const float *x, int64_t size, double u) {
-    const double most = u * sum_all(x, size);
-    double sum = 0;
-    int64_t first = 0, code = 0;
-    for (double next; first < size - BLOCK && (next = sum + block_sum(x + first)) <= most; first += BLOCK) sum = next;
-    for (int64_t i = first; i < first + BLOCK; i++)
-        if (x[i] > 0) {
-            code = i;
-            if ((sum += x[i]) > most) break;
-        }
-    return code;
-}
-
-/* The first of the largest of x [size]. */
-static int64_t largest(const float *x, int64_t size) {
-    int64_t code = 0;
-    for (int64_t i = 1; i < size; i++) code = x[i] > x[code] ? i : code;
-    return code;
-}
-
 /* out [GROUP, COLUMNS] = x [inputs] times a group of weights; every sum is in the order of `few_rows`. */
-static void one_row(const half *x, int64_t inputs, const half *weight, float (*out)[COLUMNS]) {
+static void gemv(const half *x, int64_t inputs, const half *weight, float (*out)[COLUMNS]) {
 #ifdef __AVX512BF16__
     __m512 left[GROUP], right[GROUP];
 #pragma GCC unroll 4
@@ -219,7 +66,7 @@ static void dense(const Linear *layer, int64_t first, int64_t last, const half *
     for (int64_t g = first; g < last; g++) {
         const half *weight = (const half *)layer->weight + g * GROUP * COLUMNS * layer->inputs;
         float out[ROWS][COLUMNS];
-        if (rows == 1 && !layer->scale) one_row(x, layer->inputs, weight, (float (*)[COLUMNS])(y + g * GROUP * COLUMNS));
+        if (rows == 1 && !layer->scale) gemv(x, layer->inputs, weight, (float (*)[COLUMNS])(y + g * GROUP * COLUMNS));
         else
             for (int64_t k = 0; k < GROUP; k++)
                 for (int64_t r = 0; r < rows; r += ROWS) {
@@ -234,93 +81,202 @@ static void dense(const Linear *layer, int64_t first, int64_t last, const half *
     }
 }
 
+/* y [rows, COLUMNS], with room for a multiple of ROWS rows, = x [rows, inputs] times one block of a layer, plus its bias.
+
+   x is readable up to a multiple of ROWS rows; with weights in 8 bits `whole` is x by `quantise`. Tiles are configured for ROWS rows. */
+static void linear_block(const Linear *layer, int64_t block, const half *x, const Whole *whole, int64_t rows, float (*y)[COLUMNS]) {
+    for (int64_t first = 0; first < rows; first += MOST_ROWS)
+        product(layer, block, x, 0, whole, first, (int)(rows - first < MOST_ROWS ? rows - first : MOST_ROWS), y + first);
+}
+
 /* Outputs of a layer, up to whole groups. */
 static int64_t width_of(const Linear *layer) { return up_to(GROUP * COLUMNS, layer->outputs); }
 
-/* The most inputs of the two layers, up to a multiple of DEPTH. */
-static int64_t wider_of(const Heads *heads) {
-    return up_to(DEPTH, heads->up.inputs > heads->head.inputs ? heads->up.inputs : heads->head.inputs);
+/* What the threads of `draw_chain` share, and what each has for itself. Levels alternate between two buffers, so that a thread may
+   begin with the next one while another still reads. */
+typedef struct {
+    float *logits[2];  /* [batch, size], of which each thread writes its own columns */
+    float *highest[2]; /* [batch, threads], of a thread's columns */
+    double *sums[2];   /* [batch, size / BLOCK] of what is exponentiated */
+    int64_t size;      /* codes, up to whole groups */
+    int64_t from, to;  /* this thread's columns */
+    half *active;      /* [batch, hidden] */
+    Whole whole;
+    float *survival;   /* [batch] */
+    void *spare;       /* [size] floats */
+    float (*block)[COLUMNS]; /* [batch levels, COLUMNS] */
+} ChainMemory;
+
+static int64_t bytes_of_chain(const Heads *heads, int64_t batch, int64_t levels) {
+    const int64_t most = up_to(ROWS, batch * levels), inputs = heads->head.inputs > heads->turn.inputs ? heads->head.inputs : heads->turn.inputs;
+    return padded(2 * up_to(4, batch) * heads->turn.inputs) + padded(2 * most * up_to(DEPTH, inputs)) + padded(4 * most) + padded(4 * batch) +
+           padded(4 * width_of(&heads->turn)) + padded(4 * most * COLUMNS);
 }
 
-static int64_t bytes_of_chain(const Heads *heads, int64_t rows) {
-    return padded(2 * rows * heads->up.inputs) + padded(2 * rows * heads->head.inputs) + padded(4 * rows * width_of(&heads->up)) +
-           padded(4 * width_of(&heads->head)) + padded(4 * rows) + padded(2 * up_to(ROWS, rows) * wider_of(heads)) + padded(4 * rows);
+int64_t chain_bytes(const Heads *heads, int64_t batch, int64_t levels, int64_t threads) {
+    const int64_t size = width_of(&heads->turn), shared = padded(4 * batch * size) + padded(4 * batch * threads) + padded(8 * batch * size / BLOCK);
+    return 2 * shared + threads * bytes_of_chain(heads, batch, levels) + 64;
 }
 
-int64_t chain_bytes(const Heads *heads, int64_t batch, int64_t threads) {
-    return padded(4 * batch * width_of(&heads->head)) + threads * bytes_of_chain(heads, batch) + 64;
+static ChainMemory chain_memory(const Heads *heads, const Chain *c, int64_t me, int64_t team) {
+    const int64_t size = width_of(&heads->turn), groups = size / (GROUP * COLUMNS), most = up_to(ROWS, c->batch * c->levels);
+    const int64_t inputs = heads->head.inputs > heads->turn.inputs ? heads->head.inputs : heads->turn.inputs;
+    char *at = (char *)padded((int64_t)c->scratch);
+    ChainMemory m = {.size = size, .from = groups * me / team * GROUP * COLUMNS, .to = groups * (me + 1) / team * GROUP * COLUMNS};
+    for (int parity = 0; parity < 2; parity++) {
+        m.logits[parity] = take(&at, 4 * c->batch * size);
+        m.highest[parity] = take(&at, 4 * c->batch * team);
+        m.sums[parity] = take(&at, 8 * c->batch * size / BLOCK);
+    }
+    at += me * bytes_of_chain(heads, c->batch, c->levels);
+    m.active = take(&at, 2 * up_to(4, c->batch) * heads->turn.inputs);
+    m.whole = (Whole){take(&at, 2 * most * up_to(DEPTH, inputs)), take(&at, 4 * most)};
+    m.survival = take(&at, 4 * c->batch);
+    m.spare = take(&at, 4 * size);
+    m.block = take(&at, 4 * most * COLUMNS);
+    return m;
 }
 
-/* How likely the guesses of a level will be kept, of features x [batch, dim]; survival [batch] is of the level before, then of this
-   one. Returns whether any is at least the cut. */
-static int surviving(const Chain *c, const half *x, int64_t dim, float *survival) {
+/* The products of all levels' features with this thread's columns of the head, to where their probabilities will be. */
+static void head_of_levels(const Chain *c, const Linear *head, ChainMemory *m) {
+    const int64_t rows = c->batch * c->levels;
+    if (head->scale) quantise(c->features, rows, head->inputs, &m->whole);
+    for (int64_t column = m->from; column < m->to && column < c->codes; column += COLUMNS) {
+        const int64_t columns = c->codes - column < COLUMNS ? c->codes - column : COLUMNS;
+        linear_block(head, column / COLUMNS, c->features, &m->whole, rows, m->block);
+        for (int64_t r = 0; r < rows; r++) memcpy(c->probs + (r + r / c->levels) * c->codes + column, m->block[r], 4 * columns);
+    }
+}
+
+/* act [batch, hidden] of a level: silu(query + prev) of the codes before. Every thread computes all, which takes less time than
+   waiting for another. */
+static void activate(const Chain *c, int64_t level, int64_t hidden, half *act) {
+    for (int64_t b = 0; b < c->batch; b++) {
+        const half *query = c->query + (b * c->levels + level) * hidden;
+        const half *prev = c->prev + c->drawn[b * (c->levels + 1) + level] * hidden;
+        for (int64_t i = 0; i < hidden; i += LANES)
+            *(halves *)(act + b * hidden + i) = narrow_all(silu(widen_all(query + i) + widen_all(prev + i)));
+    }
+}
+
+/* How likely the guesses of a level will be kept; survival [batch] is of the level before, then of this one. Returns whether any is at
+   least the cut. */
+static int surviving(const Chain *c, int64_t level, int64_t dim, int64_t hidden, const half *act, float *survival) {
     int any = 0;
     for (int64_t b = 0; b < c->batch; b++) {
-        float logit = (float)c->bias_of_confidence;
+        const half *x = c->features + (b * c->levels + level) * dim;
+        float logit = (float)c->confidence_bias;
 #pragma omp simd reduction(+ : logit)
-        for (int64_t i = 0; i < dim; i++) logit += widen(x[b * dim + i]) * widen(c->confidence[i]);
-        survival[b] /= 1 + expf(-logit);
+        for (int64_t i = 0; i < dim; i++) logit += widen(x[i]) * widen(c->confidence[i]);
+        if (level) {
+            logit += c->confidence_turn[hidden];
+#pragma omp simd reduction(+ : logit)
+            for (int64_t i = 0; i < hidden; i++) logit += widen(act[b * hidden + i]) * c->confidence_turn[i];
+        }
+        survival[b] = (level ? survival[b] : 1) / (1 + expf(-logit));
         any |= survival[b] >= (float)c->cut;
     }
     return any;
 }
 
+/* This thread's columns of the logits of a level, and the highest of them. */
+static void logits_of_level(const Heads *heads, const Chain *c, int64_t level, ChainMemory *m, int64_t me, int64_t team) {
+    float *logits = m->logits[level % 2];
+    const int64_t group = GROUP * COLUMNS;
+    if (level) dense(&heads->turn, m->from / group, m->to / group, m->active, c->batch, &m->whole, logits, m->size);
+    for (int64_t b = 0; b < c->batch; b++) {
+        const float *head = c->probs + (b * (c->levels + 1) + level) * c->codes, *bias = c->bias ? c->bias + (b * c->levels + level) * c->codes : NULL;
+        float *row = logits + b * m->size;
+        const int64_t to = m->to < c->codes ? m->to : c->codes;
+        for (int64_t i = m->from; i < to; i++) row[i] = level ? row[i] + head[i] : head[i];
+        for (int64_t i = m->from; bias && i < to; i++) row[i] += bias[i];
+        for (int64_t i = to > m->from ? to : m->from; i < m->to; i++) row[i] = -INFINITY;
+        m->highest[level % 2][b * team + me] = m->from < m->to ? highest_of(row + m->from, m->to - m->from) : -INFINITY;
+    }
+}
+
+/* Every thread draws the same codes of a level; each writes the probabilities of its own columns. Two barriers. */
+static void draw_level(const Chain *c, int64_t level, ChainMemory *m, int64_t team) {
+    const int parity = (int)(level % 2);
+    const int64_t blocks = m->size / BLOCK;
+    const float scale = (float)(1 / c->sampling.temperature);
+#pragma omp barrier
+    for (int64_t b = 0; b < c->batch; b++) {
+        float *row = m->logits[parity] + b * m->size, highest = -INFINITY;
+        for (int64_t t = 0; t < team; t++) highest = m->highest[parity][b * team + t] > highest ? m->highest[parity][b * team + t] : highest;
+        for (int64_t i = m->from; i < m->to; i += BLOCK) {
+            for (int64_t j = i; j < i + BLOCK; j += LANES) {
+                floats *each = (floats *)(row + j);
+                *each = exponential((*each - highest) * scale);
+            }
+            m->sums[parity][b * blocks + i / BLOCK] = block_sum(row + i);
+        }
+    }
+#pragma omp barrier
+    for (int64_t b = 0; b < c->batch; b++) {
+        const float *row = m->logits[parity] + b * m->size;
+        const double *sums = m->sums[parity] + b * blocks;
+        double total = 0, sum = 0;
+        for (int64_t i = 0; i < blocks; i++) total += sums[i];
+        const double most = c->u[b * c->levels + level] * total;
+        int64_t block = 0;
+        for (; block < blocks - 1 && sum + sums[block] <= most; block++) sum += sums[block];
+        int64_t code = block * BLOCK;
+        for (int64_t i = block * BLOCK; i < (block + 1) * BLOCK; i++)
+            if (row[i] > 0) {
+                code = i;
+                if ((sum += row[i]) > most) break;
+            }
+        c->drawn[b * (c->levels + 1) + level + 1] = code; /* all threads write the same */
+        float *probs = c->probs + (b * (c->levels + 1) + level) * c->codes;
+        const float over = (float)total;
+        for (int64_t i = m->from; i < m->to && i < c->codes; i++) probs[i] = row[i] / over;
+    }
+}
+
+/* As `draw_level` with top-k, top-p or the greedy choice: whole rows by one thread each. */
+static void draw_level_by_rows(const Chain *c, int64_t level, ChainMemory *m, int64_t me, int64_t team) {
+#pragma omp barrier
+    for (int64_t b = me; b < c->batch; b += team) {
+        float *row = m->logits[level % 2] + b * m->size;
+        probabilities(&c->sampling, row, c->codes, m->size, m->spare);
+        memcpy(c->probs + (b * (c->levels + 1) + level) * c->codes, row, 4 * c->codes);
+        c->drawn[b * (c->levels + 1) + level + 1] =
+            c->sampling.temperature == 0 ? largest(row, m->size) : draw(row, m->size, c->u[b * c->levels + level]);
+    }
+#pragma omp barrier
+}
+
 /* A guess for every level, each drawn from the distribution of its level behind the guess before. */
 void draw_chain(const Heads *heads, const Chain *chain, int64_t threads) {
     const Chain c = *chain;
-    const Linear up = heads->up, head = heads->head;
-    const int64_t size = width_of(&head), width = width_of(&up);
-    char *at = (char *)padded((int64_t)c.scratch);
-    float *logits = take(&at, 4 * c.batch * size);
+    const int64_t hidden = heads->turn.inputs, dim = heads->head.inputs;
+    const int by_rows = c.sampling.temperature == 0 || c.sampling.top_k > 0 || c.sampling.top_p < 1;
 #pragma omp parallel num_threads(threads)
     {
         const int64_t me = thread_number(), team = team_size();
-        char *own = at + me * bytes_of_chain(heads, c.batch);
-        half *active = take(&own, 2 * c.batch * up.inputs), *x = take(&own, 2 * c.batch * head.inputs);
-        float *more = take(&own, 4 * c.batch * width), *spare = take(&own, 4 * size), *survival = take(&own, 4 * c.batch);
-        Whole whole = {take(&own, 2 * up_to(ROWS, c.batch) * wider_of(heads)), take(&own, 4 * c.batch)};
+        ChainMemory memory = chain_memory(heads, &c, me, team);
 #ifdef __AMX_BF16__
-        const int tiled = tiles && (up.scale || head.scale);
-        if (tiled) configure(2 * c.batch < ROWS ? 2 * (int)c.batch : ROWS);
+        if (tiles) configure(ROWS);
 #endif
-        for (int64_t b = 0; b < c.batch; b++) survival[b] = 1;
-        for (int64_t level = 0; level < c.levels; level++) {
-            if (level) { /* every thread for itself, which takes less time than waiting for another */
-                for (int64_t b = 0; b < c.batch; b++) {
-                    const half *query = c.query + (b * c.levels + level) * up.inputs;
-                    const half *prev = c.prev + c.drawn[b * (c.levels + 1) + level] * up.inputs;
-                    for (int64_t i = 0; i < up.inputs; i += LANES) {
-                        floats sum = silu(widen_all(query + i) + widen_all(prev + i));
-                        for (int64_t j = 0; j < LANES; j++) active[b * up.inputs + i + j] = narrow(sum[j]);
-                    }
-                }
-                dense(&up, 0, width / (GROUP * COLUMNS), active, c.batch, &whole, more, width);
+        head_of_levels(&c, &heads->head, &memory);
+        int64_t level = 0;
+        for (; level < c.levels; level++) {
+            if (level) activate(&c, level, hidden, memory.active);
+            if (c.cut > 0) {
+                if (!surviving(&c, level, dim, hidden, memory.active, memory.survival) && level) break;
+                for (int64_t b = 0; b < c.batch && !me; b++) c.survival[b * c.levels + level] = memory.survival[b];
             }
-            for (int64_t b = 0; b < c.batch; b++)
-                for (int64_t i = 0; i < head.inputs; i++) {
-                    half feature = c.features[(b * c.levels + level) * head.inputs + i];
-                    x[b * head.inputs + i] = level ? narrow(widen(feature) + more[b * width + i]) : feature;
-                }
-            if (c.cut > 0) { /* every thread for itself, so that all end at the same level */
-                if (!surviving(&c, x, head.inputs, survival) && level) break;
-                for (int64_t b = 0; b < c.batch && !me; b++) c.survival[b * c.levels + level] = survival[b];
-            }
-            const int64_t groups = size / (GROUP * COLUMNS);
-            dense(&head, groups * me / team, groups * (me + 1) / team, x, c.batch, &whole, logits, size);
-#pragma omp barrier
-            for (int64_t b = me; b < c.batch; b += team) {
-                float *row = logits + b * size;
-                if (c.bias)
-                    for (int64_t i = 0; i < c.codes; i++) row[i] += c.bias[(b * c.levels + level) * c.codes + i];
-                probabilities(&c.sampling, row, c.codes, size, spare);
-                memcpy(c.probs + (b * (c.levels + 1) + level) * c.codes, row, 4 * c.codes);
-                c.drawn[b * (c.levels + 1) + level + 1] =
-                    c.sampling.temperature == 0 ? largest(row, size) : draw(row, size, c.u[b * c.levels + level]);
-            }
-#pragma omp barrier
+            logits_of_level(heads, &c, level, &memory, me, team);
+            if (by_rows) draw_level_by_rows(&c, level, &memory, me, team);
+            else draw_level(&c, level, &memory, team);
         }
+        const int64_t to = memory.to < c.codes ? memory.to : c.codes;
+        for (; level < c.levels; level++) /* after the end of a chain */
+            for (int64_t b = 0; b < c.batch && memory.from < to; b++)
+                memset(c.probs + (b * (c.levels + 1) + level) * c.codes + memory.from, 0, 4 * (to - memory.from));
 #ifdef __AMX_BF16__
-        if (tiled) _tile_release();
+        if (tiles) _tile_release();
 #endif
     }
 }

@@ -9,7 +9,8 @@
 typedef struct {
     int64_t rows, branches;
     double scale;         /* of guidance, where there are two branches */
-    const half *features; /* [branches, rows, inputs], conditional ones first */
+    int64_t pitch;        /* numbers from one row of features to the next */
+    const half *features; /* [branches, rows, pitch], conditional ones first, of which the first `inputs` are read */
     char *scratch;        /* as many bytes as `head_bytes` says */
     float *logits;        /* [rows, outputs] */
 } Logits;
@@ -37,7 +38,10 @@ static int64_t bytes_of_features(const Linear *head, int64_t rows) {
 
 int64_t head_bytes(const Linear *head, int64_t rows, int64_t threads) { return threads * bytes_of_features(head, rows); }
 
-/* The head of guided features: that of unconditional + scale (conditional - unconditional), rounded to bfloat16. */
+/* x and its unconditional counterpart -> what guidance of a scale makes of both, as `Guidance.merge`. */
+static inline floats guided(floats x, floats unconditional, float scale) { return x + (scale - 1) * (x - unconditional); }
+
+/* The head of guided features, rounded to bfloat16. */
 void head_logits(const Linear *head, const Logits *work, int64_t threads) {
     const Logits w = *work;
     const int64_t inputs = head->inputs, most = up_to(ROWS, w.rows), blocks = up_to(COLUMNS, head->outputs) / COLUMNS;
@@ -51,14 +55,13 @@ void head_logits(const Linear *head, const Logits *work, int64_t threads) {
         Whole whole = {take(&own, 2 * most * up_to(DEPTH, inputs)), take(&own, 4 * most)};
         const float scale = (float)w.scale;
         float out[MOST_ROWS][COLUMNS];
-        for (int64_t i = 0; i < w.rows * inputs; i += LANES) {
-            floats sum = widen_all(w.features + i);
-            if (w.branches > 1) {
-                floats other = widen_all(w.features + w.rows * inputs + i);
-                sum = other + scale * (sum - other);
+        for (int64_t r = 0; r < w.rows; r++)
+            for (int64_t i = 0; i < inputs; i += LANES) {
+                const half *from = w.features + r * w.pitch + i;
+                floats sum = widen_all(from);
+                if (w.branches > 1) sum = guided(sum, widen_all(from + w.rows * w.pitch), scale);
+                *(halves *)(x + place(r, i, inputs, in_tiles)) = narrow_all(sum);
             }
-            *(halves *)(x + place(i / inputs, i % inputs, inputs, in_tiles)) = narrow_all(sum);
-        }
         /* Of many rows few are read again soon: they go past the caches, in which reading them first would take time. */
         const int past = w.rows > 2 * ROWS && head->outputs % LANES == 0 && (intptr_t)w.logits % 64 == 0;
 #ifdef __AMX_BF16__

@@ -7,6 +7,7 @@ int64_t size_of(const char *name) {
     } sizes[] = {
         SIZE(Linear), SIZE(Layer), SIZE(Shape), SIZE(Pass), SIZE(Heads), {"Warp", sizeof(Sampling)}, SIZE(Chain),
         SIZE(Logits), SIZE(Rows), SIZE(Children), SIZE(Laws), SIZE(Node), SIZE(Verification),
+        SIZE(QueryLayers), SIZE(QueryInputs), SIZE(Drafter), SIZE(Step),
     };
 #undef SIZE
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)

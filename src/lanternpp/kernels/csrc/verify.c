@@ -233,7 +233,7 @@ static void walk_one(const Verification *walk, int64_t b) {
 }
 
 /* `verify`. */
-void walk_tree(const Verification *walk, int64_t threads) {
+void verify_tokenwise(const Verification *walk, int64_t threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
     for (int64_t b = 0; b < walk->batch; b++) walk_one(walk, b);
 }
@@ -312,7 +312,7 @@ static void refuse(const Verification *v, int64_t i, float *left) {
 }
 
 /* Block and traversal verification: where drafts end, and the codes that are drawn there. */
-void ends_of_drafts(const Verification *verification, int64_t threads) {
+void verify_joint(const Verification *verification, int64_t threads) {
     const Verification v = *verification;
     const int64_t size = up_to(BLOCK, v.codes);
     for (int64_t b = 0; b < v.batch; b++) places_of(&v, b);
@@ -358,4 +358,4 @@ void ends_of_drafts(const Verification *verification, int64_t threads) {
     }
 }
 
-#include "sizes.c"
+

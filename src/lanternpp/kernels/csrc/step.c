@@ -1,0 +1,335 @@
+/* A whole step of a batch: draft, the target's pass, verification, commit. Plain decoding and chains of a parallel drafter.
+
+   The same functions, in the same order, as `Engine.step` calls one by one: the results are the same bits. A step from Python makes
+   some 150 tensors, which takes longer than what is computed beside the passes. */
+
+#include "verify.c"
+
+/* Layers of a parallel drafter before and after its decoder. */
+typedef struct {
+    Linear fc, hint, down;
+    const half *queries; /* [query_count, dim]; deeper levels repeat the last */
+    int64_t query_count, dim, aux; /* aux: layers of the target that are read beside its features */
+    float eps;
+} QueryLayers;
+
+typedef struct {
+    int64_t batch, known, queries;
+    int64_t stride;          /* rows from one sample to the next in the two that follow */
+    const half *next_embeds; /* [batch, stride, dim] */
+    const half *features;    /* [batch, stride, (1 + aux) dim] */
+    const half *hints;       /* [batch, known + queries, dim], or null */
+    half *out;               /* [batch, known + queries, dim] */
+    char *scratch;           /* as many bytes as `inputs_bytes` says */
+} QueryInputs;
+
+/* A parallel drafter's state, and room for its pass. Its cache has one row per sample. */
+typedef struct {
+    const Shape *shape;
+    const Layer *layers;
+    const QueryLayers *query_layers;
+    const Heads *heads;
+    const float *rotary; /* [positions, 2, head_dim] */
+    int64_t positions, slots;
+    half *kv;
+    const int64_t *start;
+    int64_t *used, *waiting;            /* [batch] */
+    half *next_embeds, *features;       /* [batch, levels + 1, dim], [batch, levels + 1, (1 + aux) dim] */
+    half *hints;                        /* [batch, levels, dim] */
+    const half *prev;                   /* [codes, hidden] */
+    half *all_hints, *x, *out;          /* [batch, 2 levels, dim] */
+    half *level_features, *query;       /* [batch levels, dim], [batch levels, hidden], with room for a multiple of ROWS rows */
+    float *rotation;                    /* [batch, 2 levels, 2, head_dim] */
+    int64_t *slot;                      /* [batch, 2 levels] */
+    uint8_t *mask;                      /* [batch, 2 levels, slots] */
+    double *u;                          /* [batch, levels] */
+} Drafter;
+
+typedef struct {
+    int64_t batch, branches, levels, length, width; /* width: of a row of `decided` and of `accepted` */
+    int64_t joint; /* whether drafts are verified jointly, else token by token */
+    double guidance;
+    const Shape *shape;
+    const Layer *layers;
+    const Linear *head;
+    const half *embed;   /* [codes, dim] */
+    const float *rotary; /* [positions, 2, head_dim] */
+    int64_t positions, slots;
+    half *kv;
+    const int64_t *start;
+    int64_t *used;       /* [branches batch] */
+    int64_t parts;       /* 1 + layers whose output the drafter reads */
+    const int64_t *part; /* [layers], as of `Pass` */
+    const int64_t *seed; /* [batch], as are the next two */
+    int64_t *passes, *count;
+    int64_t *decided, *accepted; /* [batch, width] */
+    int64_t *root, *root_count;  /* [batch], the proposer's own */
+    half *x, *features;          /* [branches batch, nodes, dim], [branches batch, nodes, parts dim]; nodes = levels + 1 */
+    half *guided;                /* [batch, nodes, parts dim]; a drafter's `features` */
+    float *rotation;             /* [branches batch, nodes, 2, head_dim] */
+    int64_t *slot;               /* [branches batch, nodes] */
+    uint8_t *mask;               /* [branches batch, nodes, slots] */
+    char *scratch;               /* as many bytes as `step_bytes` says */
+    Drafter *drafter;            /* null: plain decoding */
+    Verification verification;   /* whose `drawn`, `q`, `logits`, `u` and `last` are written here */
+} Step;
+
+enum { DRAFT, PASS, VERIFY, COMMIT };
+enum { ACCEPT_NOISE = 1, BONUS_NOISE = 2, DRAFT_NOISE = 16 };
+
+static int64_t query_memory(const QueryLayers *l, int64_t known, int64_t rows) {
+    return padded(2 * up_to(ROWS, known) * (2 + l->aux) * l->dim) + padded(2 * up_to(ROWS, rows) * l->dim);
+}
+
+static int64_t query_memory_of_thread(const QueryLayers *l, int64_t rows) {
+    const int64_t most = up_to(ROWS, rows);
+    return padded(2 * most * up_to(DEPTH, (2 + l->aux) * l->dim)) + 2 * padded(4 * most) + padded(2 * most * up_to(DEPTH, l->dim)) +
+           2 * padded(4 * most * COLUMNS);
+}
+
+int64_t inputs_bytes(const QueryLayers *l, int64_t known, int64_t rows, int64_t threads) {
+    return query_memory(l, known, rows) + threads * query_memory_of_thread(l, rows) + 64;
+}
+
+/* A row of inputs of `fc`: the embedding, the features, and what layers returned, each divided by its root mean square. */
+static void join(const QueryLayers *l, const half *embed, const half *features, half *out) {
+    memcpy(out, embed, 2 * l->dim);
+    memcpy(out + l->dim, features, 2 * l->dim);
+    for (int64_t part = 1; part <= l->aux; part++) {
+        const half *x = features + part * l->dim;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < l->dim; i++) sum += widen(x[i]) * widen(x[i]);
+        const float scale = 1 / sqrtf(sum / l->dim + l->eps);
+        for (int64_t i = 0; i < l->dim; i += LANES)
+            *(halves *)(out + (1 + part) * l->dim + i) = narrow_all(widen_all(x + i) * scale);
+    }
+}
+
+/* `ParallelDrafter.inputs`: what the drafter's decoder reads at known positions, and at queries. */
+void drafter_inputs(const QueryLayers *layers, const QueryInputs *inputs, int64_t threads) {
+    const QueryLayers l = *layers;
+    const QueryInputs w = *inputs;
+    const int64_t known = w.batch * w.known, nodes = w.known + w.queries, rows = w.batch * nodes, wide = (2 + l.aux) * l.dim;
+    char *at = (char *)padded((int64_t)w.scratch);
+    half *joined = take(&at, 2 * up_to(ROWS, known) * wide), *hints = take(&at, 2 * up_to(ROWS, rows) * l.dim);
+#pragma omp parallel num_threads(threads)
+    {
+        const int64_t me = thread_number(), team = team_size(), blocks = l.dim / COLUMNS, most = up_to(ROWS, rows);
+        char *own = at + me * query_memory_of_thread(&l, rows);
+        Whole whole = {take(&own, 2 * most * up_to(DEPTH, wide)), take(&own, 4 * most)};
+        Whole hint_whole = {take(&own, 2 * most * up_to(DEPTH, l.dim)), take(&own, 4 * most)};
+        float(*y)[COLUMNS] = take(&own, 4 * most * COLUMNS), (*sums)[COLUMNS] = take(&own, 4 * most * COLUMNS);
+        for (int64_t r = known * me / team; r < known * (me + 1) / team; r++) {
+            const int64_t row = r / w.known * w.stride + r % w.known;
+            join(&l, w.next_embeds + row * l.dim, w.features + row * (1 + l.aux) * l.dim, joined + r * wide);
+        }
+        for (int64_t r = rows * me / team; w.hints && r < rows * (me + 1) / team; r++) memcpy(hints + r * l.dim, w.hints + r * l.dim, 2 * l.dim);
+#ifdef __AMX_BF16__
+        if (tiles) configure(ROWS);
+#endif
+#pragma omp barrier
+        if (l.fc.scale) quantise(joined, known, wide, &whole);
+        if (l.hint.scale && w.hints) quantise(hints, rows, l.dim, &hint_whole);
+        for (int64_t b = blocks * me / team; b < blocks * (me + 1) / team; b++) {
+            if (w.hints) linear_block(&l.hint, b, hints, &hint_whole, rows, y);
+            else memset(y, 0, 4 * rows * COLUMNS);
+            linear_block(&l.fc, b, joined, &whole, known, sums);
+            for (int64_t r = 0; r < rows; r++) {
+                const int64_t n = r % nodes, level = n - w.known < l.query_count ? n - w.known : l.query_count - 1;
+                for (int64_t c = 0; c < COLUMNS; c += LANES) {
+                    floats sum = *(floats *)(y[r] + c);
+                    if (n < w.known) sum += *(floats *)(sums[r / nodes * w.known + n] + c);
+                    else sum += widen_all(l.queries + level * l.dim + b * COLUMNS + c);
+                    *(halves *)(w.out + r * l.dim + b * COLUMNS + c) = narrow_all(sum);
+                }
+            }
+        }
+#ifdef __AMX_BF16__
+        if (tiles) _tile_release();
+#endif
+    }
+}
+
+/* out [rows, outputs] = x [rows, inputs], readable up to a multiple of ROWS rows, through a layer whose outputs are a multiple of COLUMNS. */
+void linear_rows(const Linear *layer, const half *x, int64_t rows, half *out, char *scratch, int64_t threads) {
+    const int64_t most = up_to(ROWS, rows), blocks = layer->outputs / COLUMNS;
+    const int64_t each = padded(2 * most * up_to(DEPTH, layer->inputs)) + padded(4 * most) + padded(4 * most * COLUMNS);
+#pragma omp parallel num_threads(threads)
+    {
+        const int64_t me = thread_number(), team = team_size();
+        char *own = (char *)padded((int64_t)scratch) + me * each;
+        Whole whole = {take(&own, 2 * most * up_to(DEPTH, layer->inputs)), take(&own, 4 * most)};
+        float(*y)[COLUMNS] = take(&own, 4 * most * COLUMNS);
+#ifdef __AMX_BF16__
+        if (tiles) configure(ROWS);
+#endif
+        if (layer->scale) quantise(x, rows, layer->inputs, &whole);
+        for (int64_t b = blocks * me / team; b < blocks * (me + 1) / team; b++) {
+            linear_block(layer, b, x, &whole, rows, y);
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t c = 0; c < COLUMNS; c += LANES)
+                    *(halves *)(out + r * layer->outputs + b * COLUMNS + c) = narrow_all(*(floats *)(y[r] + c));
+        }
+#ifdef __AMX_BF16__
+        if (tiles) _tile_release();
+#endif
+    }
+}
+
+int64_t linear_bytes(const Linear *layer, int64_t rows, int64_t threads) {
+    const int64_t most = up_to(ROWS, rows);
+    return threads * (padded(2 * most * up_to(DEPTH, layer->inputs)) + padded(4 * most) + padded(4 * most * COLUMNS)) + 64;
+}
+
+static inline uint32_t mix(uint32_t x) {
+    x = (x ^ (x >> 16)) * 0x7FEB352Du;
+    x = (x ^ (x >> 15)) * 0x846CA68Bu;
+    return x ^ (x >> 16);
+}
+
+/* Number `index` of `Noise.fine` for a purpose, of a sample's seed and step. */
+static double fine(int64_t seed, int64_t step, uint32_t purpose, uint32_t index) {
+    const uint32_t golden = 0x9E3779B9u, a = 0x7FEB352Du, b = 0x846CA68Bu;
+    const uint32_t low = (uint32_t)seed, high = (uint32_t)((uint64_t)seed >> 32), now = (uint32_t)step;
+    const uint32_t first = mix(mix(low + (purpose + 1) * golden) ^ mix(now + high * a));
+    const uint32_t second = mix(mix(now + (purpose + 1) * a) ^ mix(high + low * b));
+    double number[2];
+    for (uint32_t i = 0; i < 2; i++) {
+        const uint32_t bits = mix(((2 * index + i) * golden + first) ^ second);
+        number[i] = (double)(((float)(bits >> 9) + 0.5f) * 0x1p-23f);
+    }
+    return number[0] + (number[1] - 0.5) * 0x1p-23;
+}
+
+/* The guesses of every sample's chain, by the drafter's pass over the codes decided last and a query for every further level. */
+static void draft(const Step *s, int64_t threads) {
+    const Drafter d = *s->drafter;
+    const int64_t levels = s->levels, dim = d.shape->dim, first_query = levels + 1, span = 2 * levels, rotation = 2 * d.shape->head_dim;
+    int64_t known = 1;
+    for (int64_t b = 0; b < s->batch; b++) known = d.waiting[b] > known ? d.waiting[b] : known;
+    const int64_t nodes = known + levels - 1;
+    memset(d.mask, 0, s->batch * nodes * d.slots);
+    memset(d.all_hints, 0, 2 * s->batch * nodes * dim);
+    for (int64_t b = 0; b < s->batch; b++) {
+        const int64_t waiting = d.waiting[b], used = d.used[b], start = d.start[b];
+        half *hints = d.all_hints + b * nodes * dim;
+        if (waiting) memcpy(hints + (waiting - 1) * dim, d.hints + b * levels * dim, 2 * dim);
+        memcpy(hints + known * dim, d.hints + (b * levels + 1) * dim, 2 * (levels - 1) * dim);
+        for (int64_t n = 0; n < nodes; n++) {
+            /* The scratch slot does not depend on how many wait, as sums over slots are rounded in their order. */
+            const int64_t own = n < known ? n : first_query + n - known, position = used + (n < known ? n : waiting + n - known), i = b * nodes + n;
+            uint8_t *mask = d.mask + i * d.slots;
+            d.slot[i] = used + own;
+            memcpy(d.rotation + i * rotation, d.rotary + (position < d.positions ? position : d.positions - 1) * rotation, 4 * rotation);
+            if (start < used) memset(mask + start, 1, used - start);
+            for (int64_t j = 0; j < span && j <= own; j++) mask[used + j] = j >= first_query || j < waiting || j == own;
+        }
+    }
+    const QueryInputs inputs = {s->batch, known, levels - 1, levels + 1, d.next_embeds, d.features, d.all_hints, d.x, s->scratch};
+    drafter_inputs(d.query_layers, &inputs, threads);
+    int64_t none[d.shape->layers];
+    memset(none, 0, sizeof none);
+    const Pass pass = {s->batch, nodes, d.slots, d.x, d.rotation, d.slot, d.mask, d.kv, d.out, s->scratch, 1, none};
+    decode(d.shape, d.layers, &pass, threads);
+    for (int64_t b = 0; b < s->batch; b++) {
+        const half *out = d.out + b * nodes * dim;
+        d.used[b] += d.waiting[b];
+        memcpy(d.level_features + b * levels * dim, out + (d.waiting[b] ? d.waiting[b] - 1 : 0) * dim, 2 * dim);
+        memcpy(d.level_features + (b * levels + 1) * dim, out + known * dim, 2 * (levels - 1) * dim);
+        for (int64_t level = 0; level < levels; level++) d.u[b * levels + level] = fine(s->seed[b], s->passes[b], DRAFT_NOISE + level, 0);
+    }
+    linear_rows(&d.query_layers->down, d.level_features, s->batch * levels, d.query, s->scratch, threads);
+    const Verification *v = &s->verification;
+    const Chain chain = {.batch = s->batch, .levels = levels, .codes = v->codes, .sampling = v->sampling, .features = d.level_features,
+                         .query = d.query, .prev = d.prev, .u = d.u, .probs = (float *)v->q, .drawn = (int64_t *)v->drawn, .scratch = s->scratch};
+    draw_chain(d.heads, &chain, threads);
+}
+
+/* The target's pass over every sample's draft, guided features of its nodes and their logits. */
+static void forward(const Step *s, int64_t threads) {
+    const int64_t nodes = s->levels + 1, dim = s->shape->dim, rotation = 2 * s->shape->head_dim, rows = s->branches * s->batch, wide = s->parts * dim;
+    const Verification *v = &s->verification;
+    memset(s->mask, 0, rows * nodes * s->slots);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t n = 0; n < nodes; n++) {
+            const int64_t i = row * nodes + n, used = s->used[row], position = used + n;
+            memcpy(s->x + i * dim, s->embed + v->drawn[row % s->batch * nodes + n] * dim, 2 * dim);
+            memcpy(s->rotation + i * rotation, s->rotary + (position < s->positions ? position : s->positions - 1) * rotation, 4 * rotation);
+            memset(s->mask + i * s->slots + s->start[row], 1, position + 1 - s->start[row]);
+            s->slot[i] = position;
+        }
+    const Pass pass = {rows, nodes, s->slots, s->x, s->rotation, s->slot, s->mask, s->kv, s->features, s->scratch, s->parts, s->part};
+    decode(s->shape, s->layers, &pass, threads);
+    for (int64_t i = 0; i < s->batch * nodes * wide; i += LANES) {
+        floats x = widen_all(s->features + i);
+        if (s->branches > 1) x = guided(x, widen_all(s->features + s->batch * nodes * wide + i), (float)s->guidance);
+        *(halves *)(s->guided + i) = narrow_all(x);
+    }
+    const Logits logits = {s->batch * nodes, 1, 1, wide, s->guided, s->scratch, (float *)v->logits};
+    head_logits(s->head, &logits, threads);
+}
+
+static void verify(const Step *s, int64_t threads) {
+    Verification v = s->verification;
+    v.scratch = s->scratch;
+    for (int64_t b = 0; b < s->batch; b++) {
+        double *u = (double *)v.u + (s->joint ? b : b * s->levels);
+        for (int64_t i = 0; i < (s->joint ? 1 : s->levels); i++) u[i] = fine(s->seed[b], s->passes[b], ACCEPT_NOISE, i);
+        ((double *)v.last)[b] = fine(s->seed[b], s->passes[b], BONUS_NOISE, 0);
+    }
+    if (s->joint) verify_joint(&v, threads);
+    else verify_tokenwise(&v, threads);
+}
+
+/* Keep the accepted codes; a finished sample keeps nothing, and what it would write falls into the margin of `decided`. */
+static void commit(const Step *s) {
+    const int64_t nodes = s->levels + 1, dim = s->shape->dim, wide = s->parts * dim;
+    const Verification *v = &s->verification;
+    for (int64_t b = 0; b < s->batch; b++) {
+        const int64_t room = s->length - s->count[b], kept = v->kept[b] < room ? v->kept[b] : room, *following = v->following + b * nodes;
+        for (int64_t row = b; row < s->branches * s->batch; row += s->batch) s->used[row] += kept;
+        memcpy(s->decided + b * s->width + s->count[b], following, 8 * nodes);
+        s->accepted[b * s->width + s->passes[b]] = kept;
+        s->passes[b] += kept > 0;
+        s->count[b] += kept;
+        s->root_count[b] += kept;
+        s->root[b] = v->bonus[b];
+        if (!s->drafter) continue;
+        const Drafter *d = s->drafter;
+        d->waiting[b] = kept;
+        for (int64_t n = 0; n < nodes; n++) memcpy(d->next_embeds + (b * nodes + n) * dim, s->embed + following[n] * dim, 2 * dim);
+        for (int64_t i = 0; i < s->levels; i++) { /* what the target saw at refused nodes */
+            half *hint = d->hints + (b * s->levels + i) * dim;
+            if (kept + i < nodes) memcpy(hint, s->guided + (b * nodes + kept + i) * wide, 2 * dim);
+            else memset(hint, 0, 2 * dim);
+        }
+    }
+}
+
+/* Stages `first` to `last` of a step: DRAFT, PASS, VERIFY, COMMIT. */
+void run_step(const Step *s, int64_t first, int64_t last, int64_t threads) {
+    if (first <= DRAFT) {
+        for (int64_t b = 0; b < s->batch; b++) ((int64_t *)s->verification.drawn)[b * (s->levels + 1)] = s->root[b];
+        if (s->drafter) draft(s, threads);
+    }
+    if (first <= PASS && last >= PASS) forward(s, threads);
+    if (first <= VERIFY && last >= VERIFY) verify(s, threads);
+    if (last >= COMMIT) commit(s);
+}
+
+static int64_t larger(int64_t x, int64_t y) { return x > y ? x : y; }
+
+int64_t step_bytes(const Step *s, int64_t threads) {
+    const int64_t nodes = s->levels + 1;
+    int64_t most = larger(scratch_bytes(s->shape, s->branches * s->batch, nodes, s->slots, threads), row_bytes(s->verification.codes, 0, threads));
+    most = larger(most, head_bytes(s->head, s->batch * nodes, threads));
+    if (s->drafter) {
+        const Drafter *d = s->drafter;
+        most = larger(most, inputs_bytes(d->query_layers, s->batch * nodes, s->batch * 2 * s->levels, threads));
+        most = larger(most, scratch_bytes(d->shape, s->batch, 2 * s->levels, d->slots, threads));
+        most = larger(most, linear_bytes(&d->query_layers->down, s->batch * s->levels, threads));
+        most = larger(most, chain_bytes(d->heads, s->batch, s->levels, threads));
+    }
+    return most + 64;
+}

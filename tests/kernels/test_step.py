@@ -1,0 +1,121 @@
+"""Whole steps in one call of the kernels, beside the same steps by parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lanternpp import Pipeline
+from lanternpp.engine.batching import generate
+from lanternpp.engine.decode import Engine, FinishedSample
+from lanternpp.engine.observers import AcceptanceByRank
+from lanternpp.engine.stopwatch import TimedEngine
+from lanternpp.kernels import library as native
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+
+PROMPTS = ["a photo of a red tulip", "a photo of a forest", "a photo of a mountain"]
+METHODS = {
+    "plain": ("ar", {}),
+    "plain, warped": ("ar", {"top_k": 200, "top_p": 0.9, "temperature": 0.9}),
+    "jointly": ("parallel", {"tree": "chain-12", "verify": "block"}),
+    "jointly, relaxed": ("lantern++", {"tree": "chain-12", "verify": "block"}),
+    "token by token": ("parallel", {"tree": "chain-3", "verify": "token"}),
+    "token by token, relaxed": ("lantern++", {"tree": "chain-7", "verify": "token"}),
+    "one guess": ("parallel", {"tree": "chain-1"}),
+    "without guidance": ("parallel", {"tree": "chain-5", "cfg": 1.0}),
+    "warped": ("parallel", {"tree": "chain-5", "top_k": 200, "top_p": 0.9, "temperature": 0.9}),
+}
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Pipeline:
+    return Pipeline.from_pretrained("nature-128")
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def engine_of(pipeline: Pipeline, method: str, batch: int, **dials: object) -> Engine:
+    return pipeline.new_engine(pipeline.settings(method, batch_size=batch, **dials))  # type: ignore[arg-type]
+
+
+def by_parts(engine: Engine) -> Engine:
+    assert engine.fused is not None
+    engine.fused = None
+    return engine
+
+
+def assert_same(found: list[FinishedSample], expected: list[FinishedSample]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.codes, other.codes) and one.accepted == other.accepted
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", METHODS)
+def test_whole_pictures_are_those_of_steps_by_parts(
+    pipeline: Pipeline, name: str, batch: int, threads: None
+) -> None:
+    """Three pictures, so that in a batch of two one enters while another is drawn, and one slot is idle in the end."""
+    method, dials = METHODS[name]
+    found = generate(engine_of(pipeline, method, batch, **dials), PROMPTS, [1, 2, 3])
+    expected = generate(by_parts(engine_of(pipeline, method, batch, **dials)), PROMPTS, [1, 2, 3])
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("method", ["ar", "parallel"])
+def test_steps_by_parts_take_over_where_drafts_are_observed(pipeline: Pipeline, method: str) -> None:
+    """From the middle of a picture on, and back."""
+    expected = generate(by_parts(engine_of(pipeline, method, 1)), PROMPTS[:1], [1])
+    engine = engine_of(pipeline, method, 1)
+    counter = AcceptanceByRank(engine.target.length)
+    engine.admit(0, PROMPTS[0], 1)
+    steps = 0
+    while not engine.done():
+        steps += 1
+        engine.observers[:] = [counter] if steps % 5 in (2, 3) else []
+        engine.step()
+    assert_same([engine.collect(0)], expected)
+    assert int(counter.passes) > 0
+
+
+def test_phases_are_timed_in_whole_steps(pipeline: Pipeline) -> None:
+    engine = engine_of(pipeline, "parallel", 1)
+    engine._target_forward = None  # type: ignore[method-assign,assignment]
+    timed = TimedEngine(engine)
+    timed.admit(PROMPTS[:1], [1])
+    timed.step()
+    assert all(timed.spans[0][phase] > 0 for phase in ("draft", "pass", "verify"))
+
+
+@pytest.mark.parametrize(
+    ("method", "dials"),
+    [
+        ("parallel", {"temperature": 0.0}),
+        ("parallel", {"cut": 0.5}),
+        ("lantern++", {"measure": True}),
+        ("eagle", {}),
+        ("jacobi", {}),
+        ("cool", {"proposer": "parallel", "tree": "chain-4"}),
+    ],
+)
+def test_what_is_unknown_in_c_is_drawn_by_parts(
+    pipeline: Pipeline, method: str, dials: dict[str, object]
+) -> None:
+    engine = engine_of(pipeline, method, 1, **dials)
+    assert engine.fused is None
+    engine.admit(0, PROMPTS[0], 1)
+    engine.step()
+    assert engine.decided()[0] > 1
+
+
+def test_without_kernels_there_are_no_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert engine_of(Pipeline.from_pretrained("nature-128"), "ar", 1).fused is None
