@@ -13,20 +13,18 @@ from lanternpp.types import Nodes
 
 
 class StackPasses:
-    """As `NativePasses`: x [R, N, D] of any dtype, keys and values [L, 2, R, Hkv, S, d] in the order of `qk_order`."""
+    """A `DecoderForward` of a stack: x [R, N, D] of any dtype, keys and values [L, 2, R, Hkv, S, d] in the order of `qk_order`."""
 
     def __init__(self, stack: Stack, rotary_table: Tensor):
         self.stack, self.rotary_table = stack, rotary_table
         self.passes = 0
 
-    def takes(self, x: Tensor) -> bool:
-        """Always."""
-        return True
-
     def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
         """As `Decoder.forward`."""
         self.passes += 1
-        rotation = self.rotary_table[nodes.position][:, :, :, None].to(x.dtype)
+        rotation = self.rotary_table[nodes.position.clamp(max=len(self.rotary_table) - 1)][:, :, :, None].to(
+            x.dtype
+        )
         tapped = []
         for number, layer in enumerate(self.stack.layers):
             inner = _normed(x, layer.attention_norm, self.stack.eps)
