@@ -26,6 +26,7 @@ from lanternpp.devices import free_memory
 from lanternpp.errors import InputError
 from lanternpp.inplace.stack import rotary_table, stack_of
 from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig, additive_mask
+from lanternpp.nn.stack import Stack
 from lanternpp.registry import unknown
 from lanternpp.types import Nodes, on_host
 
@@ -103,6 +104,10 @@ class TransformersDecoder(Decoder):
         if self.packed_dtype is not None:
             self._pack(self.packed_dtype)
 
+    def stack(self) -> Stack:
+        """As `stack_of`."""
+        return stack_of(self.body)
+
     def use_kernels(self, dtype: str) -> None:
         """Have the backend compute passes from now on, from a copy of the weights in `dtype`, a name of `PACKED`.
 
@@ -115,7 +120,7 @@ class TransformersDecoder(Decoder):
 
     def _pack(self, dtype: str) -> None:
         """Copy the weights, unless the copy is of the same ones."""
-        stack = stack_of(self.body)
+        stack = self.stack()
         parts = (self.body.get_submodule(name) for name in ("layers", "norm"))
         parameters = [x for part in parts for x in part.parameters()]
         weights = [(id(x), x.data_ptr(), 0 if x.is_inference() else x._version) for x in parameters]

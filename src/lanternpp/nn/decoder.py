@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -218,7 +218,7 @@ class Decoder(nn.Module):
 
     def stack(self) -> Stack:
         """Its layers and final norm for fast passes; they share the weights, and rotate by `rotary_table`."""
-        config, blocks = self.config, [block for block in self.blocks if isinstance(block, Block)]
+        config, blocks = self.config, cast("list[Block]", list(self.blocks))
         return Stack(
             layers=[block.stack_layer() for block in blocks],
             norm=getattr(self.norm, "weight", None),
