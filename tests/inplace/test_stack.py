@@ -107,7 +107,20 @@ def another_norm(model: Any) -> None:
 
 
 def another_gate(model: Any) -> None:
-    model.layers[0].mlp.act_fn = nn.ReLU().eval()
+    for layer in model.layers:
+        layer.mlp.act_fn = nn.ReLU().eval()
+
+
+def a_replaced_forward(model: Any) -> None:
+    model.forward = lambda **given: None
+
+
+def another_last_norm(model: Any) -> None:
+    model.norm.variance_epsilon = 0.1
+
+
+def a_layer_of_another_gate(model: Any) -> None:
+    model.layers[2].mlp.act_fn = nn.ReLU().eval()
 
 
 def an_added_module(model: Any) -> None:
@@ -150,6 +163,9 @@ REJECTED: dict[Callable[[Any], None], str] = {
     without_weights: "not in memory",
     another_norm: "input_layernorm is a RMSNorm",
     another_gate: "their gate is ReLU",
+    a_replaced_forward: "the model has hooks or another forward",
+    another_last_norm: "epsilon of the last norm",
+    a_layer_of_another_gate: "differ in their sizes, their gates",
     an_added_module: "further modules: gate",
     an_own_class: "MyDecoderLayer is not known",
     another_epsilon: "epsilon",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import nan
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -83,23 +84,18 @@ def stack_of(body: nn.Module) -> Stack:
         _reject("they differ in what their attention sees")
     form = _form(layers)
     for name, module in body.named_modules():
-        if name.startswith("layers.") or name == "norm":
-            _check_module(name, module)
+        if name.startswith("layers.") or name in ("", "norm"):
+            _check_module(name or "the model", module)
     if len(layers) != config.num_hidden_layers:
         _reject(f"there are {len(layers)} and its config says {config.num_hidden_layers}")
-    first, norm = layers[0], body.get_submodule("norm")
-    attention = first.self_attn
-    head_dim, gate = int(attention.head_dim), GATES.get(_activation(first))
-    if gate is None:
-        _reject(f"their gate is {_activation(first).__name__}")
-    epsilons = {_eps(each) for layer in layers for each in _norms(form, layer).values()}
-    shapes = {
-        (layer.self_attn.head_dim, layer.self_attn.q_proj.out_features, layer.mlp.down_proj.in_features)
-        for layer in layers
-    }
-    if epsilons != {_eps(norm)} or len(shapes) > 1:
-        _reject("they differ in their sizes or in the epsilon of their norms")
-    scale = float(attention.scaling)
+    if len({_numbers(layer, form) for layer in layers}) > 1:
+        _reject("they differ in their sizes, their gates or the epsilon of their norms")
+    head_dim, hidden, scale, gate, eps = _numbers(layers[0], form)
+    attention, norm = layers[0].self_attn, body.get_submodule("norm")
+    if gate not in GATES:
+        _reject(f"their gate is {gate.__name__}")
+    if _eps(norm) != eps:
+        _reject("the epsilon of the last norm is another than theirs")
     return Stack(
         layers=[_layer(layer, form, head_dim) for layer in layers],
         norm=_scale(norm, form),
@@ -107,11 +103,11 @@ def stack_of(body: nn.Module) -> Stack:
         heads=attention.q_proj.out_features // head_dim,
         kv_heads=attention.k_proj.out_features // head_dim,
         head_dim=head_dim,
-        hidden=first.mlp.down_proj.in_features,
-        eps=_eps(norm),
+        hidden=hidden,
+        eps=eps,
         qk_norm=_qk_kind(attention),
         qk_eps=_eps(attention.q_norm) if hasattr(attention, "q_norm") else 1e-5,
-        gate=gate,
+        gate=GATES[gate],
         scale=None if scale == head_dim**-0.5 else scale,
         qk_order=_order(head_dim, _rotated(body), form.interleaved),
     )
@@ -226,9 +222,13 @@ def _heads(attention: Any, part: str, head_dim: int) -> HeadScale | None:
     return weight.expand(heads, -1), None if bias is None else bias.detach().expand(heads, -1)
 
 
-def _activation(layer: Any) -> type:
-    mlp = layer.mlp
-    return type(mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn)
+def _numbers(layer: Any, form: _Form) -> tuple[int, int, float, type, float]:
+    """Channels of a head, hidden channels, scale of the scores, class of the gate, epsilon; nan where norms differ in that."""
+    attention, mlp = layer.self_attn, layer.mlp
+    gate = type(mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn)
+    epsilons = {_eps(norm) for norm in _norms(form, layer).values()}
+    eps = epsilons.pop() if len(epsilons) == 1 else nan
+    return int(attention.head_dim), int(mlp.down_proj.in_features), float(attention.scaling), gate, eps
 
 
 def _rotated(body: nn.Module) -> int:
