@@ -22,6 +22,17 @@ Weights = tuple[Tensor, Tensor | None]
 DecoderForward = Callable[[Tensor, Nodes, Tensor, tuple[int, ...]], Tensor]
 """`Decoder.forward` on a host: x [R, N, D], nodes, the cache's keys and values [L, 2, R, Hkv, S, d], taps -> [R, N, (1 + taps) D]."""
 
+
+class StackForward(Protocol):
+    """A `DecoderForward` that has the table of its rotary embeddings, which may be replaced between passes."""
+
+    rotary_table: Tensor
+
+    def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, taps: tuple[int, ...]) -> Tensor:
+        """As `DecoderForward`."""
+        ...
+
+
 HeadLogits = Callable[[Tensor, float, int], Tensor | None]
 """Features [R, N, D], guidance scale, branches -> logits [B, N, V] float32 of a linear head, guided where there are two branches."""
 
@@ -102,6 +113,13 @@ class Backend:
 
         int8: those of linear layers may be stored in 8 bits.
         """
+
+    def decoder(self, stack: Any, rotary_table: Tensor, dtype: str) -> StackForward | None:
+        """The passes of a `Stack`, from a copy of its weights in `dtype`: "bfloat16", or "int8" with scales by groups.
+
+        rotary_table [positions, 2, head_dim] float32, in the order of the stack's `qk_order`.
+        """
+        return None
 
     def packs_blocks(self, like: Tensor) -> bool:
         """Whether `pack` takes the blocks of a decoder one at a time, in 8 bits too, with weights of the dtype and device of `like`."""

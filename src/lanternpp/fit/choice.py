@@ -140,7 +140,7 @@ def fit_for(model: Model, engine: Callable[[Settings], Engine], weights: str, dt
     codes = target.examples(8)[None]
     facts = machine_facts() | {
         "device": device_name(model.device),
-        "dtype": dtype,
+        "dtype": f"{dtype}, {packed}" if (packed := getattr(target.decoder, "packed_dtype", None)) else dtype,
         "weights": digest([weights, checksum(target.embed(codes)), str(target.decoder.config)]),
         "lanternpp": lanternpp.__version__,
     }

@@ -5,6 +5,8 @@ quantised weights are in them. Its attention modules ask their config for an att
 transformers). Passes run on replicas of the model's body, layers and attention modules, which share all weights with it and
 whose config names a function of ours; that hands queries, keys and values to the cache of the pass. So no weight is copied and
 nothing of the model changes, and other threads may run the model meanwhile.
+
+On request (`use_kernels`) the backend computes the passes, from a copy of the layers' weights in the order that it reads them in.
 """
 
 from __future__ import annotations
@@ -19,11 +21,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from lanternpp.backend import StackForward, backend
+from lanternpp.devices import free_memory
 from lanternpp.errors import InputError
+from lanternpp.inplace.stack import rotary_table, stack_of
 from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig, additive_mask
-from lanternpp.types import Nodes
+from lanternpp.nn.stack import Stack
+from lanternpp.registry import unknown
+from lanternpp.types import Nodes, on_host
 
 NAME = "lanternpp"  # of the attention function, in the config of the replicas
+# bytes of a weight that is packed in this dtype; int8 has a scale of 4 bytes for each group of 32
+PACKED = {"bfloat16": 2.0, "int8": 1 + 4 / 32}
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -61,6 +70,9 @@ class TransformersDecoder(Decoder):
     model's `position_ids`, where these are not the same. One thread at a time may use it.
     """
 
+    native: StackForward | None = None
+    packed_bytes = 0  # of the weights' copy
+
     def __init__(
         self,
         body: nn.Module,
@@ -74,6 +86,8 @@ class TransformersDecoder(Decoder):
         attention_config: Any = copy.deepcopy(body.config)
         attention_config._attn_implementation = NAME
         self._attention_config = attention_config
+        self.packed_dtype: str | None = None
+        self._packed_weights: list[tuple[int, int, int]] = []
         self.replicate()
 
     def replicate(self) -> None:
@@ -87,6 +101,59 @@ class TransformersDecoder(Decoder):
             layer._modules["self_attn"], layers._modules[name] = attention, layer
         # in a tuple: not a module of this one
         self._replicas = (body,)
+        if self.packed_dtype is not None:
+            self._pack(self.packed_dtype)
+
+    def stack(self) -> Stack:
+        """As `stack_of`."""
+        return stack_of(self.body)
+
+    def use_kernels(self, dtype: str) -> None:
+        """Have the backend compute passes from now on, from a copy of the weights in `dtype`, a name of `PACKED`.
+
+        Raises InputError with the reason where it cannot compute these layers, or where there is no memory for the copy.
+        """
+        if dtype not in PACKED:
+            raise InputError(unknown("kernels", dtype, PACKED))
+        self._pack(dtype)
+        self.packed_dtype = dtype
+
+    def _pack(self, dtype: str) -> None:
+        """Copy the weights, unless the copy is of the same ones."""
+        stack = self.stack()
+        parts = (self.body.get_submodule(name) for name in ("layers", "norm"))
+        parameters = [x for part in parts for x in part.parameters()]
+        weights = [(id(x), x.data_ptr(), 0 if x.is_inference() else x._version) for x in parameters]
+        if weights == self._packed_weights:
+            return
+        self.native, self._packed_weights = None, []  # the old copy is freed first
+        size = int(sum(x.numel() for x in parameters) * PACKED[dtype])
+        free = free_memory(torch.device("cpu"))
+        if free is not None and size > free:
+            raise InputError(
+                f"the copy of the weights that kernels={dtype!r} makes takes {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are "
+                "free; leave out kernels"
+            )
+        # rotations are those of a call's positions, by `prepare`
+        table = torch.zeros(1, 2, stack.head_dim)
+        self.native, self.packed_bytes = backend().decoder(stack, table, dtype), size
+        if self.native is None:
+            own = stack.layers[0].out.weight.dtype
+            reason = f"this model is in {own}; load it with dtype=torch.bfloat16"
+            if own == torch.bfloat16:
+                reason = "there are none for this machine, or LANTERNPP_KERNELS=0 turns them off; leave out kernels"
+            raise InputError(f"the kernels do not compute this model: {reason}")
+        self._packed_weights = weights
+
+    def prepare(self, count: int) -> None:
+        """Compute the rotations of positions 0 to `count` - 1, as `positions` has them now."""
+        if self.native is None:
+            return
+        table = rotary_table(self.body, self.config.head_dim, self.positions(torch.arange(count)[None]))
+        if table.shape == self.native.rotary_table.shape:
+            self.native.rotary_table.copy_(table)
+        else:
+            self.native.rotary_table = table
 
     def attend(self, layer: int, mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [R, H, N, d], key and value [R, Hkv, N, d] of the running pass -> [R, N, H, d]."""
@@ -96,6 +163,9 @@ class TransformersDecoder(Decoder):
 
     def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache, taps: tuple[int, ...] = ()) -> Tensor:
         """x [R, N, D] at `nodes` -> features [R, N, D], with taps [R, N, (1 + taps) D]; their keys and values go to `cache`."""
+        native = self.native
+        if native is not None and on_host(x):
+            return cache.computed(lambda kv: native(x, nodes, kv, taps))
         self._running, self._attended = (nodes, cache), 0
         try:
             found = self._replicas[0](

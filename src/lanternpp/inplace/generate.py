@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypeVar, Unpack, cast
+from typing import Any, Literal, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -41,8 +41,10 @@ M = TypeVar("M")
 class Held:
     """A model's target, the drafters that were read for it, and the engine of its last call; copies of a model have none."""
 
-    def __init__(self, model: Any, drafter: str | None):
-        self.target, self.drafter = family_of(model), drafter
+    def __init__(self, model: Any, drafter: str | None, kernels: str | None = None):
+        self.target, self.drafter, self.kernels = family_of(model), drafter, kernels
+        if kernels is not None:
+            self.target.decoder.use_kernels(kernels)
         here = Path(str(getattr(model, "name_or_path", "") or "-"))
         name = type(model).__name__
         self.model = Model.of(self.target, here if here.is_dir() else Path(name), drafter)
@@ -54,11 +56,11 @@ class Held:
         """Copies and pickles have None in its place."""
         return NoneType, ()
 
-    def fits(self, drafter: str | None) -> bool:
-        """Whether it is of this drafter, and of the dtype and device that the model has now."""
+    def fits(self, drafter: str | None, kernels: str | None) -> bool:
+        """Whether it is of this drafter and these kernels, and of the dtype and device that the model has now."""
         now = next(self.target.parameters())
-        made = self.drafter, self.model.dtype, self.model.device
-        return made == (drafter, now.dtype, now.device)
+        made = self.drafter, self.kernels, self.model.dtype, self.model.device
+        return made == (drafter, kernels, now.dtype, now.device)
 
     def settings(self, method: str, dials: Mapping[str, Any], **sampling: Any) -> Settings:
         """The settings of a call; drafters that these need are read. InputError."""
@@ -100,6 +102,7 @@ class Held:
                 )
             if target.arrange(format, slots, prompts):
                 self.pipe.release()
+            target.decoder.prepare(slots + format.length)
             top_k = min(processors.top_k, target.vocab)
             sampling = {"temperature": processors.temperature, "top_k": top_k, "top_p": processors.top_p}
             settings = self.settings(method, dials, cfg=scale, batch_size=len(seeds), **sampling)
@@ -113,12 +116,14 @@ class Held:
             return result.codes, format
 
 
-def held(model: Any, drafter: str | Path | None) -> Held:
-    """What a model is drawn with, made now or for an earlier call with the same drafter, dtype and device."""
+def held(model: Any, drafter: str | Path | None, kernels: str | None = None) -> Held:
+    """What a model is drawn with, made now or for an earlier call with the same drafter, kernels, dtype and device."""
     named = None if drafter is None else arguments.text("drafter", drafter)
     found: Held | None = getattr(model, HELD, None)
-    if found is None or not found.fits(named):
-        found = Held(model, named)
+    if found is None or not found.fits(named, kernels):
+        found = None
+        vars(model).pop(HELD, None)  # freed before another one is made
+        found = Held(model, named, kernels)
         setattr(model, HELD, found)
     return found
 
@@ -133,6 +138,7 @@ def custom_generate(
     *,
     method: str = AUTO,
     drafter: str | Path | None = None,
+    kernels: str | None = None,
     generator: torch.Generator | None = None,
     cfg: float | None = None,
     callback: Callable[[Partial], None] | None = None,
@@ -141,7 +147,7 @@ def custom_generate(
     """Draw pictures with drafts: `model.generate(..., custom_generate=lanternpp.custom_generate)`.
 
     transformers gives the first five arguments and those of the model. Yours may be `method` (a name of
-    `lanternpp.METHODS`, or "auto"), `drafter` (a folder or hub id), `generator` (of the seeds; default: torch's own),
+    `lanternpp.METHODS`, or "auto"), `drafter` (a folder or hub id), `kernels` (as `accelerate` has it), `generator` (of the seeds; default: torch's own),
     `cfg` (in place of `guidance_scale`), `callback` (called with a `Partial` after every prompt and every pass; it has no
     pictures) and `MethodDials`. It returns what `generate` returns: token ids
     [B, prompt + new] (Janus: codes [B, n]), or a GenerateDecoderOnlyOutput of them. Raises InputError for what drafts do not
@@ -153,7 +159,7 @@ def custom_generate(
         raise InputError("prompts must be given as input_ids, not as inputs_embeds")
     dials = {name: more.pop(name) for name in MethodDials.__annotations__ if more.get(name) is not None}
     processors = Processors.read(logits_processor).greedy(not generation_config.do_sample)
-    state = held(model, drafter)
+    state = held(model, drafter, kernels)
     ends = [t for each in stopping_criteria for t in getattr(each, "eos_token_id", torch.tensor([])).tolist()]
     call = Call(input_ids, more.pop("attention_mask", None), generation_config, processors, ends, more)
     scales = (
@@ -182,9 +188,9 @@ def generate(model: Any, *args: Any, usual: Callable[..., Any] | None = None, **
     bound = inspect.signature(type(model).generate).bind_partial(model, *args, **given).arguments
     named = {name: value for name, value in bound.items() if name not in ("self", "kwargs")}
     named |= bound.get("kwargs", {})
-    state = held(model, given.get("drafter"))
+    state = held(model, given.get("drafter"), given.get("kernels"))
     if named.get("custom_generate") is not None or not state.target.asks_for_picture(named):
-        for name in ("method", "drafter", "callback", *MethodDials.__annotations__):
+        for name in ("method", "drafter", "kernels", "callback", *MethodDials.__annotations__):
             given.pop(name, None)
         return usual(*args, **given)
     refused(["streamer", "assistant_model", "past_key_values", *EMBEDDED], named)
@@ -197,10 +203,17 @@ def generate(model: Any, *args: Any, usual: Callable[..., Any] | None = None, **
 class Generate:
     """The `generate` of an accelerated model; `codes_per_pass` is of its last picture."""
 
-    def __init__(self, model: Any, method: str, drafter: str | Path | None, dials: Mapping[str, Any]):
+    def __init__(
+        self,
+        model: Any,
+        method: str,
+        drafter: str | Path | None,
+        kernels: str | None,
+        dials: Mapping[str, Any],
+    ):
         self.model, self.usual = model, model.generate
         self.replaced = vars(model).get("generate")  # of the instance, not of its class
-        self.options: dict[str, Any] = {"method": method, "drafter": drafter, **dials}
+        self.options: dict[str, Any] = {"method": method, "drafter": drafter, "kernels": kernels, **dials}
         # no more than signature, name and documentation: the rest cannot be pickled
         functools.update_wrapper(self, self.usual, ("__name__", "__qualname__", "__doc__"), ())
 
@@ -210,11 +223,24 @@ class Generate:
     @property
     def codes_per_pass(self) -> float | None:
         """Codes decided by each pass of the model, the mean of the last call's pictures."""
-        return held(self.model, self.options["drafter"]).codes_per_pass
+        return self._held.codes_per_pass
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that the copy of the layers' weights takes for the kernels; 0 without."""
+        return self._held.target.decoder.packed_bytes
+
+    @property
+    def _held(self) -> Held:
+        return held(self.model, self.options["drafter"], self.options["kernels"])
 
 
 def accelerate(
-    model: M, method: str = AUTO, drafter: str | Path | None = None, **dials: Unpack[MethodDials]
+    model: M,
+    method: str = AUTO,
+    drafter: str | Path | None = None,
+    kernels: Literal["bfloat16", "int8"] | None = None,
+    **dials: Unpack[MethodDials],
 ) -> M:
     """Let a loaded transformers model draw with drafts; returns the model.
 
@@ -223,15 +249,18 @@ def accelerate(
     Janus, Emu3, Chameleon and GLM-Image.
     method: a name of `lanternpp.METHODS`; "auto" takes the drafter's lossless method, or `jacobi-coupled` without one.
     drafter: a folder or hub id. How codes are sampled comes with each call of `generate`, as usual.
-    Raises InputError for a model that is not known, a method without its drafter, and a wrong dial.
+    kernels: compute the layers in C, from a copy of their weights in this dtype, of 2 bytes a weight or 1.13; for a model in
+    bfloat16 on a CPU. `model.generate.packed_bytes` is what the copy takes.
+    Raises InputError for a model that is not known, a method without its drafter, a wrong dial, and layers that the kernels
+    do not compute.
     """
     restore(model)
     try:
-        held(model, drafter).settings(method, dials)
+        held(model, drafter, kernels).settings(method, dials)
     except InputError:
         restore(model)
         raise
-    setattr(model, "generate", Generate(model, method, drafter, dials))  # noqa: B010
+    setattr(model, "generate", Generate(model, method, drafter, kernels, dials))  # noqa: B010
     return model
 
 

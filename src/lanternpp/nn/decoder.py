@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lanternpp.backend import DecoderForward
 from lanternpp.nn.configs import Epsilon, HeadDim, Heads, Hidden, Layers, Share, Width
 from lanternpp.nn.rope import rotate
+from lanternpp.nn.stack import Stack, StackLayer
 from lanternpp.types import Nodes, on_host
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -162,6 +163,31 @@ class Block(nn.Module):
         x = x + self._drop(mixed)
         return x + self._drop(self._feed(self.ffn_norm(x)))
 
+    def stack_layer(self) -> StackLayer:
+        """The same layer for fast passes; it shares the weights."""
+        # an Identity has no weight
+        before = tuple(getattr(norm, "weight", None) for norm in (self.attention_norm, self.ffn_norm))
+        after = (self.attention_out_norm.weight, self.ffn_out_norm.weight) if self.both else (None, None)
+        if self.after:
+            before, after = (None, None), before
+        q_norm = k_norm = None
+        if isinstance(self.qk_norm, HeadNorm):
+            parts = self.heads, self.kv_heads
+            weights = (x.detach().split(parts) for x in (self.qk_norm.weight, self.qk_norm.bias))
+            q_norm, k_norm = zip(*weights, strict=True)
+        return StackLayer(
+            qkv=(self.wqkv,),
+            out=self.wo,
+            gate_up=(self.w13,),
+            down=self.w2,
+            attention_norm=before[0],
+            ffn_norm=before[1],
+            attention_out_norm=after[0],
+            ffn_out_norm=after[1],
+            q_norm=q_norm,
+            k_norm=k_norm,
+        )
+
     def _feed(self, x: Tensor) -> Tensor:
         gate, up = self.w13(x).chunk(2, -1)
         return self.w2(F.silu(gate) * up)
@@ -189,6 +215,21 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config, first=i == 0) for i in range(config.layers))
         self.norm = Norm(config.dim, config.norm_eps) if config.final_norm else nn.Identity()
         self.register_buffer("rotary_table", rotary_table, persistent=False)  # [positions, 2, d]
+
+    def stack(self) -> Stack:
+        """Its layers and final norm for fast passes; they share the weights, and rotate by `rotary_table`."""
+        config, blocks = self.config, cast("list[Block]", list(self.blocks))
+        return Stack(
+            layers=[block.stack_layer() for block in blocks],
+            norm=getattr(self.norm, "weight", None),
+            dim=config.dim,
+            heads=config.heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            hidden=config.hidden,
+            eps=config.norm_eps,
+            qk_norm="layer" if config.qk_norm else "none",
+        )
 
     def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache, taps: tuple[int, ...] = ()) -> Tensor:
         """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to `cache`.

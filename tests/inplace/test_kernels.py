@@ -1,0 +1,139 @@
+"""`accelerate(model, kernels=...)`: passes of a transformers model from packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import Case
+from stacks import StackPasses
+from torch import Tensor
+
+import lanternpp
+from lanternpp import InputError
+from lanternpp.backend import Backend
+from lanternpp.inplace import decoder
+from lanternpp.nn.stack import Stack
+
+GUIDED = [("janus", False), ("emu3", False), ("emu3", True), ("chameleon", True), ("glm-image", False)]
+
+
+class Reference(Backend):
+    """Computes stacks of any dtype, with PyTorch."""
+
+    def __init__(self) -> None:
+        self.packed: list[StackPasses] = []
+
+    def decoder(self, stack: Stack, rotary_table: Tensor, dtype: str) -> StackPasses:
+        """The passes of a stack."""
+        self.packed.append(StackPasses(stack, rotary_table))
+        return self.packed[-1]
+
+
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> Reference:
+    """The backend in use."""
+    made = Reference()
+    monkeypatch.setattr(decoder, "backend", lambda: made)
+    return made
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("name", "guided"), GUIDED)
+def test_greedy_pictures_by_a_backend_are_those_of_transformers(
+    made: Callable[[str], Case], reference: Reference, name: str, guided: bool, count: int
+) -> None:
+    case = made(name)
+    given = case.inputs(count) | {"do_sample": False} | (case.negative(count) if guided else {})
+    expected = case.model.generate(**given)
+    lanternpp.accelerate(case.model, window=5, kernels="bfloat16")
+    assert torch.equal(case.model.generate(**given), expected)
+    assert case.model.generate.codes_per_pass > 1
+    (passes,) = reference.packed
+    assert passes.passes > 3
+    assert torch.equal(case.model.generate(**given, method="ar", window=None), expected)
+    assert len(reference.packed) == 1
+    lanternpp.accelerate(case.model)
+    before = passes.passes
+    assert torch.equal(case.model.generate(**given), expected)
+    assert passes.passes == before
+
+
+def test_pictures_of_other_sizes_follow_one_another(
+    made: Callable[[str], Case], reference: Reference
+) -> None:
+    """GLM-Image has positions on a grid, which differ where the number of codes is the same."""
+    case = made("glm-image")
+    given = case.inputs(1) | {"do_sample": False}
+    calls = [given | {"image_grid_thw": torch.tensor(grids)} for grids in GRIDS]
+    expected = [case.model.generate(**call) for call in calls]
+    lanternpp.accelerate(case.model, window=5, kernels="int8")
+    for call, picture in [*zip(calls, expected, strict=True)] * 2:
+        assert torch.equal(case.model.generate(**call), picture)
+    assert len(reference.packed) == 1
+
+
+GRIDS = [[[1, 4, 3], [1, 2, 3]], [[1, 2, 6], [1, 1, 6]], [[1, 3, 4], [1, 2, 3]]]
+
+
+def test_weights_that_changed_are_packed_again(made: Callable[[str], Case], reference: Reference) -> None:
+    """In place, as training does, and replaced."""
+    case = made("emu3")
+    given = case.inputs(1) | {"do_sample": False}
+    lanternpp.accelerate(case.model, window=5, kernels="bfloat16")
+    before = case.model.generate(**given)
+    layer = case.model.model.text_model.layers[0]
+    weight = layer.mlp.down_proj.weight
+    replaced = torch.nn.Parameter(-weight.detach())
+    with torch.no_grad():
+        for change, undo in [
+            (lambda: weight.neg_(), lambda: weight.neg_()),
+            (
+                lambda: setattr(layer.mlp.down_proj, "weight", replaced),
+                lambda: setattr(layer.mlp.down_proj, "weight", weight),
+            ),
+        ]:
+            change()
+            expected = type(case.model).generate(case.model, **given)
+            assert not torch.equal(expected, before)
+            assert torch.equal(case.model.generate(**given), expected)
+            undo()
+            assert torch.equal(case.model.generate(**given), before)
+    assert len(reference.packed) == 5
+
+
+def test_a_change_that_the_backend_cannot_compute_is_reported_by_the_next_draw(
+    made: Callable[[str], Case], reference: Reference
+) -> None:
+    case = made("janus")
+    given = case.inputs(1) | {"do_sample": False}
+    lanternpp.accelerate(case.model, kernels="bfloat16")
+    hook = case.model.model.language_model.layers[1].register_forward_hook(lambda *given: None)
+    try:
+        with pytest.raises(InputError, match=r"layers\.1 has hooks"):
+            case.model.generate(**given)
+    finally:
+        hook.remove()
+    assert case.model.generate(**given).shape == (1, 16)
+
+
+def test_what_kernels_cannot_compute_is_said_before_anything_is_drawn(
+    made: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = made("janus").model
+    with pytest.raises(InputError, match=r"in torch\.float64; load it with dtype=torch\.bfloat16"):
+        lanternpp.accelerate(model, kernels="bfloat16")
+    with pytest.raises(InputError, match="kernels 'fp4' is unknown; known: bfloat16, int8"):
+        lanternpp.accelerate(model, kernels="fp4")  # type: ignore[arg-type]
+    monkeypatch.setattr(decoder, "free_memory", lambda device: 1000)
+    with pytest.raises(InputError, match=r"takes 0\.0 GB, and 0\.0 GB are free; leave out kernels"):
+        lanternpp.accelerate(model, kernels="int8")
+    model.train()
+    try:
+        with pytest.raises(InputError, match=r"training mode; call model\.eval"):
+            lanternpp.accelerate(model, kernels="int8")
+    finally:
+        model.eval()
+    assert not vars(model).keys() & {"generate", "_lanternpp"}
