@@ -73,11 +73,24 @@ class PyTorch:
         return logits
 
 
+class Layers:
+    """Keys and values of each layer as tensors of their own, behind the indices of `Cache.kv`."""
+
+    def __init__(self, kv: Tensor):
+        self.layers = [[part.clone() for part in layer] for layer in kv]
+
+    def __getitem__(self, index: Any) -> Any:
+        """Keys and values of a layer, or one of them."""
+        return self.layers[index[0]][index[1]] if isinstance(index, tuple) else self.layers[index]
+
+
 class Compiled(PyTorch):
     """The same through torch.compile, for each number of nodes, with weights as constants."""
 
     def __init__(self, weights: Path):
         super().__init__(weights)
+        # Of one tensor for all layers, the graph copies all of it in every layer.
+        self.cache.kv = Layers(self.cache.kv)  # type: ignore[assignment]
         torch._inductor.config.freezing = True
         torch._dynamo.config.recompile_limit = 64
         self.step = torch.compile(super().step, mode="max-autotune", dynamic=False)  # type: ignore[method-assign]
