@@ -202,7 +202,8 @@ def time_shape(shape: str, machine: Machine, options: argparse.Namespace) -> lis
                 note(f"{shape}, {engine}: left out: {answer['unavailable']}")
             else:
                 workers.append(worker)
-        note(f"{shape}: {', '.join(worker.engine for worker in workers)}")
+        if workers:
+            note(f"{shape}: {', '.join(worker.engine for worker in workers)}")
         turns(workers, options.rows, 0)  # compiles and warms up
         for worker in workers:
             worker.ms.clear()
@@ -233,6 +234,11 @@ def measure_rounding(options: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
+def milliseconds(ms: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
+
+
 def table(result: dict[str, Any]) -> str:
     """A result in Markdown."""
     rates = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in result["rates"].items())
@@ -252,13 +258,13 @@ def table(result: dict[str, Any]) -> str:
             own = [cells.get((shape, engine, count)) for count in rows]
             if not any(own):
                 continue
-            texts = [f"{c['ms']:.3g} x{c['ms'] / c['roofline_ms']:.1f}" if c else "" for c in own]
+            texts = [f"{milliseconds(c['ms'])} x{c['ms'] / c['roofline_ms']:.1f}" if c else "" for c in own]
             memory = next(cell["memory_gb"] for cell in own if cell)
             lines.append(f"| {label} | {' | '.join(texts)} | {memory:.1f} |")
             bounds[size] = [cell["roofline_ms"] if cell else 0 for cell in own]
         for size, name in ((2, "bf16"), (1, "int8")):
             if size in bounds:
-                lines.append(f"| roofline, {name} | {' | '.join(f'{ms:.3g}' for ms in bounds[size])} | |")
+                lines.append(f"| roofline, {name} | {' | '.join(map(milliseconds, bounds[size]))} | |")
         lines.append("")
     if result["rounding"]:
         lines += ["| against float32 on S | KL, nats | total variation | KL after guidance 4 |", "|---|--:|--:|--:|"]
