@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -143,10 +144,8 @@ class Worker:
     def ask(self, **request: Any) -> dict[str, Any]:
         """The answer to a request."""
         assert self.process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):
             print(json.dumps(request), file=self.process.stdin, flush=True)
-        except BrokenPipeError:
-            pass
         return self.receive()
 
     def close(self) -> None:
@@ -215,7 +214,9 @@ def time_shape(shape: str, machine: Machine, options: argparse.Namespace) -> lis
             for rows, taken in worker.ms.items():
                 best = machine.roofline(layers, head, ENGINES[worker.engine][1], rows)
                 cell = {"shape": shape, "engine": worker.engine, "rows": rows, "weights": layers + head}
-                cells.append({**cell, "ms": statistics.median(taken), "roofline_ms": best, "memory_gb": memory})
+                cells.append(
+                    {**cell, "ms": statistics.median(taken), "roofline_ms": best, "memory_gb": memory}
+                )
     return cells
 
 
@@ -242,7 +243,9 @@ def milliseconds(ms: float) -> str:
 def table(result: dict[str, Any]) -> str:
     """A result in Markdown."""
     rates = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in result["rates"].items())
-    reads = ", ".join(f"{int(size) / 1e6:,.0f} MB {rate / 1e9:.0f}" for size, rate in result["reading"].items())
+    reads = ", ".join(
+        f"{int(size) / 1e6:,.0f} MB {rate / 1e9:.0f}" for size, rate in result["reading"].items()
+    )
     packages = ", ".join(f"{name} {number}" for name, number in result["packages"].items())
     imitated = "" if result["kind"] == "native" else f", as a CPU of the kind {result['kind']}"
     lines = [f"{result['cpu']}{imitated}, {result['threads']} threads; {packages}.", ""]
@@ -251,7 +254,9 @@ def table(result: dict[str, Any]) -> str:
     for shape in dict.fromkeys(shape for shape, _, _ in cells):
         rows = [rows for rows in result["rows"] if any(at[0] == shape and at[2] == rows for at in cells)]
         weights = next(cell["weights"] for at, cell in cells.items() if at[0] == shape)
-        lines.append(f"| {shape}, {weights / 1e6:,.0f} M weights | {' | '.join(f'{n} rows' for n in rows)} | GB |")
+        lines.append(
+            f"| {shape}, {weights / 1e6:,.0f} M weights | {' | '.join(f'{n} rows' for n in rows)} | GB |"
+        )
         lines.append(f"|---|{'--:|' * (len(rows) + 1)}")
         bounds: dict[int, list[float]] = {}
         for engine, (label, size, _) in ENGINES.items():
@@ -267,9 +272,15 @@ def table(result: dict[str, Any]) -> str:
                 lines.append(f"| roofline, {name} | {' | '.join(map(milliseconds, bounds[size]))} | |")
         lines.append("")
     if result["rounding"]:
-        lines += ["| against float32 on S | KL, nats | total variation | KL after guidance 4 |", "|---|--:|--:|--:|"]
+        lines += [
+            "| against float32 on S | KL, nats | total variation | KL after guidance 4 |",
+            "|---|--:|--:|--:|",
+        ]
         for one in result["rounding"]:
-            texts = [f"{one[name]:.1e}" if "KL" in name else f"{one[name]:.4f}" for name in ("KL", "TV", "KL guided")]
+            texts = [
+                f"{one[name]:.1e}" if "KL" in name else f"{one[name]:.4f}"
+                for name in ("KL", "TV", "KL guided")
+            ]
             lines.append(f"| {ENGINES[one['engine']][0]} | {' | '.join(texts)} |")
         lines.append("")
     return "\n".join(lines)
@@ -308,7 +319,9 @@ def main() -> None:
     parser.add_argument("--kind", choices=("native", *KINDS), default="native")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.3, help="of an engine's turn at one number of rows")
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, help="of an engine's turn at one number of rows"
+    )
     parser.add_argument("--memory", type=float, default=10, help="GB for engines that take turns")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "engines-weights")
     parser.add_argument("--no-rounding", action="store_true")

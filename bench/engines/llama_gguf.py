@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from model import BRANCHES, FILLED, SHAPES, Unavailable, read_weights
+from model import BRANCHES, FILLED, SHAPES, UnavailableError, read_weights
 from torch import Tensor
 
 NAMES = {
@@ -72,7 +72,9 @@ class LlamaCpp:
         try:
             import llama_cpp
         except ImportError as error:
-            raise Unavailable("pip install llama-cpp-python gguf (it is compiled for this CPU)") from error
+            raise UnavailableError(
+                "pip install llama-cpp-python gguf (it is compiled for this CPU)"
+            ) from error
         self.api, (config, self.vocab) = llama_cpp, SHAPES[weights.stem]
         path = weights.with_name(f"{weights.stem}-{kind}.gguf")
         if not path.is_file():
@@ -90,7 +92,7 @@ class LlamaCpp:
         context.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.context = self.model and llama_cpp.llama_init_from_model(self.model, context)
         if not self.context:
-            raise Unavailable(f"llama.cpp does not load {path}")
+            raise UnavailableError(f"llama.cpp does not load {path}")
         self.memory = llama_cpp.llama_get_memory(self.context)
         self.batches: dict[tuple[int, int], Any] = {}
         self.forward(torch.randn(BRANCHES, FILLED, config.dim), 0)

@@ -24,7 +24,7 @@ SHAPES = {
 PROMPTS = ("a photo of a red tulip", "a photo of a snow covered mountain", "a photo of the sea at sunset")
 
 
-class Unavailable(Exception):
+class UnavailableError(Exception):
     """An engine does not run a decoder here; the message says why."""
 
 
@@ -41,10 +41,11 @@ def weights_file(shape: str, folder: Path) -> Path:
     if shape == "S":
         target = Pipeline.from_pretrained("nature-128", dtype="float32").target
         if target.decoder.config != config:
-            raise Unavailable("nature-128 has another shape than SHAPES says")
+            raise UnavailableError("nature-128 has another shape than SHAPES says")
         tensors = {**target.decoder.state_dict(), "head": target.codes_out.table}
         table = target.decoder.rotary_table
-        more = table[-1:].expand(2 * FILLED - len(table), -1, -1)  # passes are timed behind the last position too
+        # Passes are timed behind the last position too.
+        more = table[-1:].expand(2 * FILLED - len(table), -1, -1)
         tensors["rotary_table"] = torch.cat((table, more))
     else:
         generator = torch.Generator().manual_seed(0)

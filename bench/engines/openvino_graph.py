@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from model import BRANCHES, FILLED, SHAPES, Unavailable, read_weights
+from model import BRANCHES, FILLED, SHAPES, UnavailableError, read_weights
 from torch import Tensor
 
 GROUP = 64  # of weights and activations that share a scale
@@ -106,9 +106,7 @@ class Graph:
             y = op.reshape(op.transpose(y, numbers(0, 2, 1, 3)), numbers(0, 0, dim), True)
             x = op.add(x, self.linear(y, self.weights[f"{at}wo.weight"], self.int8))
             y = self.norm(x, f"{at}ffn_norm.weight")
-            gate, up = (
-                self.linear(y, part, self.int8) for part in self.weights[f"{at}w13.weight"].chunk(2)
-            )
+            gate, up = (self.linear(y, part, self.int8) for part in self.weights[f"{at}w13.weight"].chunk(2))
             gated = op.multiply(op.swish(gate), up)
             x = op.add(x, self.linear(gated, self.weights[f"{at}w2.weight"], self.int8))
             inputs += old
@@ -135,7 +133,7 @@ class OpenVINO:
 
     def __init__(self, weights: Path, int8: bool = False):
         if openvino is None:
-            raise Unavailable("pip install openvino")
+            raise UnavailableError("pip install openvino")
         self.int8, (self.config, _) = int8, SHAPES[weights.stem]
         self.path = weights.with_name(f"{weights.stem}-{'int8' if int8 else 'bf16'}.xml")
         if not self.path.is_file():

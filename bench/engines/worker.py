@@ -20,7 +20,16 @@ from typing import Any
 
 import torch
 from llama_gguf import LlamaCpp
-from model import BRANCHES, FILLED, MOST_NODES, SHAPES, Unavailable, picture_inputs, read_weights, weights_file
+from model import (
+    BRANCHES,
+    FILLED,
+    MOST_NODES,
+    SHAPES,
+    UnavailableError,
+    picture_inputs,
+    read_weights,
+    weights_file,
+)
 from openvino_graph import OpenVINO
 from torch import Tensor, nn
 
@@ -115,7 +124,7 @@ def packed(decoder: Decoder, head: nn.Linear, dtype: str) -> tuple[Any, Callable
         quantise(decoder)
     passes, logits = library.native(decoder), native_head((head.weight, None))
     if passes is None or logits is None:
-        raise Unavailable("our kernels take no such decoder, or are not there")
+        raise UnavailableError("our kernels take no such decoder, or are not there")
     return passes, partial(logits, scale=1.0, branches=1)
 
 
@@ -162,7 +171,10 @@ def rounding(engine: Any, folder: Path) -> dict[str, float]:
         torch.save(logits, reference)
     exact = torch.load(reference)
     distances = {}
-    for name, merge in (("", lambda x: x[:, 0]), (" guided", lambda x: x[:, 1] + GUIDANCE * (x[:, 0] - x[:, 1]))):
+    for name, merge in (
+        ("", lambda x: x[:, 0]),
+        (" guided", lambda x: x[:, 1] + GUIDANCE * (x[:, 0] - x[:, 1])),
+    ):
         p, q = merge(exact).log_softmax(-1), merge(logits).log_softmax(-1)
         distances[f"KL{name}"] = (p.exp() * (p - q)).sum(-1).mean().item()
         distances[f"TV{name}"] = (p.exp() - q.exp()).abs().sum(-1).mean().item() / 2
@@ -195,7 +207,7 @@ def main() -> None:
         extra = {"amx": tiles} if name.startswith("llama.cpp") else {}
         engine = ENGINES[name](weights, **extra)
         x = {n: torch.randn(BRANCHES, n, config.dim) for n in range(1, MOST_NODES + 1)}
-    except Unavailable as error:
+    except UnavailableError as error:
         answer(unavailable=str(error))
         return
     layer = 4 * config.dim**2 + 3 * config.dim * config.hidden
