@@ -110,7 +110,7 @@ double reading(int64_t bytes, int threads) {
     const int repeats = 1 + (int)((1 << 28) / bytes);
 #pragma omp parallel num_threads(threads)
     memset(buffer + omp_get_thread_num() * lines, 1, lines * sizeof(Line));
-    for (int run = 0; run < 6; run++) {
+    for (int run = 0; run < 16; run++) {
         double began = now();
 #pragma omp parallel num_threads(threads)
         {
