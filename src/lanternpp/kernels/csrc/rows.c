@@ -3,7 +3,8 @@
    The same functions as `Sampling.probs` and `draw`. PyTorch takes some 20 operations for them, and starting those costs more than
    computing them. A row's result depends on that row alone and not on how many rows or threads there are. */
 
-#include "decoder.c"
+#include "linear.c"
+#include "old_names.h"
 
 #define SPARE 5  /* rows of scratch memory that a thread has */
 #define BLOCK 64 /* codes whose probabilities are summed at once; a row of scratch memory is as many times that as it needs */

@@ -31,66 +31,62 @@ typedef struct {
     char *scratch;   /* as many bytes as `row_bytes` says for `each` draws */
 } Children;
 
-static int64_t bytes_of_features(const Linear *head, int64_t rows) {
-    const int64_t most = up_to(ROWS, rows);
-    return padded(2 * most * head->inputs) + padded(2 * most * up_to(DEPTH, head->inputs)) + padded(4 * most);
-}
-
-int64_t head_bytes(const Linear *head, int64_t rows, int64_t threads) { return threads * bytes_of_features(head, rows); }
-
 /* x and its unconditional counterpart -> what guidance of a scale makes of both, as `Guidance.merge`. */
 static inline floats guided(floats x, floats unconditional, float scale) { return x + (scale - 1) * (x - unconditional); }
 
-/* The head of guided features, rounded to bfloat16. */
-void head_logits(const Linear *head, const Logits *work, int64_t threads) {
-    const Logits w = *work;
-    const int64_t inputs = head->inputs, most = up_to(ROWS, w.rows), blocks = up_to(COLUMNS, head->outputs) / COLUMNS;
-    const int in_tiles = tiles && w.rows > ROWS && !head->scale;
-    const int64_t tile_rows = head->scale ? 2 * w.rows : w.rows;
-#pragma omp parallel num_threads(threads)
-    {
-        const int64_t me = thread_number(), team = team_size();
-        char *own = w.scratch + me * bytes_of_features(head, w.rows);
-        half *x = take(&own, 2 * most * inputs);
-        Whole whole = {take(&own, 2 * most * up_to(DEPTH, inputs)), take(&own, 4 * most)};
-        const float scale = (float)w.scale;
-        float out[MOST_ROWS][COLUMNS];
-        for (int64_t r = 0; r < w.rows; r++)
-            for (int64_t i = 0; i < inputs; i += LANES) {
-                const half *from = w.features + r * w.pitch + i;
-                floats sum = widen_all(from);
-                if (w.branches > 1) sum = guided(sum, widen_all(from + w.rows * w.pitch), scale);
-                *(halves *)(x + place(r, i, inputs, in_tiles)) = narrow_all(sum);
-            }
-        /* Of many rows few are read again soon: they go past the caches, in which reading them first would take time. */
-        const int past = w.rows > 2 * ROWS && head->outputs % LANES == 0 && (intptr_t)w.logits % 64 == 0;
-#ifdef __AMX_BF16__
-        if (tiles) configure(tile_rows < ROWS ? (int)tile_rows : ROWS);
-#endif
-        if (head->scale) quantise(x, w.rows, inputs, &whole);
-        for (int64_t b = blocks * me / team; b < blocks * (me + 1) / team; b++)
-            for (int64_t first = 0; first < w.rows; first += MOST_ROWS) {
-                const int64_t rows = w.rows - first < MOST_ROWS ? w.rows - first : MOST_ROWS;
-                const int64_t columns = head->outputs - b * COLUMNS < COLUMNS ? head->outputs - b * COLUMNS : COLUMNS;
-                product(head, b, x, in_tiles, &whole, first, (int)rows, out);
-                for (int64_t r = 0; r < rows; r++) {
-                    float *y = w.logits + (first + r) * head->outputs + b * COLUMNS;
+typedef struct {
+    Inputs in;
+    const Linear *head;
+    const Logits *logits;
+    int past; /* of many rows few are read again soon: they go past the caches, in which reading them first would take time */
+} HeadWork;
+
+int64_t head_bytes(const Linear *head, int64_t rows) { return inputs_bytes(rows, head->inputs); }
+
+static void store_logits(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
+    const HeadWork *w = work;
+    const int64_t outputs = w->head->outputs, left = outputs - block * BLOCK_N, columns = left < BLOCK_N ? left : BLOCK_N;
+    for (int64_t r = 0; r < rows; r++) {
+        float *y = w->logits->logits + (first + r) * outputs + block * BLOCK_N;
 #ifdef __AVX512F__
-                    if (past && columns == COLUMNS) {
-                        _mm512_stream_ps(y, _mm512_loadu_ps(out[r]));
-                        _mm512_stream_ps(y + LANES, _mm512_loadu_ps(out[r] + LANES));
-                    } else
+        if (w->past && columns == BLOCK_N) {
+            _mm512_stream_ps(y, _mm512_loadu_ps(out[r]));
+            _mm512_stream_ps(y + LANES, _mm512_loadu_ps(out[r] + LANES));
+        } else
 #endif
-                        memcpy(y, out[r], 4 * columns);
-                }
-            }
-#ifdef __AVX512F__
-        _mm_sfence();
-#endif
-#ifdef __AMX_BF16__
-        if (tiles) _tile_release();
-#endif
+            memcpy(y, out[r], 4 * columns);
     }
+}
+
+/* A row of guided features, rounded to bf16. */
+static void load_guided(const HeadWork *w, int64_t row) {
+    Inputs in = w->in;
+    const float scale = (float)w->logits->scale;
+    const bf16 *x = w->logits->features + row * w->logits->pitch, *other = x + in.rows * w->logits->pitch;
+    bf16 both[in.inputs];
+    for (int64_t k = 0; k < in.inputs && w->logits->branches > 1; k++)
+        both[k] = narrow(widen(x[k]) + (scale - 1) * (widen(x[k]) - widen(other[k])));
+    load_row(&in, row, w->logits->branches > 1 ? both : x);
+}
+
+static void head_team(const Team *team, void *work) {
+    HeadWork *w = work;
+    const int64_t blocks = blocks_of(w->head);
+    configure_tiles(w->in.tile_rows);
+    for (int64_t i = share_begin(team, w->in.rows); i < share_end(team, w->in.rows); i++) load_guided(w, i);
+    wait_for_team(team);
+    gemm(w->head, &w->in, share_begin(team, blocks), share_end(team, blocks), store_logits, w);
+#ifdef __AVX512F__
+    _mm_sfence();
+#endif
+    release_tiles();
+}
+
+void head_logits(const Linear *head, const Logits *work, int64_t threads) {
+    char *at = work->scratch;
+    HeadWork w = {new_inputs(&at, work->rows, head), head, work, 0};
+    w.past = work->rows > 2 * TILE_M && head->outputs % LANES == 0 && (intptr_t)work->logits % 64 == 0;
+    run_team(threads, head_team, &w);
 }
 
 /* `Sampling.probs`. */

@@ -5,7 +5,7 @@ int64_t size_of(const char *name) {
         const char *name;
         int64_t bytes;
     } sizes[] = {
-        SIZE(Linear), SIZE(Layer), SIZE(Shape), SIZE(Pass), SIZE(Heads), {"Warp", sizeof(Sampling)}, SIZE(Chain),
+        SIZE(Linear), SIZE(Packing), SIZE(LinearCall), SIZE(Layer), SIZE(Shape), SIZE(Pass), SIZE(Heads), {"Warp", sizeof(Sampling)}, SIZE(Chain),
         SIZE(Logits), SIZE(Rows), SIZE(Children), SIZE(Laws), SIZE(Node), SIZE(Verification),
         SIZE(QueryLayers), SIZE(QueryInputs), SIZE(Drafter), SIZE(Step),
     };

@@ -77,18 +77,8 @@ typedef struct {
 enum { DRAFT, PASS, VERIFY, COMMIT };
 enum { ACCEPT_NOISE = 1, BONUS_NOISE = 2, DRAFT_NOISE = 16 };
 
-static int64_t query_memory(const QueryLayers *l, int64_t known, int64_t rows) {
-    return padded(2 * up_to(ROWS, known) * (2 + l->aux) * l->dim) + padded(2 * up_to(ROWS, rows) * l->dim);
-}
-
-static int64_t query_memory_of_thread(const QueryLayers *l, int64_t rows) {
-    const int64_t most = up_to(ROWS, rows);
-    return padded(2 * most * up_to(DEPTH, (2 + l->aux) * l->dim)) + 2 * padded(4 * most) + padded(2 * most * up_to(DEPTH, l->dim)) +
-           2 * padded(4 * most * COLUMNS);
-}
-
-int64_t inputs_bytes(const QueryLayers *l, int64_t known, int64_t rows, int64_t threads) {
-    return query_memory(l, known, rows) + threads * query_memory_of_thread(l, rows) + 64;
+int64_t drafter_inputs_bytes(const QueryLayers *l, int64_t known, int64_t rows) {
+    return inputs_bytes(known, (2 + l->aux) * l->dim) + inputs_bytes(rows, l->dim) + align64(4 * rows * l->dim) + 64;
 }
 
 /* A row of inputs of `fc`: the embedding, the features, and what layers returned, each divided by its root mean square. */
@@ -106,80 +96,71 @@ static void join(const QueryLayers *l, const half *embed, const half *features, 
     }
 }
 
+typedef struct {
+    const QueryLayers *layers;
+    const QueryInputs *call;
+    Inputs joined, hints;
+    FloatRows hinted; /* [rows, dim] products of the hints */
+} InputsWork;
+
+/* A block of a row of `out`: the products of its hint, and more. */
+static void store_row(const InputsWork *w, int64_t row, int64_t block, const float *more) {
+    const int64_t at = row * w->layers->dim + block * BLOCK_N;
+    for (int64_t c = 0; c < BLOCK_N; c += LANES)
+        *(bf16x16 *)(w->call->out + at + c) = narrow_all(*(f32x16 *)(w->hinted.y + at + c) + *(const f32x16 *)(more + c));
+}
+
+static void store_known(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
+    const InputsWork *w = work;
+    const int64_t known = w->call->known, nodes = known + w->call->queries;
+    for (int64_t i = 0; i < rows; i++) store_row(w, (first + i) / known * nodes + (first + i) % known, block, out[i]);
+}
+
+static void store_queries(const InputsWork *w, int64_t block) {
+    const QueryLayers *l = w->layers;
+    const int64_t known = w->call->known, nodes = known + w->call->queries;
+    for (int64_t row = 0; row < w->call->batch * nodes; row++) {
+        const int64_t n = row % nodes - known, level = n < l->query_count ? n : l->query_count - 1;
+        float query[BLOCK_N];
+        if (n < 0) continue;
+        for (int64_t c = 0; c < BLOCK_N; c++) query[c] = widen(l->queries[level * l->dim + block * BLOCK_N + c]);
+        store_row(w, row, block, query);
+    }
+}
+
+static void inputs_team(const Team *team, void *work) {
+    InputsWork *w = work;
+    const QueryLayers *l = w->layers;
+    const QueryInputs *q = w->call;
+    const int64_t blocks = l->dim / BLOCK_N, begin = share_begin(team, blocks), end = share_end(team, blocks);
+    bf16 joined[(2 + l->aux) * l->dim];
+    for (int64_t r = share_begin(team, w->joined.rows); r < share_end(team, w->joined.rows); r++) {
+        const int64_t from = r / q->known * q->stride + r % q->known;
+        join(l, q->next_embeds + from * l->dim, q->features + from * (1 + l->aux) * l->dim, joined);
+        load_row(&w->joined, r, joined);
+    }
+    for (int64_t r = share_begin(team, w->hints.rows); q->hints && r < share_end(team, w->hints.rows); r++)
+        load_row(&w->hints, r, q->hints + r * l->dim);
+    wait_for_team(team);
+    configure_tiles(w->hints.tile_rows);
+    if (q->hints) gemm(&l->hint, &w->hints, begin, end, store_floats, &w->hinted);
+    else
+        for (int64_t r = 0; r < w->hints.rows; r++) memset(w->hinted.y + r * l->dim + begin * BLOCK_N, 0, 4 * (end - begin) * BLOCK_N);
+    configure_tiles(w->joined.tile_rows);
+    gemm(&l->fc, &w->joined, begin, end, store_known, w);
+    for (int64_t block = begin; block < end; block++) store_queries(w, block);
+    release_tiles();
+}
+
 /* `ParallelDrafter.inputs`: what the drafter's decoder reads at known positions, and at queries. */
 void drafter_inputs(const QueryLayers *layers, const QueryInputs *inputs, int64_t threads) {
-    const QueryLayers l = *layers;
-    const QueryInputs w = *inputs;
-    const int64_t known = w.batch * w.known, nodes = w.known + w.queries, rows = w.batch * nodes, wide = (2 + l.aux) * l.dim;
-    char *at = (char *)padded((int64_t)w.scratch);
-    half *joined = take(&at, 2 * up_to(ROWS, known) * wide), *hints = take(&at, 2 * up_to(ROWS, rows) * l.dim);
-#pragma omp parallel num_threads(threads)
-    {
-        const int64_t me = thread_number(), team = team_size(), blocks = l.dim / COLUMNS, most = up_to(ROWS, rows);
-        char *own = at + me * query_memory_of_thread(&l, rows);
-        Whole whole = {take(&own, 2 * most * up_to(DEPTH, wide)), take(&own, 4 * most)};
-        Whole hint_whole = {take(&own, 2 * most * up_to(DEPTH, l.dim)), take(&own, 4 * most)};
-        float(*y)[COLUMNS] = take(&own, 4 * most * COLUMNS), (*sums)[COLUMNS] = take(&own, 4 * most * COLUMNS);
-        for (int64_t r = known * me / team; r < known * (me + 1) / team; r++) {
-            const int64_t row = r / w.known * w.stride + r % w.known;
-            join(&l, w.next_embeds + row * l.dim, w.features + row * (1 + l.aux) * l.dim, joined + r * wide);
-        }
-        for (int64_t r = rows * me / team; w.hints && r < rows * (me + 1) / team; r++) memcpy(hints + r * l.dim, w.hints + r * l.dim, 2 * l.dim);
-#ifdef __AMX_BF16__
-        if (tiles) configure(ROWS);
-#endif
-#pragma omp barrier
-        if (l.fc.scale) quantise(joined, known, wide, &whole);
-        if (l.hint.scale && w.hints) quantise(hints, rows, l.dim, &hint_whole);
-        for (int64_t b = blocks * me / team; b < blocks * (me + 1) / team; b++) {
-            if (w.hints) linear_block(&l.hint, b, hints, &hint_whole, rows, y);
-            else memset(y, 0, 4 * rows * COLUMNS);
-            linear_block(&l.fc, b, joined, &whole, known, sums);
-            for (int64_t r = 0; r < rows; r++) {
-                const int64_t n = r % nodes, level = n - w.known < l.query_count ? n - w.known : l.query_count - 1;
-                for (int64_t c = 0; c < COLUMNS; c += LANES) {
-                    floats sum = *(floats *)(y[r] + c);
-                    if (n < w.known) sum += *(floats *)(sums[r / nodes * w.known + n] + c);
-                    else sum += widen_all(l.queries + level * l.dim + b * COLUMNS + c);
-                    *(halves *)(w.out + r * l.dim + b * COLUMNS + c) = narrow_all(sum);
-                }
-            }
-        }
-#ifdef __AMX_BF16__
-        if (tiles) _tile_release();
-#endif
-    }
-}
-
-/* out [rows, outputs] = x [rows, inputs], readable up to a multiple of ROWS rows, through a layer whose outputs are a multiple of COLUMNS. */
-void linear_rows(const Linear *layer, const half *x, int64_t rows, half *out, char *scratch, int64_t threads) {
-    const int64_t most = up_to(ROWS, rows), blocks = layer->outputs / COLUMNS;
-    const int64_t each = padded(2 * most * up_to(DEPTH, layer->inputs)) + padded(4 * most) + padded(4 * most * COLUMNS);
-#pragma omp parallel num_threads(threads)
-    {
-        const int64_t me = thread_number(), team = team_size();
-        char *own = (char *)padded((int64_t)scratch) + me * each;
-        Whole whole = {take(&own, 2 * most * up_to(DEPTH, layer->inputs)), take(&own, 4 * most)};
-        float(*y)[COLUMNS] = take(&own, 4 * most * COLUMNS);
-#ifdef __AMX_BF16__
-        if (tiles) configure(ROWS);
-#endif
-        if (layer->scale) quantise(x, rows, layer->inputs, &whole);
-        for (int64_t b = blocks * me / team; b < blocks * (me + 1) / team; b++) {
-            linear_block(layer, b, x, &whole, rows, y);
-            for (int64_t r = 0; r < rows; r++)
-                for (int64_t c = 0; c < COLUMNS; c += LANES)
-                    *(halves *)(out + r * layer->outputs + b * COLUMNS + c) = narrow_all(*(floats *)(y[r] + c));
-        }
-#ifdef __AMX_BF16__
-        if (tiles) _tile_release();
-#endif
-    }
-}
-
-int64_t linear_bytes(const Linear *layer, int64_t rows, int64_t threads) {
-    const int64_t most = up_to(ROWS, rows);
-    return threads * (padded(2 * most * up_to(DEPTH, layer->inputs)) + padded(4 * most) + padded(4 * most * COLUMNS)) + 64;
+    const int64_t known = inputs->batch * inputs->known, rows = known + inputs->batch * inputs->queries;
+    char *at = (char *)align64((int64_t)inputs->scratch);
+    InputsWork work = {.layers = layers, .call = inputs};
+    work.joined = new_inputs(&at, known, &layers->fc);
+    work.hints = new_inputs(&at, rows, &layers->hint);
+    work.hinted = (FloatRows){arena_alloc(&at, 4 * rows * layers->dim), layers->dim};
+    run_team(threads, inputs_team, &work);
 }
 
 static inline uint32_t mix(uint32_t x) {
@@ -239,7 +220,8 @@ static void draft(const Step *s, int64_t threads) {
         memcpy(d.level_features + (b * levels + 1) * dim, out + known * dim, 2 * (levels - 1) * dim);
         for (int64_t level = 0; level < levels; level++) d.u[b * levels + level] = fine(s->seed[b], s->passes[b], DRAFT_NOISE + level, 0);
     }
-    linear_rows(&d.query_layers->down, d.level_features, s->batch * levels, d.query, s->scratch, threads);
+    const LinearCall down = {d.level_features, d.query, s->scratch, s->batch * levels, 0};
+    linear(&d.query_layers->down, &down, threads);
     const Verification *v = &s->verification;
     const Chain chain = {.batch = s->batch, .levels = levels, .codes = v->codes, .sampling = v->sampling, .features = d.level_features,
                          .query = d.query, .prev = d.prev, .u = d.u, .probs = (float *)v->q, .drawn = (int64_t *)v->drawn, .scratch = s->scratch};
@@ -262,7 +244,7 @@ static void forward(const Step *s, int64_t threads) {
     const Pass pass = {rows, nodes, s->slots, s->x, s->rotation, s->slot, s->mask, s->kv, s->features, s->scratch, s->parts, s->part};
     decode(s->shape, s->layers, &pass, threads);
     for (int64_t i = 0; i < s->batch * nodes * wide; i += LANES) {
-        floats x = widen_all(s->features + i);
+        f32x16 x = widen_all(s->features + i);
         if (s->branches > 1) x = guided(x, widen_all(s->features + s->batch * nodes * wide + i), (float)s->guidance);
         *(halves *)(s->guided + i) = narrow_all(x);
     }
@@ -320,15 +302,20 @@ void run_step(const Step *s, int64_t first, int64_t last, int64_t threads) {
 
 static int64_t larger(int64_t x, int64_t y) { return x > y ? x : y; }
 
+static int64_t pass_bytes(const Shape *shape, const Layer *layers, int64_t rows, int64_t nodes, int64_t slots, int64_t threads) {
+    const Pass pass = {.rows = rows, .nodes = nodes, .slots = slots};
+    return scratch_bytes(shape, layers, &pass, threads);
+}
+
 int64_t step_bytes(const Step *s, int64_t threads) {
     const int64_t nodes = s->levels + 1;
-    int64_t most = larger(scratch_bytes(s->shape, s->branches * s->batch, nodes, s->slots, threads), row_bytes(s->verification.codes, 0, threads));
-    most = larger(most, head_bytes(s->head, s->batch * nodes, threads));
+    int64_t most = larger(pass_bytes(s->shape, s->layers, s->branches * s->batch, nodes, s->slots, threads), row_bytes(s->verification.codes, 0, threads));
+    most = larger(most, head_bytes(s->head, s->batch * nodes));
     if (s->drafter) {
         const Drafter *d = s->drafter;
-        most = larger(most, inputs_bytes(d->query_layers, s->batch * nodes, s->batch * 2 * s->levels, threads));
-        most = larger(most, scratch_bytes(d->shape, s->batch, 2 * s->levels, d->slots, threads));
-        most = larger(most, linear_bytes(&d->query_layers->down, s->batch * s->levels, threads));
+        most = larger(most, drafter_inputs_bytes(d->query_layers, s->batch * nodes, s->batch * 2 * s->levels));
+        most = larger(most, pass_bytes(d->shape, d->layers, s->batch, 2 * s->levels, d->slots, threads));
+        most = larger(most, linear_bytes(&d->query_layers->down, s->batch * s->levels));
         most = larger(most, chain_bytes(d->heads, s->batch, s->levels, threads));
     }
     return most + 64;

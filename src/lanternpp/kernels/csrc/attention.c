@@ -1,0 +1,298 @@
+/* Attention of a few queries over the keys and values of one head. Channels of a head are padded to a multiple of HEAD_ALIGN. */
+#include "gemm.h"
+
+enum { HEAD_ALIGN = 32, VALUE_VECTORS = 4, QUERY_TILE = 4 }; /* vectors of channels, and queries, whose values are summed at once */
+
+#ifndef __AVX512BF16__
+static const int dot_bf16_is_faster = 0;
+#elif defined(__AMX_BF16__)
+static const int dot_bf16_is_faster = 1;
+#endif
+
+/* The sums where their mask [count] is set, else -infinity; up to LANES are read of the mask. */
+static inline f32x16 masked(f32x16 sums, const uint8_t *mask, int64_t count) {
+    uint8_t seen[LANES] = {0};
+    if (count < LANES) mask = memcpy(seen, mask, count);
+    const i32x16 kept = widen_flags(mask) != 0, none = (i32x16)((f32x16){0} - INFINITY);
+    return (f32x16)(((i32x16)sums & kept) | (none & ~kept));
+}
+
+/* exp(x) over its sum, of x [size], size a multiple of LANES. */
+static void softmax(float *x, int64_t size) {
+    const float highest = max_of(x, size);
+    f32x16 total = {0};
+    for (int64_t j = 0; j < size; j += LANES) {
+        f32x16 *some = (f32x16 *)(x + j);
+        total += *some = exp_all(*some - highest);
+    }
+    const float scale = 1 / reduce_add(total);
+    for (int64_t j = 0; j < size; j += LANES) *(f32x16 *)(x + j) *= scale;
+}
+
+/* Attention of `count` queries [count, d] over keys and values [size, d], query q where its mask is set: out [count] of [d].
+
+   weights [count, stride] is scratch, stride a multiple of LANES and at least size. A query's result depends on that query alone. */
+ALWAYS_INLINE void attend_f32(const float *query, int64_t count, const bf16 *keys, const bf16 *values, const uint8_t **mask, int64_t size,
+                   int64_t d, float *weights, int64_t stride, bf16 **out) {
+    for (int64_t j = 0; j < size; j += LANES) {
+        f32x16 key[LANES][d / LANES]; /* behind the last one, the last again */
+        for (int64_t k = 0; k < LANES; k++)
+            for (int64_t i = 0; i < d / LANES; i++)
+                key[k][i] = widen_all(keys + (j + k < size ? j + k : size - 1) * d + i * LANES);
+        for (int64_t q = 0; q < count; q++) {
+            const f32x16 *some = (const f32x16 *)(query + q * d);
+            f32x16 sums[LANES];
+#pragma GCC unroll 16
+            for (int k = 0; k < LANES; k++) {
+                sums[k] = some[0] * key[k][0];
+                for (int64_t i = 1; i < d / LANES; i++) sums[k] += some[i] * key[k][i];
+            }
+            *(f32x16 *)(weights + q * stride + j) = masked(reduce_add_each(sums), mask[q] + j, size - j);
+        }
+    }
+    for (int64_t q = 0; q < count; q++) softmax(weights + q * stride, stride);
+    for (int64_t first = 0; first < count; first += QUERY_TILE)
+        for (int64_t i = 0; i < d; i += VALUE_VECTORS * LANES) {
+            const float *weight[QUERY_TILE];
+            f32x16 sums[QUERY_TILE][VALUE_VECTORS] = {0};
+            for (int q = 0; q < QUERY_TILE; q++) weight[q] = weights + (first + q < count ? first + q : count - 1) * stride;
+            for (int64_t j = 0; j < size; j++)
+#pragma GCC unroll 4
+                for (int c = 0; c < VALUE_VECTORS; c++) {
+                    if (i + c * LANES >= d) break;
+                    f32x16 value = widen_all(values + j * d + i + c * LANES);
+#pragma GCC unroll 4
+                    for (int q = 0; q < QUERY_TILE; q++) sums[q][c] += weight[q][j] * value;
+                }
+            for (int64_t q = 0; q < QUERY_TILE && first + q < count; q++)
+                for (int64_t c = 0; c < VALUE_VECTORS && i + c * LANES < d; c++)
+                    *(bf16x16 *)(out[first + q] + i + c * LANES) = narrow_all(sums[q][c]);
+        }
+}
+
+#ifdef __AVX512BF16__
+/* x [size] as bf16, where it was; size is a multiple of LANES. */
+static void narrow_in_place(float *x, int64_t size) {
+    for (int64_t i = 0; i < size; i += 2 * LANES) {
+        const __m512 lower = _mm512_loadu_ps(x + i), upper = i + LANES < size ? _mm512_loadu_ps(x + i + LANES) : _mm512_setzero_ps();
+        _mm512_storeu_si512((bf16 *)x + i, (__m512i)_mm512_cvtne2ps_pbh(upper, lower));
+    }
+}
+
+static inline __m512bh pairs_at(const bf16 *x) { return (__m512bh)_mm512_loadu_si512(x); }
+
+/* `attend_f32` by products of bf16, to which queries and weights are rounded; `tile` queries at once, a constant.
+
+   While keys are read values are fetched, and meanwhile the keys at `next`. */
+ALWAYS_INLINE void attend_bf16(int tile, float *query, int64_t count, const bf16 *keys, const bf16 *values, const bf16 *next,
+                               const uint8_t **mask, int64_t size, int64_t d, float *weights, int64_t stride, bf16 **out) {
+    const int64_t whole = size / LANES * LANES, left = size - whole;
+    bf16 last[LANES * d]; /* the keys of the last vector of weights, zeros behind them */
+    memcpy(last, keys + whole * d, 2 * left * d);
+    memset(last + left * d, 0, 2 * (LANES - left) * d);
+    narrow_in_place(query, count * d);
+    for (int64_t j = 0; j < size; j += LANES) {
+        const bf16 *key = j < whole ? keys + j * d : last;
+        for (int64_t i = 0; i < LANES * d; i += 32) _mm_prefetch((const char *)(values + j * d + i), _MM_HINT_T0);
+        for (int64_t q = 0; q < count; q++) {
+            const bf16 *some = (const bf16 *)query + q * d;
+            f32x16 sums[LANES];
+#pragma GCC unroll 16
+            for (int k = 0; k < LANES; k++) {
+                __m512 sum = _mm512_setzero_ps();
+                for (int64_t i = 0; i < d; i += 32) sum = _mm512_dpbf16_ps(sum, pairs_at(some + i), pairs_at(key + k * d + i));
+                sums[k] = (f32x16)sum;
+            }
+            *(f32x16 *)(weights + q * stride + j) = masked(reduce_add_each(sums), mask[q] + j, size - j);
+        }
+    }
+    for (int64_t q = 0; q < count; q++) {
+        softmax(weights + q * stride, stride);
+        narrow_in_place(weights + q * stride, stride);
+    }
+    int16_t order[64]; /* of channels of two slots, in pairs */
+    for (int i = 0; i < 64; i++) order[i] = i / 2 + i % 2 * 32;
+    const __m512i lower = _mm512_loadu_si512(order), upper = _mm512_loadu_si512(order + 32);
+    for (int64_t first = 0; first < count; first += tile)
+        for (int64_t i = 0; i < d; i += VALUE_VECTORS * LANES) {
+            const bf16 *weight[QUERY_TILE];
+            __m512 sums[QUERY_TILE][VALUE_VECTORS];
+#pragma GCC unroll 4
+            for (int q = 0; q < tile; q++) {
+                weight[q] = (const bf16 *)(weights + (first + q < count ? first + q : count - 1) * stride);
+#pragma GCC unroll 4
+                for (int c = 0; c < VALUE_VECTORS; c++) sums[q][c] = _mm512_setzero_ps();
+            }
+            for (int64_t j = 0; j < size; j += 2) {
+                for (int64_t c = 0; c < 2 * d && !first; c += 32) _mm_prefetch((const char *)(next + j * d + c), _MM_HINT_T0);
+#pragma GCC unroll 2
+                for (int c = 0; c < VALUE_VECTORS; c += 2) {
+                    if (i + c * LANES >= d) break;
+                    const bf16 *from = values + j * d + i + c * LANES;
+                    const __m512i even = _mm512_loadu_si512(from), odd = j + 1 < size ? _mm512_loadu_si512(from + d) : _mm512_setzero_si512();
+                    const __m512bh left = (__m512bh)_mm512_permutex2var_epi16(even, lower, odd);
+                    const __m512bh right = (__m512bh)_mm512_permutex2var_epi16(even, upper, odd);
+#pragma GCC unroll 4
+                    for (int q = 0; q < tile; q++) {
+                        int32_t two;
+                        memcpy(&two, weight[q] + j, 4);
+                        const __m512bh both = (__m512bh)_mm512_set1_epi32(two);
+                        sums[q][c] = _mm512_dpbf16_ps(sums[q][c], both, left);
+                        sums[q][c + 1] = _mm512_dpbf16_ps(sums[q][c + 1], both, right);
+                    }
+                }
+            }
+            for (int64_t q = 0; q < tile && first + q < count; q++)
+                for (int64_t c = 0; c < VALUE_VECTORS && i + c * LANES < d; c++)
+                    *(bf16x16 *)(out[first + q] + i + c * LANES) = narrow_all((f32x16)sums[q][c]);
+        }
+}
+#endif
+
+enum { FEW_QUERIES = 4 }; /* for which tiles do not pay */
+
+/* `attend_f32`, with a constant number of channels where that is a usual one, so that a key stays in registers. */
+static void attend(float *query, int64_t count, const bf16 *keys, const bf16 *values, const bf16 *next, const uint8_t **mask, int64_t size,
+                   int64_t d, float *weights, int64_t stride, bf16 **out) {
+#ifdef __AVX512BF16__
+    if (dot_bf16_is_faster) {
+        if (d == 64 && count == 1) attend_bf16(1, query, count, keys, values, next, mask, size, 64, weights, stride, out);
+        else if (d == 64) attend_bf16(QUERY_TILE, query, count, keys, values, next, mask, size, 64, weights, stride, out);
+        else if (count == 1) attend_bf16(1, query, count, keys, values, next, mask, size, d, weights, stride, out);
+        else attend_bf16(QUERY_TILE, query, count, keys, values, next, mask, size, d, weights, stride, out);
+        return;
+    }
+#endif
+#ifndef __AMX_BF16__
+    if (d == 64) attend_f32(query, count, keys, values, mask, size, 64, weights, stride, out);
+    else if (d == 128) attend_f32(query, count, keys, values, mask, size, 128, weights, stride, out);
+    else attend_f32(query, count, keys, values, mask, size, d, weights, stride, out);
+#endif
+}
+
+#ifdef __AMX_BF16__
+/* Rows of 16 numbers of 32 bits as columns. */
+static void transpose(__m512i x[16]) {
+#pragma GCC unroll 4
+    for (int step = 1; step < 16; step *= 2) {
+        int32_t left[16], right[16];
+        for (int i = 0; i < 16; i++) {
+            left[i] = i & step ? 16 + i - step : i;
+            right[i] = i & step ? 16 + i : i + step;
+        }
+        const __m512i first = _mm512_loadu_si512(left), second = _mm512_loadu_si512(right);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++)
+            if (!(i & step)) {
+                const __m512i row = x[i];
+                x[i] = _mm512_permutex2var_epi32(row, first, x[i + step]);
+                x[i + step] = _mm512_permutex2var_epi32(row, second, x[i + step]);
+            }
+    }
+}
+
+/* Values [size, d] as tiles of weights: [up to 32 / 2, d, 2], slots in pairs, with zeros behind the last. */
+static void pack_values(const bf16 *values, int64_t size, int64_t d, bf16 *pairs) {
+    int16_t order[64];
+    for (int i = 0; i < 64; i++) order[i] = i / 2 + i % 2 * 32;
+    const __m512i first = _mm512_loadu_si512(order), second = _mm512_loadu_si512(order + 32);
+    for (int64_t j = 0; j < up_to(32, size); j += 2)
+        for (int64_t i = 0; i < d; i += 32, pairs += 64) {
+            __m512i even = j < size ? _mm512_loadu_si512(values + j * d + i) : _mm512_setzero_si512();
+            __m512i odd = j + 1 < size ? _mm512_loadu_si512(values + (j + 1) * d + i) : _mm512_setzero_si512();
+            _mm512_storeu_si512(pairs, _mm512_permutex2var_epi16(even, first, odd));
+            _mm512_storeu_si512(pairs + 32, _mm512_permutex2var_epi16(even, second, odd));
+        }
+}
+
+/* exp(x) for x <= 0, some 3e-6 of itself away, far less than what rounding to bf16 changes; 1e-38 below -87. */
+static inline __m512 exp_rounded(__m512 x) {
+    const __m512 y = _mm512_max_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _mm512_set1_ps(-126));
+    const __m512 n = _mm512_roundscale_ps(y, 0), f = _mm512_sub_ps(y, n);
+    __m512 p = _mm512_fmadd_ps(f, _mm512_set1_ps(9.6181291e-3f), _mm512_set1_ps(5.5504109e-2f));
+    p = _mm512_fmadd_ps(f, p, _mm512_set1_ps(2.4022651e-1f));
+    p = _mm512_fmadd_ps(f, p, _mm512_set1_ps(6.9314718e-1f));
+    return _mm512_scalef_ps(_mm512_fmadd_ps(f, p, _mm512_set1_ps(1)), n);
+}
+
+/* `attend` for up to 16 queries, `step` floats apart, with the CPU's tiles; d is a multiple of 32.
+
+   pairs: the values by `pack_values`. bias [size] of 16, `bias_stride` floats apart: 0 where a query's mask is set, else -infinity. Each 32
+   channels of out are `out_stride` times as far apart as in order.
+   scratch: 32 d bf16, and for up to a multiple of 32 slots 16 floats and 16 bf16 each. */
+static void attend_amx(const float *query, int64_t step, int64_t count, const bf16 *keys, const bf16 *pairs,
+                            const float *bias, int64_t bias_stride, int64_t size, int64_t d, char *scratch, bf16 **out, int64_t out_stride) {
+    const int64_t stride = up_to(32, size);
+    bf16 *packed = (bf16 *)scratch, *tail = packed + 16 * d, *weights;
+    float *scores = (float *)(tail + 16 * d), totals[16]; /* of these 1 over the sum */
+    weights = (bf16 *)(scores + 16 * stride);
+    for (int64_t i = 0; i < d; i += 32) { /* [d / 2, 16, 2] */
+        __m512i some[16];
+        for (int64_t q = 0; q < 16; q++) {
+            bf16 two[2 * LANES] = {0};
+            for (int64_t j = 0; j < 32 && q < count; j += LANES)
+                *(bf16x16 *)(two + j) = narrow_all(*(const f32x16 *)(query + q * step + i + j));
+            some[q] = _mm512_loadu_si512(two);
+        }
+        transpose(some);
+        for (int64_t j = 0; j < 16; j++) _mm512_storeu_si512(packed + 16 * i + 32 * j, some[j]);
+    }
+    for (int64_t j = 0; j < size; j += 16) {
+        const bf16 *some = keys + j * d;
+        if (size - j < 16) {
+            memset(tail, 0, 32 * d);
+            some = memcpy(tail, some, 2 * (size - j) * d);
+        }
+        _tile_zero(7);
+        for (int64_t i = 0; i < d; i += 32) {
+            _tile_loadd(5, some + i, 2 * d);
+            _tile_loadd(6, packed + 16 * i, 64);
+            _tile_dpbf16ps(7, 5, 6);
+        }
+        _tile_stored(7, scores + 16 * j, 64);
+    }
+    __m512 highest = _mm512_set1_ps(-3e38f);
+    f32x16 total = {0};
+    for (int64_t j = 0; j < size; j++) {
+        __m512 score = _mm512_loadu_ps(scores + 16 * j) + _mm512_loadu_ps(bias + j * bias_stride);
+        _mm512_storeu_ps(scores + 16 * j, score);
+        highest = _mm512_max_ps(highest, score);
+    }
+    for (int64_t j = 0; j < size; j++) {
+        const __m512 weight = exp_rounded(_mm512_sub_ps(_mm512_loadu_ps(scores + 16 * j), highest));
+        _mm512_storeu_ps(scores + 16 * j, weight);
+        total += (f32x16)weight;
+    }
+    memset(scores + 16 * size, 0, 64 * (stride - size));
+    *(f32x16 *)totals = 1 / (total + 1e-30f);
+    /* From slots by queries to queries by slots, two slots at a time. */
+    int16_t order[32];
+    for (int i = 0; i < 16; i++) {
+        order[2 * i] = i;
+        order[2 * i + 1] = 16 + i;
+    }
+    for (int64_t j = 0; j < stride; j += 32) {
+        __m512i some[16];
+        for (int64_t k = 0; k < 16; k++) {
+            const float *two = scores + 16 * (j + 2 * k);
+            __m512i both = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(two + 16), _mm512_loadu_ps(two));
+            some[k] = _mm512_permutexvar_epi16(_mm512_loadu_si512(order), both);
+        }
+        transpose(some);
+        for (int64_t q = 0; q < count; q++) _mm512_storeu_si512(weights + q * stride + j, some[q]);
+    }
+    for (int64_t c = 0; c < d; c += 16) {
+        float sums[16][16];
+        _tile_zero(7);
+        for (int64_t j = 0; j < stride; j += 32) {
+            _tile_loadd(5, weights + j, 2 * stride);
+            _tile_loadd(6, pairs + j * d + 2 * c, 4 * d);
+            _tile_dpbf16ps(7, 5, 6);
+        }
+        _tile_stored(7, sums, 64);
+        for (int64_t q = 0; q < count; q++)
+            *(bf16x16 *)(out[q] + c / 32 * 32 * out_stride + c % 32) = narrow_all(*(f32x16 *)sums[q] * totals[q]);
+    }
+}
+#endif
+

@@ -1,0 +1,231 @@
+/* Weights in 8 bits: how rows of inputs are quantised, and the products of CPUs without tiles. See gemm.h for the three ways. */
+#include "gemm.h"
+
+static const float ROUND = 12582912.0f; /* added to a float of up to 22 bits, its lower bits are the nearest whole number's */
+
+/* The largest magnitude of x [count], as bits that are ordered as the numbers are; count is a multiple of LANES. */
+static inline bf16 largest_magnitude(const bf16 *x, int64_t count) {
+    bf16 largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (int64_t k = 0; k < count; k++) {
+        const bf16 magnitude = x[k] & 0x7fff;
+        largest = largest > magnitude ? largest : magnitude;
+    }
+    return largest;
+}
+
+static inline i32x16 nearest(f32x16 x) { return (i32x16)(x + ROUND) - 0x4b400000; }
+
+#ifdef INT8_GROUPED
+static void quantize_row(Inputs *in, int64_t row) {
+    const int64_t groups = in->width / K_ALIGN, tile = row / TILE_M, r = row % TILE_M;
+    const bf16 *x = in->x + row * in->width;
+    for (int64_t g = 0; g < groups; g++, x += K_ALIGN) {
+        const int64_t at = (tile * groups + g) * TILE_M + r;
+        const bf16 largest = largest_magnitude(x, K_ALIGN);
+        const float scale = widen(largest) / 127;
+        const float inverse = scale > 1e-30f && largest < 0x7f80 ? 1 / scale : 0;
+        int8_t *number = in->number + at * K_ALIGN;
+        i32x16 sum = {0};
+        for (int64_t k = 0; k < K_ALIGN; k += LANES) {
+            const i32x16 some = nearest(widen_all(x + k) * inverse);
+            sum += some;
+            *(i8x16 *)(number + k) = __builtin_convertvector(some, i8x16);
+        }
+        int32_t total = 0;
+        for (int i = 0; i < LANES; i++) total += sum[i];
+        in->scale[at] = largest < 0x7f80 ? scale : NAN;
+        in->start[at] = -WEIGHT_ZERO * total;
+    }
+}
+
+/* The vectors of products: DOT_N outputs, of each 4 inputs. */
+#if defined(__AVX512VNNI__)
+enum { DOT_N = 16, GROUPED_M = 6 };
+typedef __m512i dot_vec;
+#ifndef DOT4 /* with the intrinsic GCC 12 copies every sum twice */
+#define DOT4(sum, weight, x) __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(x))
+#endif
+#elif defined(__AVXVNNI__)
+enum { DOT_N = 8, GROUPED_M = 3 };
+typedef __m256i dot_vec;
+#define DOT4(sum, weight, x) sum = _mm256_dpbusd_avx_epi32(sum, weight, x)
+#else
+enum { DOT_N = 4, GROUPED_M = 4 };
+typedef int32x4_t dot_vec;
+#define DOT4(sum, weight, x) sum = vdotq_s32(sum, (int8x16_t)(weight), (int8x16_t)(x))
+#endif
+typedef int32_t dot_ints __attribute__((vector_size(4 * DOT_N), aligned(4)));
+typedef float dot_floats __attribute__((vector_size(4 * DOT_N), aligned(4)));
+
+/* Adds to out, or puts there at first, the sums of `count` rows, a constant, over some groups, without the outputs' scales. */
+ALWAYS_INLINE void grouped_tile(int count, const int8_t *x, const float *scale, const int32_t *start, int64_t groups, const char *weight,
+                                const char *next, int64_t share, int first, float (*out)[BLOCK_N]) {
+    for (int column = 0; column < BLOCK_N; column += 2 * DOT_N) {
+        const int8_t *number = x;
+        const char *w = weight + 4 * column;
+        dot_floats sums[GROUPED_M][2] = {0};
+        if (!first)
+            UNROLL for (int r = 0; r < count; r++)
+                UNROLL for (int v = 0; v < 2; v++) sums[r][v] = *(const dot_floats *)(out[r] + column + v * DOT_N);
+        for (int64_t g = 0; g < groups; g++, number += TILE_M * K_ALIGN) {
+            dot_vec products[GROUPED_M][2];
+            UNROLL for (int r = 0; r < count; r++) {
+                const dot_ints begin = start[g * TILE_M + r] - (dot_ints){0};
+                UNROLL for (int v = 0; v < 2; v++) products[r][v] = (dot_vec)begin;
+            }
+            if (!column) prefetch(next + g * share, share);
+            UNROLL for (int k = 0; k < K_ALIGN; k += 4, w += 4 * BLOCK_N) {
+                const dot_vec left = (dot_vec) * (const dot_ints *)w, right = (dot_vec) * (const dot_ints *)(w + 4 * DOT_N);
+                UNROLL for (int r = 0; r < count; r++) {
+                    int32_t four;
+                    memcpy(&four, number + r * K_ALIGN + k, 4);
+                    const dot_vec x_four = (dot_vec)(four - (dot_ints){0});
+                    DOT4(products[r][0], left, x_four);
+                    DOT4(products[r][1], right, x_four);
+                }
+            }
+            UNROLL for (int r = 0; r < count; r++)
+                UNROLL for (int v = 0; v < 2; v++)
+                    sums[r][v] += __builtin_convertvector((dot_ints)products[r][v], dot_floats) * scale[g * TILE_M + r];
+        }
+        UNROLL for (int r = 0; r < count; r++)
+            UNROLL for (int v = 0; v < 2; v++) *(dot_floats *)(out[r] + column + v * DOT_N) = sums[r][v];
+    }
+}
+
+static void gemm_int8(const Linear *layer, int64_t block, const Inputs *in, int64_t tile, int64_t tiles, float (*out)[BLOCK_N]) {
+    const int64_t groups = in->width / K_ALIGN, first = tile * TILE_M, left = in->rows - first;
+    const int64_t rows = tiles * TILE_M < left ? tiles * TILE_M : left;
+    const char *weight = (const char *)layer->weight + block * in->width * BLOCK_N;
+    int64_t visits = 0; /* of the weights by groups of rows */
+    for (int64_t r = 0; r < rows; r += TILE_M) visits += ((rows - r < TILE_M ? rows - r : TILE_M) + GROUPED_M - 1) / GROUPED_M;
+    const int64_t share = up_to(64, K_ALIGN * BLOCK_N / visits);
+    for (int64_t g = 0, some; g < groups; g += some) {
+        some = visits > 1 && groups - g > BLOCK_K / K_ALIGN ? BLOCK_K / K_ALIGN : groups - g;
+        const char *w = weight + g * K_ALIGN * BLOCK_N, *next = w + (visits > 1 ? some * K_ALIGN * BLOCK_N : PREFETCH_BYTES);
+        for (int64_t t = 0; t < rows; t += TILE_M) {
+            const int64_t in_tile = rows - t < TILE_M ? rows - t : TILE_M, parts = (in_tile + GROUPED_M - 1) / GROUPED_M;
+            const int64_t at = ((first + t) / TILE_M * groups + g) * TILE_M;
+            for (int64_t part = 0, r = 0, count; part < parts; part++, r += count, next += some * share) {
+                const int8_t *x = in->number + (at + r) * K_ALIGN;
+                const float *scale = in->scale + at + r;
+                const int32_t *start = in->start + at + r;
+                float (*to)[BLOCK_N] = out + t + r;
+                count = (in_tile - r) / (parts - part);
+                switch (count) {
+                case 1: grouped_tile(1, x, scale, start, some, w, next, share, g == 0, to); break;
+                case 2: grouped_tile(2, x, scale, start, some, w, next, share, g == 0, to); break;
+                case 3: grouped_tile(3, x, scale, start, some, w, next, share, g == 0, to); break;
+                case 4: grouped_tile(GROUPED_M < 4 ? GROUPED_M : 4, x, scale, start, some, w, next, share, g == 0, to); break;
+                case 5: grouped_tile(GROUPED_M < 5 ? GROUPED_M : 5, x, scale, start, some, w, next, share, g == 0, to); break;
+                default: grouped_tile(GROUPED_M, x, scale, start, some, w, next, share, g == 0, to);
+                }
+            }
+        }
+    }
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < BLOCK_N; c++) out[r][c] *= layer->scale[block * BLOCK_N + c];
+}
+
+#else /* 16 bits: no product's sum leaves 32 bits, as the magnitudes of a row add up to some 16 million */
+static void quantize_row(Inputs *in, int64_t row) {
+    const bf16 *x = in->x + row * in->width, largest = largest_magnitude(x, in->width);
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int64_t k = 0; k < in->width; k++) total += widen(x[k] & 0x7fff);
+    const float most = widen(largest) / 0x7f7f, mean = total / 16000000, scale = most > mean ? most : mean;
+    const float inverse = scale > 1e-30f && largest < 0x7f80 ? 1 / scale : 0;
+    in->scale[row] = largest < 0x7f80 ? scale : NAN;
+#ifdef INT8_PLANES
+    enum { PLANE = TILE_M * K_ALIGN };
+    int8_t *upper = in->number + row / in->tile_rows * 2 * TILE_M * in->width + row % in->tile_rows * K_ALIGN;
+    for (int64_t k = 0; k < in->width; k += LANES) {
+        const i32x16 number = nearest(widen_all(x + k) * inverse), low = number << 24 >> 24;
+        int8_t *to = upper + k / K_ALIGN * 2 * PLANE + k % K_ALIGN;
+        *(i8x16 *)to = __builtin_convertvector((number - low) >> 8, i8x16);
+        *(i8x16 *)(to + PLANE) = __builtin_convertvector(low, i8x16);
+    }
+#else
+    int16_t *to = (int16_t *)in->number + row * in->width;
+    for (int64_t k = 0; k < in->width; k += LANES)
+        *(i16x16 *)(to + k) = __builtin_convertvector(nearest(widen_all(x + k) * inverse), i16x16);
+#endif
+}
+#endif
+
+#ifdef INT8_WIDE
+enum { WIDE_M = 4 };
+
+/* Sums of `count` rows, a constant, of which those beyond `rows` repeat the last. */
+ALWAYS_INLINE void wide_tile(int count, int64_t rows, const int16_t *x, int64_t width, const int8_t *weight, int32_t (*sums)[BLOCK_N]) {
+    const int16_t *row[WIDE_M];
+    for (int r = 0; r < count; r++) row[r] = x + (r < rows ? r : rows - 1) * width;
+#if defined(__AVX512BW__)
+    __m512i parts[WIDE_M][4]; /* of a row: two sums for each of 8 columns */
+    UNROLL for (int r = 0; r < count; r++) UNROLL for (int c = 0; c < 4; c++) parts[r][c] = _mm512_setzero_si512();
+    for (int64_t k = 0; k < width; k += 4, weight += 4 * BLOCK_N) {
+        __m512i w[4];
+        prefetch(weight + PREFETCH_BYTES, 4 * BLOCK_N);
+        UNROLL for (int c = 0; c < 4; c++) w[c] = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(weight + 32 * c)));
+        UNROLL for (int r = 0; r < count; r++) {
+            int64_t four;
+            memcpy(&four, row[r] + k, 8);
+            const __m512i x_four = _mm512_set1_epi64(four);
+            UNROLL for (int c = 0; c < 4; c++) parts[r][c] = _mm512_add_epi32(parts[r][c], _mm512_madd_epi16(x_four, w[c]));
+        }
+    }
+    int32_t order[16];
+    for (int i = 0; i < 16; i++) order[i] = 2 * i;
+    const __m512i even = _mm512_loadu_si512(order), odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    for (int r = 0; r < rows && r < count; r++)
+        for (int c = 0; c < 4; c += 2)
+            _mm512_storeu_si512(sums[r] + 8 * c, _mm512_add_epi32(_mm512_permutex2var_epi32(parts[r][c], even, parts[r][c + 1]),
+                                                                  _mm512_permutex2var_epi32(parts[r][c], odd, parts[r][c + 1])));
+#elif defined(__AVX2__)
+    for (int first = 0; first < BLOCK_N; first += 8) {
+        __m256i parts[WIDE_M][2]; /* of a row: two sums for each of 4 columns */
+        for (int r = 0; r < count; r++) parts[r][0] = parts[r][1] = _mm256_setzero_si256();
+        const int8_t *w = weight + 4 * first;
+        for (int64_t k = 0; k < width; k += 4, w += 4 * BLOCK_N) {
+            const __m256i left = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
+            const __m256i right = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(w + 16)));
+            UNROLL for (int r = 0; r < count; r++) {
+                int64_t four;
+                memcpy(&four, row[r] + k, 8);
+                const __m256i x_four = _mm256_set1_epi64x(four);
+                parts[r][0] = _mm256_add_epi32(parts[r][0], _mm256_madd_epi16(x_four, left));
+                parts[r][1] = _mm256_add_epi32(parts[r][1], _mm256_madd_epi16(x_four, right));
+            }
+        }
+        for (int r = 0; r < rows && r < count; r++) {
+            const __m256i pairs = _mm256_hadd_epi32(parts[r][0], parts[r][1]); /* columns 0, 1, 4, 5, 2, 3, 6, 7 */
+            _mm256_storeu_si256((__m256i *)(sums[r] + first), _mm256_permute4x64_epi64(pairs, 0xd8));
+        }
+    }
+#else
+    for (int r = 0; r < rows && r < count; r++) {
+        int32_t all[BLOCK_N] = {0};
+        const int8_t *w = weight;
+        for (int64_t k = 0; k < width; k += 4, w += 4 * BLOCK_N)
+            for (int c = 0; c < BLOCK_N; c++)
+                all[c] += row[r][k] * w[4 * c] + row[r][k + 1] * w[4 * c + 1] + row[r][k + 2] * w[4 * c + 2] + row[r][k + 3] * w[4 * c + 3];
+        memcpy(sums[r], all, sizeof all);
+    }
+#endif
+}
+
+static void gemm_int8(const Linear *layer, int64_t block, const Inputs *in, int64_t tile, int64_t tiles, float (*out)[BLOCK_N]) {
+    const int64_t first = tile * TILE_M, last = first + tiles * TILE_M < in->rows ? first + tiles * TILE_M : in->rows;
+    const int8_t *weight = (const int8_t *)layer->weight + block * in->width * BLOCK_N;
+    for (int64_t row = first; row < last; row += WIDE_M, out += WIDE_M) {
+        const int16_t *x = (const int16_t *)in->number + row * in->width;
+        int32_t sums[WIDE_M][BLOCK_N];
+        if (last - row == 1) wide_tile(1, 1, x, in->width, weight, sums);
+        else if (last - row == 2) wide_tile(2, 2, x, in->width, weight, sums);
+        else wide_tile(WIDE_M, last - row, x, in->width, weight, sums);
+        for (int64_t r = 0; r < WIDE_M && row + r < last; r++)
+            for (int64_t c = 0; c < BLOCK_N; c++) out[r][c] = sums[r][c] * (in->scale[row + r] * layer->scale[block * BLOCK_N + c]);
+    }
+}
+#endif

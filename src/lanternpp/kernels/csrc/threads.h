@@ -1,0 +1,106 @@
+/* Threads that compute one pass together: OpenMP's, which are PyTorch's own, or ours where the compiler has no OpenMP. */
+#ifndef THREADS_H
+#define THREADS_H
+
+#include <stdint.h>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#elif !defined(_WIN32)
+#include <pthread.h>
+#include <stdlib.h>
+#endif
+#ifndef _WIN32
+#include <sched.h>
+#endif
+
+/* Threads that arrive wait in a loop, as they do for microseconds; where others take longer they have no core, which is then given up. */
+typedef struct {
+    _Atomic int64_t arrived, phase;
+} Barrier;
+
+typedef struct {
+    int64_t rank, size;
+    Barrier *barrier;
+} Team;
+
+typedef void Task(const Team *team, void *work);
+
+/* The part [begin, end) of `count` pieces of work that is a thread's. */
+static inline int64_t share_begin(const Team *team, int64_t count) { return count * team->rank / team->size; }
+static inline int64_t share_end(const Team *team, int64_t count) { return count * (team->rank + 1) / team->size; }
+
+static inline void wait_for_team(const Team *team) {
+    enum { SPINS = 20000 };
+    Barrier *barrier = team->barrier;
+    const int64_t phase = __atomic_load_n(&barrier->phase, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&barrier->arrived, 1, __ATOMIC_ACQ_REL) == team->size) {
+        __atomic_store_n(&barrier->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&barrier->phase, phase + 1, __ATOMIC_RELEASE);
+        return;
+    }
+    for (int64_t spins = 1; __atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) == phase; spins++) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+#ifndef _WIN32
+        if (spins % SPINS == 0) sched_yield();
+#endif
+    }
+}
+
+#if defined(_OPENMP)
+static void run_team(int64_t threads, Task *task, void *work) {
+    Barrier barrier = {0, 0};
+#pragma omp parallel num_threads((int)threads)
+    {
+        const Team team = {omp_get_thread_num(), omp_get_num_threads(), &barrier};
+        task(&team, work);
+    }
+}
+
+/* How many threads the parallel regions that the calling thread starts have from now on, PyTorch's among them; returns how many they had. */
+int64_t use_threads(int64_t count) {
+    const int64_t before = omp_get_max_threads();
+    omp_set_num_threads((int)count);
+    return before;
+}
+#else
+int64_t use_threads(int64_t count) { return count; }
+
+#ifdef _WIN32
+static void run_team(int64_t threads, Task *task, void *work) {
+    Barrier barrier = {0, 0};
+    const Team team = {0, 1, &barrier};
+    (void)threads;
+    task(&team, work);
+}
+#else
+enum { MAX_TEAM = 64 };
+
+typedef struct {
+    Team team;
+    Task *task;
+    void *work;
+} Start;
+
+static void *start_thread(void *from) {
+    const Start *start = from;
+    start->task(&start->team, start->work);
+    return 0;
+}
+
+static void run_team(int64_t threads, Task *task, void *work) {
+    Start start[MAX_TEAM];
+    pthread_t thread[MAX_TEAM];
+    Barrier barrier = {0, 0};
+    const int64_t size = threads > MAX_TEAM ? MAX_TEAM : threads < 1 ? 1 : threads;
+    for (int64_t i = 0; i < size; i++) start[i] = (Start){{i, size, &barrier}, task, work};
+    for (int64_t i = 1; i < size; i++)
+        if (pthread_create(&thread[i], 0, start_thread, &start[i])) abort();
+    start_thread(&start[0]);
+    for (int64_t i = 1; i < size; i++) pthread_join(thread[i], 0);
+}
+#endif
+#endif
+#endif

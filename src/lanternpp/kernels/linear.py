@@ -1,0 +1,135 @@
+"""Linear layers whose weights lie in memory once, packed as the kernels read them, in bfloat16 or in 8 bits."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import addressof, byref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lanternpp.kernels.layout import LargePages
+from lanternpp.kernels.structs import BLOCK_N, K_ALIGN, Linear, LinearCall, Packing
+from lanternpp.nn.int8 import stored_parts
+from lanternpp.types import on_host
+
+
+class Packed:
+    """Weights and biases of linear layers with the same inputs, as one layer: the structure `Linear`, and its memory.
+
+    weights: [out, in] each, bfloat16, or with the 8 bits of their checkpoint. int8: whether they are packed in 8 bits, with a scale
+    per output; bits and scales of a checkpoint are taken as they are. order [outputs]: the row, of all weights one behind the other,
+    that each output is; -1: zeros. columns: likewise of inputs.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        int8: bool,
+        order: Tensor | None = None,
+        pages: LargePages | None = None,
+    ):
+        self.library, self.int8, pages = library, int8, pages or LargePages()
+        stored = [stored_parts(weight) if int8 else None for weight in weights]
+        exact = all(part is not None for part in stored)
+        parts = [part[0] if exact and part else _plain(weight) for weight, part in zip(weights, stored, strict=True)]
+        parts = [part.contiguous() for part in parts]
+        rows, self.inputs = sum(map(len, parts)), parts[0].shape[1]
+        order = torch.arange(rows) if order is None else order
+        self.outputs, blocks = len(order), -(-len(order) // BLOCK_N)
+        self.order = F.pad(order, (0, blocks * BLOCK_N - len(order)), value=-1)
+        width = -(-self.inputs // K_ALIGN) * K_ALIGN
+        every = [part.data_ptr() + torch.arange(len(part)) * self.inputs * part.element_size() for part in parts]
+        pointers = _arranged(torch.cat(every), self.order)
+        together = 4 if int8 else 2
+        shape = (blocks, width // together, BLOCK_N, together)
+        self.weight = pages.empty(shape, torch.int8 if int8 else torch.bfloat16)
+        self.scale = torch.zeros(blocks * BLOCK_N) if int8 else None
+        scales = [part[1].float() for part in stored if part] if exact else None
+        given = None if scales is None else _arranged(torch.cat(scales), self.order)
+        packing = Packing(
+            *(_address(x) for x in (pointers, given, None, self.weight, self.scale)), blocks, self.inputs, width
+        )
+        library.pack_linear(byref(packing), torch.get_num_threads())
+        self.bias: Tensor | None = None
+        if any(bias is not None for bias in biases):
+            some = [
+                torch.zeros(len(part)) if bias is None else bias.detach().float()
+                for bias, part in zip(biases, parts, strict=True)
+            ]
+            self.bias = _arranged(torch.cat(some), self.order)
+        self.struct = Linear(
+            *(_address(x) for x in (self.weight, self.scale, self.bias)), self.inputs, self.outputs
+        )
+
+    def unpacked(self) -> Tensor:
+        """The weights [outputs, inputs], in the packed order, in bfloat16."""
+        rows = self.weight.transpose(1, 2).flatten(2).flatten(0, 1)[: self.outputs, : self.inputs]
+        if self.scale is None:
+            return rows
+        zero = self.library.weight_zero()
+        whole = rows.view(torch.uint8).float() - zero if zero else rows.float()
+        return (whole * self.scale[: self.outputs, None]).bfloat16()
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x [..., inputs] in bfloat16 -> [..., outputs] in bfloat16 or float32."""
+        rows = x.reshape(-1, self.inputs).contiguous()
+        out = torch.empty(len(rows), self.outputs, dtype=dtype)
+        scratch = torch.empty(self.library.linear_bytes(byref(self.struct), len(rows)) + 64, dtype=torch.uint8)
+        call = LinearCall(
+            *(part.data_ptr() for part in (rows, out)), -(-scratch.data_ptr() // 64) * 64, len(rows), dtype == torch.float32
+        )
+        if len(rows):
+            self.library.linear(byref(self.struct), byref(call), torch.get_num_threads())
+        return out.view(*x.shape[:-1], self.outputs)
+
+
+class KernelLinear(nn.Module):
+    """`nn.Linear` with packed weights, for inference: x [..., in] -> [..., out].
+
+    inverse [out]: the packed output that each output of the layer is; None: they are in order.
+    """
+
+    def __init__(self, packed: Packed, outputs: slice = slice(None), inverse: Tensor | None = None):
+        super().__init__()
+        self.packed, self.outputs, self.inverse = packed, outputs, inverse
+        self.in_features, self.dtype = packed.inputs, torch.bfloat16
+        self.out_features = len(range(packed.outputs)[outputs]) if inverse is None else len(inverse)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out]."""
+        bias = self.packed.bias
+        return None if bias is None else self._ordered(bias[: self.packed.outputs].bfloat16())
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in], unpacked each time that it is asked for."""
+        return self._ordered(self.packed.unpacked())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product, rounded to bfloat16."""
+        if not on_host(x) or x.dtype != torch.bfloat16:
+            return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        out = self.packed(x, torch.bfloat16)
+        return self._ordered(out.movedim(-1, 0)).movedim(0, -1) if self.inverse is not None else out[..., self.outputs]
+
+    def _ordered(self, x: Tensor) -> Tensor:
+        return x[self.outputs] if self.inverse is None else x[self.inverse]
+
+
+def _plain(weight: Tensor) -> Tensor:
+    return weight.detach().to(torch.bfloat16)
+
+
+def _arranged(x: Tensor, order: Tensor) -> Tensor:
+    """x [n] in an order [m], 0 where that is -1."""
+    return torch.where(order < 0, torch.zeros((), dtype=x.dtype), x[order.clamp(min=0)])
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
