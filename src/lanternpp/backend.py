@@ -115,7 +115,7 @@ class Backend:
         """
 
     def decoder(self, stack: Any, rotary_table: Tensor, dtype: str) -> StackForward | None:
-        """The passes of a `Stack`, from a copy of its weights in `dtype`: "bfloat16", or "int8" with scales by groups.
+        """The passes of a `Stack`, from a copy of its weights in `dtype`: "bfloat16", or "int8" with a scale for each output.
 
         rotary_table [positions, 2, head_dim] float32, in the order of the stack's `qk_order`.
         """

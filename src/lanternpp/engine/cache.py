@@ -13,6 +13,7 @@ from lanternpp.devices import check_memory
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.types import Nodes, on_host
 
+HEAD_ALIGN = 32  # channels of a head lie in memory up to a multiple of this
 TILES = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()  # a private probe, which may go away
 
 
@@ -21,7 +22,9 @@ class Cache:
 
     def __init__(self, config: DecoderConfig, rows: int, slots: int, like: Tensor, more: int = 0):
         """more: bytes that passes with this cache take besides. InputError where there is no memory for both."""
-        shape = (config.layers, 2, rows, config.num_kv_heads, slots, config.head_dim)
+        # Kernels read whole vectors of a head's channels; PyTorch's attention reads the first `head_dim`.
+        self._channels, padded = config.head_dim, -(-config.head_dim // HEAD_ALIGN) * HEAD_ALIGN
+        shape = (config.layers, 2, rows, config.num_kv_heads, slots, padded)
         check_memory(
             math.prod(shape) * like.element_size() + more, like.device, f"a KV cache of {rows:,} rows"
         )
@@ -52,13 +55,13 @@ class Cache:
     def attend(self, layer: int, nodes: Nodes, mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v [R, N, Hkv, d] at their slots; attend with q [R, N, H, d] over every slot."""
         self.store(layer, self._row, nodes.slot, k, v)
-        keys, values = self.kv[layer]
+        keys, values = self.kv[layer, ..., : self._channels]
         return attention(q.transpose(1, 2), keys, values, mask).transpose(1, 2)
 
     def store(self, layer: int, rows: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put k and v [r, N, Hkv, d] of rows [r, 1] at slots [r, N]."""
         for kind, x in enumerate((k, v)):
-            self.kv[layer, kind].transpose(1, 2).index_put_((rows, slots), x)
+            self.kv[layer, kind, ..., : self._channels].transpose(1, 2).index_put_((rows, slots), x)
 
     def commit(self, path: Tensor | None, kept: Tensor) -> None:
         """Move the accepted nodes, path [R, P], to the slots after `used`, which grows by kept [R].

@@ -31,8 +31,8 @@ from lanternpp.registry import unknown
 from lanternpp.types import Nodes, on_host
 
 NAME = "lanternpp"  # of the attention function, in the config of the replicas
-# bytes of a weight that is packed in this dtype; int8 has a scale of 4 bytes for each group of 32
-PACKED = {"bfloat16": 2.0, "int8": 1 + 4 / 32}
+# bytes of a weight that is packed in this dtype, with the scales of int8
+PACKED = {"bfloat16": 2.0, "int8": 1.01}
 M = TypeVar("M", bound=nn.Module)
 
 

@@ -16,6 +16,7 @@ from lanternpp.backend import (
     HeadLogits,
     OutputDistribution,
     SampleChain,
+    StackForward,
     Step,
     Threads,
     VerifyDraft,
@@ -23,10 +24,13 @@ from lanternpp.backend import (
 )
 from lanternpp.kernels import packed
 from lanternpp.kernels.chain import native_chain, native_inputs
-from lanternpp.kernels.library import MOST_WEIGHTS, kernels, product_dtype
+from lanternpp.kernels.decoder import KernelDecoder, unserved
+from lanternpp.kernels.linear import packable
+from lanternpp.kernels.loading import kernels
 from lanternpp.kernels.sampling import NativeHead, NativeSampling, native_head
 from lanternpp.kernels.threads import AdaptiveThreads
 from lanternpp.kernels.verify import NativeVerifier, native_laws
+from lanternpp.nn.stack import Stack
 
 
 class Kernels(Backend):
@@ -38,20 +42,34 @@ class Kernels(Backend):
         self.sampling = None if library is None else NativeSampling(library)
 
     def gemm_dtype(self, like: Tensor) -> torch.dtype:
-        """float32 where bfloat16 is widened in registers."""
-        return product_dtype(like)
+        """float32 where the CPU has no products of bfloat16."""
+        host = like.device.type == "cpu" and like.dtype == torch.bfloat16
+        return torch.float32 if host and self.library is not None and self.library.widens() else like.dtype
 
     def serves(self, weights: int) -> bool:
-        """Up to a size, as weights are kept a second time."""
-        return self.library is not None and weights <= MOST_WEIGHTS
+        """Of any size."""
+        return self.library is not None
 
     def pack(self, module: nn.Module, int8: bool = False) -> None:
-        """Linear layers, convolutions, group norms and decoders that can be."""
-        packed.pack(module)
+        """Linear layers, convolutions, group norms and decoders that can be; the last alone in 8 bits."""
+        packed.pack(module, self.library, int8)
+
+    def packs_blocks(self, like: Tensor) -> bool:
+        """bfloat16 on a CPU."""
+        return self.library is not None and packable(like)
+
+    def decoder(self, stack: Stack, rotary_table: Tensor, dtype: str) -> StackForward | None:
+        """bfloat16 on a CPU."""
+        served = self.library is not None and unserved(stack) is None
+        return (
+            KernelDecoder(stack, rotary_table, self.library, dtype == "int8")
+            if served and self.library
+            else None
+        )
 
     def head(self, layer: nn.Module | None) -> HeadLogits | None:
         """bfloat16 on a CPU."""
-        return native_head(_weights(layer))
+        return native_head(layer)
 
     def chain(
         self, up: nn.Module, confidence: nn.Module | None, head: nn.Module | None, logits: HeadLogits | None

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from lanternpp.backend import Weights
-from lanternpp.kernels.layout import COLUMNS, LargePages, blocks
-from lanternpp.kernels.library import MOST_WEIGHTS, Linear
+from lanternpp.kernels.linear import Packed
 from lanternpp.kernels.loading import kernels
+from lanternpp.kernels.structs import BLOCK_N, Linear
 from lanternpp.nn.stores import quantised
 from lanternpp.types import Draft, Warping, on_host
 
-GROUP = 4  # blocks of weights, as in chain.c
 LANES = 16  # floats of a vector, as in decoder.c
-TILE = 16  # rows of inputs, as ROWS in decoder.c
 MOST_PICTURES = 16  # drafted for at once; PyTorch's products are faster for more
 
 
@@ -69,17 +67,6 @@ class QueryInputs(Structure):
     )
 
 
-class PackedDense:
-    """A linear layer in the order in which C reads it: a second copy of its weights."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        outputs, inputs = weight.shape
-        arranged, *rest = blocks(weight, bias, GROUP * COLUMNS)
-        self.blocks, self.rest = LargePages().put(arranged), rest
-        addresses = (None if part is None else part.data_ptr() for part in (self.blocks, *rest))
-        self.dense = Linear(*addresses, inputs, outputs)
-
-
 class NativeChain:
     """The guesses of a parallel drafter in a chain.
 
@@ -93,16 +80,16 @@ class NativeChain:
         head: Weights,
         library: ctypes.CDLL,
         confidence: Weights | None = None,
-        packed: PackedDense | None = None,
+        packed: Packed | None = None,
     ):
         self.library, (weight, bias) = library, up
         turned = None if bias is None else product(head[0], bias[:, None])[:, 0]
         # In 8 bits: a draft's rounding changes what is offered, not what pictures follow.
         turn = product(head[0], weight)
         turn.eight_bits = quantised(turn, 8)  # type: ignore[attr-defined]
-        self.turn = PackedDense(turn, turned)
-        self.head = packed or PackedDense(*head)
-        self.heads = Heads(self.turn.dense, self.head.dense)
+        self.turn = Packed(library, [turn], [turned], int8=True)
+        self.head = packed or Packed(library, [head[0]], [head[1]], int8=False)
+        self.heads = Heads(self.turn.struct, self.head.struct)
         self.confidence: tuple[int | None, int | None, float] = (None, None, 0.0)
         if confidence is not None:
             self._confidence = confidence[0].detach().contiguous()
@@ -137,7 +124,7 @@ class NativeChain:
         batch, levels = features.shape[:2]
         threads, vocab = torch.get_num_threads(), self.heads.head.outputs
         size: int = self.library.chain_bytes(byref(self.heads), batch, levels, threads)
-        inputs = [to_tiles(features), level_query.contiguous(), prev_code_table.contiguous()]
+        inputs = [features.contiguous(), level_query.contiguous(), prev_code_table.contiguous()]
         bias, u = None if bias is None else bias.float().contiguous(), u.contiguous()
         scratch = torch.empty(size, dtype=torch.uint8)
         assert draft.probs is not None and draft.probs.is_contiguous() and draft.codes.is_contiguous()
@@ -161,10 +148,10 @@ class NativeInputs:
     ):
         """eps: of the norm of what layers of the target return, which `fc` reads behind embeddings and features."""
         self.library, self.queries = library, queries.detach().contiguous()
-        self.packed = [PackedDense(*layer) for layer in (fc, hint, down)]
+        self.packed = [Packed(library, [weight], [bias], int8=True) for weight, bias in (fc, hint, down)]
         count, dim = queries.shape
         aux = fc[0].shape[1] // dim - 2
-        linear = (each.dense for each in self.packed)
+        linear = (each.struct for each in self.packed)
         self.layers = QueryLayers(*linear, self.queries.data_ptr(), count, dim, aux, eps)
 
     def takes(self, x: Tensor) -> bool:
@@ -176,7 +163,7 @@ class NativeInputs:
         (batch, known, dim), threads = next_embeds.shape, torch.get_num_threads()
         rows = batch * (known + queries)
         out = next_embeds.new_empty(batch, known + queries, dim)
-        size = self.library.inputs_bytes(byref(self.layers), batch * known, rows, threads)
+        size = self.library.drafter_inputs_bytes(byref(self.layers), batch * known, rows)
         scratch = torch.empty(size, dtype=torch.uint8)
         given = [None if x is None else x.contiguous() for x in (next_embeds, features, hints, out, scratch)]
         places = (None if x is None else x.data_ptr() for x in given)
@@ -186,21 +173,7 @@ class NativeInputs:
 
     def level_query(self, features: Tensor) -> Tensor:
         """Features of levels [B, levels, D] -> [B, levels, H]."""
-        rows, threads, x = features.shape[0] * features.shape[1], torch.get_num_threads(), to_tiles(features)
-        out = features.new_empty(*features.shape[:-1], self.layers.down.outputs)
-        size = self.library.linear_bytes(byref(self.layers.down), rows, threads)
-        scratch = torch.empty(size, dtype=torch.uint8)
-        given = (x.data_ptr(), rows, out.data_ptr(), scratch.data_ptr())
-        self.library.linear_rows(byref(self.layers.down), *given, threads)
-        return out
-
-
-def to_tiles(features: Tensor) -> Tensor:
-    """Features [B, levels, D] in memory that may be read up to a multiple of TILE rows, as products of tiles do."""
-    rows = features.flatten(0, 1)
-    padded = rows.new_empty(-(-len(rows) // TILE) * TILE, rows.shape[1])
-    padded[: len(rows)] = rows
-    return padded
+        return self.packed[2](features, torch.bfloat16)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -228,14 +201,14 @@ def native_chain(
     up: Weights,
     head: Weights | None,
     confidence: Weights | None = None,
-    packed: PackedDense | None = None,
+    packed: Packed | None = None,
 ) -> NativeChain | None:
     """Guesses in C; None where the head is not linear, or the weights or this machine do not allow it.
 
     up, head and confidence: those of `ParallelDrafter.combine`, of the target, and of `QueryDrafter.confidence`. packed: the
     head, where it is packed already; it is then shared.
     """
-    if head is None or head[0].numel() > MOST_WEIGHTS or up[0].shape[1] % LANES or head[0].shape[1] % COLUMNS:
+    if head is None or up[0].shape[1] % LANES or head[0].shape[1] % BLOCK_N:
         return None
     if any(weight.dtype != torch.bfloat16 or weight.device.type != "cpu" for weight, _ in (up, head)):
         return None
@@ -250,7 +223,7 @@ def native_inputs(
     weights = [layer[0] for layer in (fc, hint, down)]
     if any(weight.dtype != torch.bfloat16 or weight.device.type != "cpu" for weight in weights):
         return None
-    if any(size % COLUMNS for weight in weights for size in weight.shape):
+    if any(size % BLOCK_N for weight in weights for size in weight.shape):
         return None
     found = kernels()
     return None if found is None else NativeInputs(fc, hint, down, queries, eps, found)

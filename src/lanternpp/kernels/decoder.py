@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lanternpp.kernels.layout import LargePages
-from lanternpp.kernels.linear import KernelLinear, Packed
+from lanternpp.kernels.layout import PAGES
+from lanternpp.kernels.linear import KernelLinear, Packed, kernel_linear, packable
 from lanternpp.kernels.structs import HEAD_ALIGN, K_ALIGN, LANES, Layer, Pass, Shape
+from lanternpp.nn.decoder import Block, Decoder
 from lanternpp.nn.stack import HeadScale, Stack, StackLayer
 from lanternpp.types import Nodes, on_host
 
@@ -29,7 +30,7 @@ class KernelDecoder:
 
     def __init__(self, stack: Stack, rotary_table: Tensor, library: ctypes.CDLL, int8: bool):
         self.library, self.stack_shape, self.int8 = library, (stack.heads, stack.kv_heads), int8
-        self._kept, self._pages = list[Tensor](), LargePages()
+        self._kept = list[Tensor]()
         self.packed: list[dict[str, Packed]] = []
         self.layers = (Layer * len(stack.layers))()
         for i, layer in enumerate(stack.layers):
@@ -83,9 +84,11 @@ class KernelDecoder:
             "w2": self._linear([layer.down]),
         }
 
-    def _linear(self, modules: Sequence[nn.Linear], order: Tensor | None = None) -> Packed:
+    def _linear(self, modules: Sequence[Any], order: Tensor | None = None) -> Packed:
+        if isinstance(modules[0], KernelLinear):
+            return modules[0].packed
         weights, biases = [module.weight for module in modules], [module.bias for module in modules]
-        return Packed(self.library, weights, biases, self.int8, order, self._pages)
+        return Packed(self.library, weights, biases, self.int8, order)
 
     def _layer(self, stack: Stack, layer: StackLayer, packed: dict[str, Packed]) -> Layer:
         norms = (layer.attention_norm, layer.ffn_norm, layer.attention_out_norm, layer.ffn_out_norm)
@@ -116,7 +119,7 @@ class KernelDecoder:
 
     def _keep(self, tensor: Tensor) -> int:
         """The address of a tensor, which lives as long as this object."""
-        self._kept.append(self._pages.put(tensor))
+        self._kept.append(PAGES.put(tensor))
         return self._kept[-1].data_ptr()
 
 
@@ -139,11 +142,29 @@ def unserved(stack: Stack) -> str | None:
     """Why the kernels do not compute a stack, in a few words; None where they do."""
     if stack.head_dim > MAX_HEAD or stack.head_dim % 2:
         return f"heads of {stack.head_dim} channels"
-    linear: list[Any] = [m for layer in stack.layers for m in (*layer.qkv, layer.out, *layer.gate_up, layer.down)]
-    for module in linear:
-        if isinstance(module, KernelLinear):
-            continue
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, Tensor) or weight.device.type != "cpu" or not weight.is_floating_point():
-            return f"weights that are not on a CPU, or a {type(module).__name__}"
+    for layer in stack.layers:
+        for module in (*layer.qkv, layer.out, *layer.gate_up, layer.down):
+            if not isinstance(module, KernelLinear) and not packable(module.weight):
+                return f"a {type(module).__name__} whose weights are not bfloat16 on a CPU"
     return None
+
+
+def pack_block(block: Block, library: ctypes.CDLL, int8: bool) -> None:
+    """Replace the linear layers of a block by packed ones, where all of them can be."""
+    layers = {name: getattr(block, name) for name in ("wqkv", "wo", "w13", "w2")}
+    if all(type(layer) is nn.Linear and packable(layer.weight) for layer in layers.values()):
+        for name, layer in layers.items():
+            order = gate_up_order(block.w2.in_features) if name == "w13" else None
+            setattr(block, name, kernel_linear(layer, library, int8, order))
+
+
+def kernel_decoder(decoder: Decoder, library: ctypes.CDLL, int8: bool) -> KernelDecoder | None:
+    """The passes of a decoder, whose linear layers are replaced by packed ones; None where its weights cannot be packed."""
+    if type(decoder).stack is not Decoder.stack or decoder.config.head_dim > MAX_HEAD:
+        return None
+    for block in decoder.blocks:
+        assert isinstance(block, Block)
+        pack_block(block, library, int8)
+        if not isinstance(block.w2, KernelLinear):
+            return None
+    return KernelDecoder(decoder.stack(), decoder.rotary_table, library, int8)

@@ -11,7 +11,7 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.proposer import CacheState, ChainState
 from lanternpp.engine.verifiers import TOKEN
 from lanternpp.kernels.chain import NativeChain, NativeInputs
-from lanternpp.kernels.library import NativeDecoder
+from lanternpp.kernels.decoder import KernelDecoder
 from lanternpp.kernels.sampling import NativeHead
 from lanternpp.kernels.step import Method, NativeStep, Samples
 from lanternpp.targets.base import Target
@@ -30,7 +30,7 @@ def fused_step(engine: Engine, verify: str) -> NativeStep | None:
     decoder, head = target.decoder.native, target.native_head
     if type(engine) is not Engine or engine.measure or sampling.greedy:
         return None
-    if not isinstance(decoder, NativeDecoder) or not isinstance(head, NativeHead):
+    if not isinstance(decoder, KernelDecoder) or not isinstance(head, NativeHead):
         return None
     plain = type(target).constrain is Target.constrain and type(target).forward is Target.forward
     fits = decoder.takes(engine.cache.kv) and engine.cache.kv.dtype == torch.bfloat16
@@ -59,7 +59,7 @@ def _known(chain: ChainState | None) -> bool:
         return True
     drafter = chain.drafter
     known = isinstance(drafter.native_inputs, NativeInputs) and isinstance(drafter.native, NativeChain)
-    return known and isinstance(drafter.decoder.native, NativeDecoder) and drafter.native.takes(chain.hints)
+    return known and isinstance(drafter.decoder.native, KernelDecoder) and drafter.native.takes(chain.hints)
 
 
 def _embeddings(target: Target) -> Tensor | None:

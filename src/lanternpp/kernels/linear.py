@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import addressof, byref
+from ctypes import byref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.kernels.layout import LargePages
+from lanternpp.kernels.layout import PAGES
 from lanternpp.kernels.structs import BLOCK_N, K_ALIGN, Linear, LinearCall, Packing
 from lanternpp.nn.int8 import stored_parts
 from lanternpp.types import on_host
@@ -21,7 +21,7 @@ class Packed:
 
     weights: [out, in] each, bfloat16, or with the 8 bits of their checkpoint. int8: whether they are packed in 8 bits, with a scale
     per output; bits and scales of a checkpoint are taken as they are. order [outputs]: the row, of all weights one behind the other,
-    that each output is; -1: zeros. columns: likewise of inputs.
+    that each output is; -1: zeros.
     """
 
     def __init__(
@@ -31,28 +31,35 @@ class Packed:
         biases: Sequence[Tensor | None],
         int8: bool,
         order: Tensor | None = None,
-        pages: LargePages | None = None,
     ):
-        self.library, self.int8, pages = library, int8, pages or LargePages()
+        self.library, self.int8 = library, int8
         stored = [stored_parts(weight) if int8 else None for weight in weights]
         exact = all(part is not None for part in stored)
-        parts = [part[0] if exact and part else _plain(weight) for weight, part in zip(weights, stored, strict=True)]
+        parts = [
+            part[0] if exact and part else _plain(weight)
+            for weight, part in zip(weights, stored, strict=True)
+        ]
         parts = [part.contiguous() for part in parts]
         rows, self.inputs = sum(map(len, parts)), parts[0].shape[1]
         order = torch.arange(rows) if order is None else order
         self.outputs, blocks = len(order), -(-len(order) // BLOCK_N)
         self.order = F.pad(order, (0, blocks * BLOCK_N - len(order)), value=-1)
         width = -(-self.inputs // K_ALIGN) * K_ALIGN
-        every = [part.data_ptr() + torch.arange(len(part)) * self.inputs * part.element_size() for part in parts]
+        every = [
+            part.data_ptr() + torch.arange(len(part)) * self.inputs * part.element_size() for part in parts
+        ]
         pointers = _arranged(torch.cat(every), self.order)
         together = 4 if int8 else 2
         shape = (blocks, width // together, BLOCK_N, together)
-        self.weight = pages.empty(shape, torch.int8 if int8 else torch.bfloat16)
+        self.weight = PAGES.empty(shape, torch.int8 if int8 else torch.bfloat16)
         self.scale = torch.zeros(blocks * BLOCK_N) if int8 else None
         scales = [part[1].float() for part in stored if part] if exact else None
         given = None if scales is None else _arranged(torch.cat(scales), self.order)
         packing = Packing(
-            *(_address(x) for x in (pointers, given, None, self.weight, self.scale)), blocks, self.inputs, width
+            *(_address(x) for x in (pointers, given, None, self.weight, self.scale)),
+            blocks,
+            self.inputs,
+            width,
         )
         library.pack_linear(byref(packing), torch.get_num_threads())
         self.bias: Tensor | None = None
@@ -79,9 +86,14 @@ class Packed:
         """x [..., inputs] in bfloat16 -> [..., outputs] in bfloat16 or float32."""
         rows = x.reshape(-1, self.inputs).contiguous()
         out = torch.empty(len(rows), self.outputs, dtype=dtype)
-        scratch = torch.empty(self.library.linear_bytes(byref(self.struct), len(rows)) + 64, dtype=torch.uint8)
+        scratch = torch.empty(
+            self.library.linear_bytes(byref(self.struct), len(rows)) + 64, dtype=torch.uint8
+        )
         call = LinearCall(
-            *(part.data_ptr() for part in (rows, out)), -(-scratch.data_ptr() // 64) * 64, len(rows), dtype == torch.float32
+            *(part.data_ptr() for part in (rows, out)),
+            -(-scratch.data_ptr() // 64) * 64,
+            len(rows),
+            dtype == torch.float32,
         )
         if len(rows):
             self.library.linear(byref(self.struct), byref(call), torch.get_num_threads())
@@ -94,11 +106,11 @@ class KernelLinear(nn.Module):
     inverse [out]: the packed output that each output of the layer is; None: they are in order.
     """
 
-    def __init__(self, packed: Packed, outputs: slice = slice(None), inverse: Tensor | None = None):
+    def __init__(self, packed: Packed, inverse: Tensor | None = None):
         super().__init__()
-        self.packed, self.outputs, self.inverse = packed, outputs, inverse
+        self.packed, self.inverse = packed, inverse
         self.in_features, self.dtype = packed.inputs, torch.bfloat16
-        self.out_features = len(range(packed.outputs)[outputs]) if inverse is None else len(inverse)
+        self.out_features = packed.outputs if inverse is None else len(inverse)
 
     @property
     def bias(self) -> Tensor | None:
@@ -116,10 +128,28 @@ class KernelLinear(nn.Module):
         if not on_host(x) or x.dtype != torch.bfloat16:
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         out = self.packed(x, torch.bfloat16)
-        return self._ordered(out.movedim(-1, 0)).movedim(0, -1) if self.inverse is not None else out[..., self.outputs]
+        return out if self.inverse is None else out[..., self.inverse]
 
     def _ordered(self, x: Tensor) -> Tensor:
-        return x[self.outputs] if self.inverse is None else x[self.inverse]
+        return x if self.inverse is None else x[self.inverse]
+
+
+def packable(weight: Tensor) -> bool:
+    """Whether a weight is one that can be packed: bfloat16 on a CPU, or the 8 bits of one."""
+    plain = type(weight.detach()) is Tensor or stored_parts(weight) is not None
+    return plain and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+
+
+def kernel_linear(
+    layer: nn.Linear, library: ctypes.CDLL, int8: bool, order: Tensor | None = None
+) -> KernelLinear:
+    """A linear layer with packed weights; order: as of `Packed`, with every output once."""
+    packed = Packed(library, [layer.weight], [layer.bias], int8, order)
+    if order is None:
+        return KernelLinear(packed)
+    inverse = torch.empty(layer.out_features, dtype=torch.int64)
+    inverse[order[order >= 0]] = torch.arange(len(order))[order >= 0]
+    return KernelLinear(packed, inverse)
 
 
 def _plain(weight: Tensor) -> Tensor:

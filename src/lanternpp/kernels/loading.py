@@ -37,9 +37,9 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "widens": (c_int64,),
     "use_threads": (c_int64, c_int64),
     "chain_bytes": (c_int64, c_void_p, c_int64, c_int64, c_int64),
-    "head_bytes": (c_int64, c_void_p, c_int64, c_int64),
+    "head_bytes": (c_int64, c_void_p, c_int64),
     "row_bytes": (c_int64, c_int64, c_int64, c_int64),
-    "scratch_bytes": (c_int64, c_void_p, c_int64, c_int64, c_int64, c_int64),
+    "scratch_bytes": (c_int64, c_void_p, c_void_p, c_void_p, c_int64),
     "decode": (None, c_void_p, c_void_p, c_void_p, c_int64),
     "draw_chain": (None, c_void_p, c_void_p, c_int64),
     "head_logits": (None, c_void_p, c_void_p, c_int64),
@@ -50,10 +50,12 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "verify_joint": (None, c_void_p, c_int64),
     "step_bytes": (c_int64, c_void_p, c_int64),
     "run_step": (None, c_void_p, c_int64, c_int64, c_int64),
-    "inputs_bytes": (c_int64, c_void_p, c_int64, c_int64, c_int64),
+    "drafter_inputs_bytes": (c_int64, c_void_p, c_int64, c_int64),
     "drafter_inputs": (None, c_void_p, c_void_p, c_int64),
-    "linear_bytes": (c_int64, c_void_p, c_int64, c_int64),
-    "linear_rows": (None, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64),
+    "linear_bytes": (c_int64, c_void_p, c_int64),
+    "linear": (None, c_void_p, c_void_p, c_int64),
+    "pack_linear": (None, c_void_p, c_int64),
+    "weight_zero": (c_int64,),
 }
 
 

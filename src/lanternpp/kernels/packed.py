@@ -3,26 +3,20 @@
 Group norms are replaced too, by ones whose results do not depend on the number of threads.
 
 oneDNN multiplies with weights in a blocked order. In a pass over a few codes much of the time goes into reordering them, and
-of the tokenizer's decoder a third; here they are reordered once. Where the CPU has no products of bfloat16, which oneDNN then
-computes slowly, they are computed in C.
+of the tokenizer's decoder a third; here they are reordered once. Linear layers are computed in C where there are kernels.
 """
 
 from __future__ import annotations
 
 import ctypes
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.kernels.chain import LANES, PackedDense
-from lanternpp.kernels.library import native
-from lanternpp.kernels.loading import kernels
-from lanternpp.kernels.sampling import NativeHead
-from lanternpp.nn.decoder import Decoder
-from lanternpp.nn.int8 import stored_parts
-from lanternpp.nn.stores import restored
+from lanternpp.kernels.decoder import kernel_decoder, pack_block
+from lanternpp.kernels.linear import kernel_linear, packable
+from lanternpp.nn.decoder import Block, Decoder
 
 MOST_SERIAL = 1 << 20  # values of an input that one thread normalises; larger ones gain from more threads
 
@@ -85,41 +79,14 @@ class SerialGroupNorm(nn.Module):
                 self.library.use_threads(before)
 
 
-class NativeLinear(nn.Module):
-    """What `PackedLinear` computes, in C, for CPUs without products of bfloat16."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL):
-        super().__init__()
-        self.bias, self.outputs, self.eight_bits = bias, len(weight), stored_parts(weight)
-        self.dtype = weight.dtype
-        self.product = NativeHead(PackedDense(weight, bias), library)
-
-    @cached_property
-    def weight(self) -> Tensor:
-        """The weight [out, in], unpacked when it is first asked for."""
-        if self.eight_bits is None:
-            return self.product.packed.blocks.transpose(1, 2).flatten(2).flatten(0, 1)[: self.outputs]
-        plain = restored(*self.eight_bits).to(self.dtype)
-        plain.eight_bits = self.eight_bits  # type: ignore[attr-defined]
-        return plain
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The product, rounded as `nn.Linear` rounds it."""
-        found = self.product(x.reshape(1, -1, x.shape[-1]), 1.0, 1)
-        if found is None:
-            return F.linear(x, self.weight, self.bias)
-        return found.to(x.dtype).view(*x.shape[:-1], self.outputs)
-
-
-def packed(weight: Tensor, bias: Tensor | None) -> nn.Module | None:
+def packed(layer: nn.Linear, library: ctypes.CDLL | None) -> nn.Module | None:
     """A linear layer with packed weights; None where they cannot be packed: bfloat16 on a CPU can, in C or with oneDNN."""
-    if type(weight.detach()) is not Tensor or weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
-        return None  # torchao's 8-bit weights among them
-    found = kernels()
-    if found is not None and found.widens() and weight.shape[1] % LANES == 0:
-        return NativeLinear(weight, bias, found)
-    able = onednn("_reorder_linear_weight", "_linear_pointwise") and supports(weight.dtype)
-    return PackedLinear(weight, bias) if able else None
+    if not packable(layer.weight):
+        return None
+    if library is not None:
+        return kernel_linear(layer, library, int8=False)
+    able = type(layer.weight.detach()) is Tensor and onednn("_reorder_linear_weight", "_linear_pointwise")
+    return PackedLinear(layer.weight, layer.bias) if able and supports(layer.weight.dtype) else None
 
 
 def packed_convolution(plain: nn.Conv2d) -> nn.Module | None:
@@ -131,10 +98,10 @@ def packed_convolution(plain: nn.Conv2d) -> nn.Module | None:
     return PackedConvolution(plain) if able else None
 
 
-def serial_norm(plain: nn.GroupNorm) -> nn.Module | None:
+def serial_norm(plain: nn.GroupNorm, library: ctypes.CDLL | None) -> nn.Module | None:
     """The same normalisation by one thread; None on other devices than a CPU, and where there are no kernels."""
-    found = kernels() if plain.affine and plain.weight.device.type == "cpu" else None
-    return None if found is None else SerialGroupNorm(plain, found)
+    host = plain.affine and plain.weight.device.type == "cpu"
+    return SerialGroupNorm(plain, library) if host and library is not None else None
 
 
 def onednn(*operations: str) -> bool:
@@ -150,19 +117,24 @@ def supports(dtype: torch.dtype) -> bool:
     return onednn("_is_mkldnn_bf16_supported") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack(module: nn.Module) -> None:
-    """Replace the linear layers, convolutions and group norms below `module` that can be; it is for inference from then on."""
-    if isinstance(module, Decoder):
-        module.native = native(module)
+def pack(module: nn.Module, library: ctypes.CDLL | None, int8: bool) -> None:
+    """Replace the linear layers, convolutions and group norms below `module` that can be; it is for inference from then on.
+
+    int8: whether a decoder's linear layers have 8 bits.
+    """
+    if isinstance(module, Block) and library is not None:
+        pack_block(module, library, int8)
+    if isinstance(module, Decoder) and library is not None:
+        module.native = kernel_decoder(module, library, int8)
     for name, child in module.named_children():
         made = None
-        if isinstance(child, nn.Linear):
-            made = packed(child.weight, child.bias)
+        if type(child) is nn.Linear:
+            made = packed(child, library)
         elif type(child) is nn.Conv2d:
             made = packed_convolution(child)
         elif type(child) is nn.GroupNorm:
-            made = serial_norm(child)
+            made = serial_norm(child, library)
         if made is None:
-            pack(child)
+            pack(child, library, int8)
         else:
             setattr(module, name, made)

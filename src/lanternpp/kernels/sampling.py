@@ -9,11 +9,10 @@ import ctypes
 from ctypes import Structure, byref, c_double, c_int64, c_void_p
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lanternpp.kernels.chain import PackedDense, Warp, Weights, fits, row_scratch, struct_of
-from lanternpp.kernels.layout import COLUMNS
-from lanternpp.kernels.library import MOST_WEIGHTS
+from lanternpp.kernels.chain import Warp, fits, row_scratch, struct_of
+from lanternpp.kernels.linear import KernelLinear, Packed, packable
 from lanternpp.kernels.loading import kernels
 from lanternpp.types import Warping, on_host
 
@@ -51,7 +50,7 @@ class Children(Structure):
 class NativeHead:
     """A linear head of guided features."""
 
-    def __init__(self, head: PackedDense, library: ctypes.CDLL):
+    def __init__(self, head: Packed, library: ctypes.CDLL):
         self.library, self.packed = library, head
 
     def takes(self, features: Tensor) -> bool:
@@ -64,10 +63,10 @@ class NativeHead:
             return None
         features, threads = features.contiguous(), torch.get_num_threads()
         batch, count = len(features) // branches, features.shape[1]
-        dense = self.packed.dense
+        dense = self.packed.struct
         rows, vocab = batch * count, dense.outputs
         out = torch.empty(batch, count, vocab)
-        scratch = torch.empty(self.library.head_bytes(byref(dense), rows, threads), dtype=torch.uint8)
+        scratch = torch.empty(self.library.head_bytes(byref(dense), rows), dtype=torch.uint8)
         given = (x.data_ptr() for x in (features, scratch, out))
         work = Logits(rows, branches, scale, features.shape[-1], *given)
         self.library.head_logits(byref(dense), byref(work), threads)
@@ -110,11 +109,13 @@ class NativeSampling:
         return out
 
 
-def native_head(head: Weights | None) -> NativeHead | None:
+def native_head(layer: nn.Module | None) -> NativeHead | None:
     """A head in C; None where it is not linear, or the weights or this machine do not allow it."""
-    if head is None or head[0].numel() > MOST_WEIGHTS or head[0].shape[1] % COLUMNS:
-        return None
-    if head[0].dtype != torch.bfloat16 or head[0].device.type != "cpu":
-        return None
     found = kernels()
-    return None if found is None else NativeHead(PackedDense(*head), found)
+    if found is None or layer is None:
+        return None
+    if isinstance(layer, KernelLinear):
+        return NativeHead(layer.packed, found)
+    if not isinstance(layer, nn.Linear) or not packable(layer.weight):
+        return None
+    return NativeHead(Packed(found, [layer.weight], [layer.bias], int8=False), found)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lanternpp.engine.proposer import CacheState, ChainState
-from lanternpp.kernels.chain import TILE, Heads, NativeChain, NativeInputs, QueryLayers, struct_of
-from lanternpp.kernels.library import Layer, Linear, NativeDecoder, Shape
+from lanternpp.kernels.chain import Heads, NativeChain, NativeInputs, QueryLayers, struct_of
+from lanternpp.kernels.decoder import KernelDecoder
 from lanternpp.kernels.sampling import NativeHead
+from lanternpp.kernels.structs import Layer, Linear, Shape
 from lanternpp.kernels.verify import Node, Verification, by_lanes
 from lanternpp.types import Lending, Warping
 
@@ -90,7 +91,7 @@ class NativeStep:
 
     def __init__(
         self,
-        decoder: NativeDecoder,
+        decoder: KernelDecoder,
         head: NativeHead,
         embed: Tensor,
         cache: CacheState,
@@ -111,7 +112,7 @@ class NativeStep:
         guided = embed.new_empty(batch, nodes, dim) if chain is None else chain.features
         self.step = Step(
             *(batch, method.branches, levels, length, samples.codes.shape[1], method.joint, method.guidance),
-            *(pointer(decoder.shape), cast(decoder.layers, POINTER(Layer)), pointer(head.packed.dense)),
+            *(pointer(decoder.shape), cast(decoder.layers, POINTER(Layer)), pointer(head.packed.struct)),
             *self._at(embed, decoder.rotary_table),
             *(len(decoder.rotary_table), cache.kv.shape[4]),
             *self._at(cache.kv, cache.start, cache.used),
@@ -140,7 +141,7 @@ class NativeStep:
         self._kept += tensors
         return [tensor.data_ptr() for tensor in tensors]
 
-    def _nodes(self, rows: int, nodes: int, decoder: NativeDecoder, cache: CacheState) -> list[int]:
+    def _nodes(self, rows: int, nodes: int, decoder: KernelDecoder, cache: CacheState) -> list[int]:
         """Room for the rotations, slots and masks of a pass."""
         rotation = torch.empty(rows, nodes, *decoder.rotary_table.shape[1:])
         slot = torch.empty(rows, nodes, dtype=torch.int64)
@@ -156,12 +157,11 @@ class NativeStep:
             chain.drafter.native,
         )
         assert (
-            isinstance(decoder, NativeDecoder)
+            isinstance(decoder, KernelDecoder)
             and isinstance(inputs, NativeInputs)
             and isinstance(sampler, NativeChain)
         )
         like, hidden, span = chain.hints, chain.prev.shape[1], 2 * levels
-        tiled = -(-batch * levels // TILE) * TILE
         own = (like.new_empty(batch, span, dim) for _ in range(3))
         return Drafter(
             *(pointer(decoder.shape), cast(decoder.layers, POINTER(Layer))),
@@ -170,7 +170,7 @@ class NativeStep:
             *(len(decoder.rotary_table), chain.cache.kv.shape[4]),
             *self._at(chain.cache.kv, chain.cache.start, chain.cache.used, chain.waiting),
             *self._at(chain.next_embeds, chain.features, chain.hints, chain.prev, *own),
-            *self._at(like.new_empty(tiled, dim), like.new_empty(tiled, hidden)),
+            *self._at(like.new_empty(batch * levels, dim), like.new_empty(batch * levels, hidden)),
             *self._nodes(batch, span, decoder, chain.cache),
             *self._at(torch.empty(batch, levels, dtype=torch.float64)),
         )
