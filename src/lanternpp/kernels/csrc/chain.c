@@ -17,22 +17,22 @@ typedef struct {
 typedef struct {
     int64_t batch, levels, codes;
     Sampling sampling;
-    const half *features; /* [batch, levels, dim] */
-    const half *query;    /* [batch, levels, hidden] */
-    const half *prev;     /* [codes, hidden] */
+    const bf16 *features; /* [batch, levels, dim] */
+    const bf16 *query;    /* [batch, levels, hidden] */
+    const bf16 *prev;     /* [codes, hidden] */
     const float *bias;    /* [batch, levels, codes], added to the logits, or null */
     const double *u;      /* [batch, levels] uniform */
     float *probs;         /* [batch, levels + 1, codes]; the last is left as it is */
     int64_t *drawn;       /* [batch, levels + 1], of which the first is left as it is */
     char *scratch;        /* as many bytes as `chain_bytes` says */
-    const half *confidence; /* [dim], of the logit of how likely a guess is kept, given those before; read where cut > 0 */
+    const bf16 *confidence; /* [dim], of the logit of how likely a guess is kept, given those before; read where cut > 0 */
     const float *confidence_turn; /* [hidden + 1]: confidence times `up`, and times its bias */
     float *survival;        /* [batch, levels], how likely a guess and all before it are kept; written where cut > 0 */
     double confidence_bias, cut; /* drawing ends at a level where survival is below the cut in every row; 0: never */
 } Chain;
 
 /* Codes, up to whole groups of blocks. */
-static int64_t width_of(const Linear *layer) { return up_to(GROUP * COLUMNS, layer->outputs); }
+static int64_t width_of(const Linear *layer) { return up_to(GROUP * BLOCK_N, layer->outputs); }
 
 /* What the threads of `draw_chain` share, and what each has for itself. Levels alternate between two buffers, so that a thread may
    begin with the next one while another still reads. */
@@ -99,21 +99,21 @@ static void head_of_levels(const Chain *c, const Linear *head, ChainMemory *m) {
 
 /* act [batch, hidden] of a level: silu(query + prev) of the codes before. Every thread computes all, which takes less time than
    waiting for another. */
-static void activate(const Chain *c, int64_t level, int64_t hidden, half *act) {
+static void activate(const Chain *c, int64_t level, int64_t hidden, bf16 *act) {
     for (int64_t b = 0; b < c->batch; b++) {
-        const half *query = c->query + (b * c->levels + level) * hidden;
-        const half *prev = c->prev + c->drawn[b * (c->levels + 1) + level] * hidden;
+        const bf16 *query = c->query + (b * c->levels + level) * hidden;
+        const bf16 *prev = c->prev + c->drawn[b * (c->levels + 1) + level] * hidden;
         for (int64_t i = 0; i < hidden; i += LANES)
-            *(halves *)(act + b * hidden + i) = narrow_all(silu(widen_all(query + i) + widen_all(prev + i)));
+            *(bf16x16 *)(act + b * hidden + i) = narrow_all(silu(widen_all(query + i) + widen_all(prev + i)));
     }
 }
 
 /* How likely the guesses of a level will be kept; survival [batch] is of the level before, then of this one. Returns whether any is at
    least the cut. */
-static int surviving(const Chain *c, int64_t level, int64_t dim, int64_t hidden, const half *act, float *survival) {
+static int surviving(const Chain *c, int64_t level, int64_t dim, int64_t hidden, const bf16 *act, float *survival) {
     int any = 0;
     for (int64_t b = 0; b < c->batch; b++) {
-        const half *x = c->features + (b * c->levels + level) * dim;
+        const bf16 *x = c->features + (b * c->levels + level) * dim;
         float logit = (float)c->confidence_bias;
 #pragma omp simd reduction(+ : logit)
         for (int64_t i = 0; i < dim; i++) logit += widen(x[i]) * widen(c->confidence[i]);
@@ -141,7 +141,7 @@ static void logits_of_level(const Heads *heads, const Chain *c, int64_t level, C
         for (int64_t i = m->from; i < to; i++) row[i] = level ? row[i] + head[i] : head[i];
         for (int64_t i = m->from; bias && i < to; i++) row[i] += bias[i];
         for (int64_t i = to > m->from ? to : m->from; i < m->to; i++) row[i] = -INFINITY;
-        m->highest[level % 2][b * team->size + team->rank] = m->from < m->to ? highest_of(row + m->from, m->to - m->from) : -INFINITY;
+        m->highest[level % 2][b * team->size + team->rank] = m->from < m->to ? max_of(row + m->from, m->to - m->from) : -INFINITY;
     }
 }
 
@@ -159,8 +159,8 @@ static void draw_level(const Chain *c, int64_t level, ChainMemory *m, const Team
         }
         for (int64_t i = m->from; i < m->to; i += BLOCK) {
             for (int64_t j = i; j < i + BLOCK; j += LANES) {
-                floats *each = (floats *)(row + j);
-                *each = exponential((*each - highest) * scale);
+                f32x16 *each = (f32x16 *)(row + j);
+                *each = exp_all((*each - highest) * scale);
             }
             m->sums[parity][b * blocks + i / BLOCK] = block_sum(row + i);
         }

@@ -4,7 +4,6 @@
    computing them. A row's result depends on that row alone and not on how many rows or threads there are. */
 
 #include "linear.c"
-#include "old_names.h"
 
 #define SPARE 5  /* rows of scratch memory that a thread has */
 #define BLOCK 64 /* codes whose probabilities are summed at once; a row of scratch memory is as many times that as it needs */
@@ -19,17 +18,17 @@ typedef struct {
 } Sampling;
 
 /* Bytes of a row of `codes` floats, up to a multiple of BLOCK. */
-static int64_t bytes_of_row(int64_t codes) { return padded(4 * up_to(BLOCK, codes)); }
+static int64_t bytes_of_row(int64_t codes) { return align64(4 * up_to(BLOCK, codes)); }
 
 /* The scratch memory of a thread that handles one row of `codes` at a time: SPARE such rows, and `draws` codes. */
-static int64_t bytes_of_rows(int64_t codes, int64_t draws) { return SPARE * bytes_of_row(codes) + padded(8 * draws); }
+static int64_t bytes_of_rows(int64_t codes, int64_t draws) { return SPARE * bytes_of_row(codes) + align64(8 * draws); }
 
 int64_t row_bytes(int64_t codes, int64_t draws, int64_t threads) { return threads * bytes_of_rows(codes, draws); }
 
 /* The sum of x [BLOCK]. */
 static inline double block_sum(const float *x) {
     doubles sum = {0};
-    for (int i = 0; i < BLOCK; i += 8) sum += __builtin_convertvector(*(const eight *)(x + i), doubles);
+    for (int i = 0; i < BLOCK; i += 8) sum += __builtin_convertvector(*(const f32x8 *)(x + i), doubles);
     return ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
 }
 
@@ -46,8 +45,8 @@ static double sum_above(const float *x, int64_t size, int32_t bits) {
     for (int64_t i = 0; i < size; i += BLOCK) {
         float kept[BLOCK] __attribute__((aligned(64)));
         for (int j = 0; j < BLOCK; j += LANES) {
-            floats each = *(const floats *)(x + i + j);
-            *(floats *)(kept + j) = (floats)((ints)each & ((ints)each > bits));
+            f32x16 each = *(const f32x16 *)(x + i + j);
+            *(f32x16 *)(kept + j) = (f32x16)((i32x16)each & ((i32x16)each > bits));
         }
         sum += block_sum(kept);
     }
@@ -103,11 +102,11 @@ static void keep_largest(float *x, int64_t size, double limit, int counted, void
             if (sum_above(x, size, least & ~bit) < limit) least &= ~bit;
     double sum = counted ? (double)count_above((const bits32 *)x, size, least) : sum_above(x, size, least);
     for (int64_t i = 0; i < size; i += LANES) {
-        const floats some = *(const floats *)(x + i);
-        const ints equal = (ints)some == least;
+        const f32x16 some = *(const f32x16 *)(x + i);
+        const i32x16 equal = (i32x16)some == least;
         int any = 0;
         for (int j = 0; j < LANES; j++) any |= equal[j];
-        *(floats *)(x + i) = (floats)((ints)some & ((ints)some >= least));
+        *(f32x16 *)(x + i) = (f32x16)((i32x16)some & ((i32x16)some >= least));
         for (int j = 0; any && j < LANES; j++)
             if (equal[j]) {
                 if (sum < limit) sum += counted ? 1 : some[j];
@@ -123,15 +122,15 @@ static void probabilities(const Sampling *sampling, float *x, int64_t codes, int
     const int greedy = sampling->temperature == 0;
     const float scale = greedy ? 1 : (float)(1 / sampling->temperature);
     for (int64_t i = codes; i < size; i++) x[i] = -INFINITY;
-    const float highest = highest_of(x, size);
+    const float highest = max_of(x, size);
     for (int64_t i = 0; i < size; i += LANES) {
-        floats *each = (floats *)(x + i);
-        *each = exponential((*each - highest) * scale);
+        f32x16 *each = (f32x16 *)(x + i);
+        *each = exp_all((*each - highest) * scale);
     }
     if (!greedy && sampling->top_k > 0 && sampling->top_k < codes) keep_largest(x, size, (double)sampling->top_k, 1, spare);
     if (!greedy && sampling->top_p < 1) keep_largest(x, size, sampling->top_p * sum_all(x, size), 0, spare);
     const float total = (float)sum_all(x, size);
-    for (int64_t i = 0; i < size; i += LANES) *(floats *)(x + i) /= total;
+    for (int64_t i = 0; i < size; i += LANES) *(f32x16 *)(x + i) /= total;
 }
 
 /* Logits [codes] -> probabilities in x, which like `spare` has room for `codes` up to a multiple of BLOCK. */

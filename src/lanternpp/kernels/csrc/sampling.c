@@ -10,7 +10,7 @@ typedef struct {
     int64_t rows, branches;
     double scale;         /* of guidance, where there are two branches */
     int64_t pitch;        /* numbers from one row of features to the next */
-    const half *features; /* [branches, rows, pitch], conditional ones first, of which the first `inputs` are read */
+    const bf16 *features; /* [branches, rows, pitch], conditional ones first, of which the first `inputs` are read */
     char *scratch;        /* as many bytes as `head_bytes` says */
     float *logits;        /* [rows, outputs] */
 } Logits;
@@ -32,7 +32,7 @@ typedef struct {
 } Children;
 
 /* x and its unconditional counterpart -> what guidance of a scale makes of both, as `Guidance.merge`. */
-static inline floats guided(floats x, floats unconditional, float scale) { return x + (scale - 1) * (x - unconditional); }
+static inline f32x16 guided(f32x16 x, f32x16 unconditional, float scale) { return x + (scale - 1) * (x - unconditional); }
 
 typedef struct {
     Inputs in;
@@ -89,17 +89,16 @@ void head_logits(const Linear *head, const Logits *work, int64_t threads) {
     run_team(threads, head_team, &w);
 }
 
-/* `Sampling.probs`. */
-void row_probs(const Rows *rows, int64_t threads) {
-    const Rows w = *rows;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (int64_t r = 0; r < w.rows; r++) {
-        char *own = w.scratch + thread_number() * bytes_of_rows(w.codes, 0);
-        float *x = take(&own, bytes_of_row(w.codes));
-        probabilities_of(&w.sampling, w.logits + r * w.codes, w.codes, x, own);
-        memcpy(w.probs + r * w.codes, x, 4 * w.codes);
-    }
+static void probs_of_row(void *work, int64_t r, int64_t rank) {
+    const Rows *w = work;
+    char *own = w->scratch + rank * bytes_of_rows(w->codes, 0);
+    float *x = arena_alloc(&own, bytes_of_row(w->codes));
+    probabilities_of(&w->sampling, w->logits + r * w->codes, w->codes, x, own);
+    memcpy(w->probs + r * w->codes, x, 4 * w->codes);
 }
+
+/* `Sampling.probs`. */
+void row_probs(Rows *rows, int64_t threads) { run_rows(threads, rows->rows, probs_of_row, rows); }
 
 /* The sum of x [size], for any size. */
 static double sum_of_row(const float *x, int64_t size) {
@@ -171,19 +170,16 @@ static void likeliest(const float *x, int64_t codes, int64_t count, int64_t *out
     for (int64_t n = codes; n < count; n++) out[n] = out[n - codes];
 }
 
-/* `Sampling.children`, and `Sampling.likeliest` where there is no u. */
-void draw_children(const Children *children, int64_t threads) {
-    const Children w = *children;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (int64_t r = 0; r < w.rows; r++) {
-        const float *q = w.q + r * w.codes;
-        char *own = w.scratch + thread_number() * bytes_of_rows(w.codes, w.each);
-        int64_t *drawn = take(&own, 8 * w.each);
-        if (!w.u) {
-            likeliest(q, w.codes, w.count, w.drawn + r * w.count, (int64_t *)own);
-            continue;
-        }
-        draw_all(q, w.codes, w.u + r * w.each, w.each, drawn, (double *)own);
-        first_different(drawn, w.each, w.count, w.drawn + r * w.count);
-    }
+static void children_of_row(void *work, int64_t r, int64_t rank) {
+    const Children *w = work;
+    const float *q = w->q + r * w->codes;
+    char *own = w->scratch + rank * bytes_of_rows(w->codes, w->each);
+    int64_t *drawn = arena_alloc(&own, 8 * w->each);
+    if (w->u) {
+        draw_all(q, w->codes, w->u + r * w->each, w->each, drawn, (double *)own);
+        first_different(drawn, w->each, w->count, w->drawn + r * w->count);
+    } else likeliest(q, w->codes, w->count, w->drawn + r * w->count, (int64_t *)own);
 }
+
+/* `Sampling.children`, and `Sampling.likeliest` where there is no u. */
+void draw_children(Children *children, int64_t threads) { run_rows(threads, children->rows, children_of_row, children); }

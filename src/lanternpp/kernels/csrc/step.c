@@ -8,7 +8,7 @@
 /* Layers of a parallel drafter before and after its decoder. */
 typedef struct {
     Linear fc, hint, down;
-    const half *queries; /* [query_count, dim]; deeper levels repeat the last */
+    const bf16 *queries; /* [query_count, dim]; deeper levels repeat the last */
     int64_t query_count, dim, aux; /* aux: layers of the target that are read beside its features */
     float eps;
 } QueryLayers;
@@ -16,10 +16,10 @@ typedef struct {
 typedef struct {
     int64_t batch, known, queries;
     int64_t stride;          /* rows from one sample to the next in the two that follow */
-    const half *next_embeds; /* [batch, stride, dim] */
-    const half *features;    /* [batch, stride, (1 + aux) dim] */
-    const half *hints;       /* [batch, known + queries, dim], or null */
-    half *out;               /* [batch, known + queries, dim] */
+    const bf16 *next_embeds; /* [batch, stride, dim] */
+    const bf16 *features;    /* [batch, stride, (1 + aux) dim] */
+    const bf16 *hints;       /* [batch, known + queries, dim], or null */
+    bf16 *out;               /* [batch, known + queries, dim] */
     char *scratch;           /* as many bytes as `inputs_bytes` says */
 } QueryInputs;
 
@@ -31,14 +31,14 @@ typedef struct {
     const Heads *heads;
     const float *rotary; /* [positions, 2, head_dim] */
     int64_t positions, slots;
-    half *kv;
+    bf16 *kv;
     const int64_t *start;
     int64_t *used, *waiting;            /* [batch] */
-    half *next_embeds, *features;       /* [batch, levels + 1, dim], [batch, levels + 1, (1 + aux) dim] */
-    half *hints;                        /* [batch, levels, dim] */
-    const half *prev;                   /* [codes, hidden] */
-    half *all_hints, *x, *out;          /* [batch, 2 levels, dim] */
-    half *level_features, *query;       /* [batch levels, dim], [batch levels, hidden], with room for a multiple of ROWS rows */
+    bf16 *next_embeds, *features;       /* [batch, levels + 1, dim], [batch, levels + 1, (1 + aux) dim] */
+    bf16 *hints;                        /* [batch, levels, dim] */
+    const bf16 *prev;                   /* [codes, hidden] */
+    bf16 *all_hints, *x, *out;          /* [batch, 2 levels, dim] */
+    bf16 *level_features, *query;       /* [batch levels, dim], [batch levels, hidden], with room for a multiple of TILE_M rows */
     float *rotation;                    /* [batch, 2 levels, 2, head_dim] */
     int64_t *slot;                      /* [batch, 2 levels] */
     uint8_t *mask;                      /* [batch, 2 levels, slots] */
@@ -52,10 +52,10 @@ typedef struct {
     const Shape *shape;
     const Layer *layers;
     const Linear *head;
-    const half *embed;   /* [codes, dim] */
+    const bf16 *embed;   /* [codes, dim] */
     const float *rotary; /* [positions, 2, head_dim] */
     int64_t positions, slots;
-    half *kv;
+    bf16 *kv;
     const int64_t *start;
     int64_t *used;       /* [branches batch] */
     int64_t parts;       /* 1 + layers whose output the drafter reads */
@@ -64,8 +64,8 @@ typedef struct {
     int64_t *passes, *count;
     int64_t *decided, *accepted; /* [batch, width] */
     int64_t *root, *root_count;  /* [batch], the proposer's own */
-    half *x, *features;          /* [branches batch, nodes, dim], [branches batch, nodes, parts dim]; nodes = levels + 1 */
-    half *guided;                /* [batch, nodes, parts dim]; a drafter's `features` */
+    bf16 *x, *features;          /* [branches batch, nodes, dim], [branches batch, nodes, parts dim]; nodes = levels + 1 */
+    bf16 *guided;                /* [batch, nodes, parts dim]; a drafter's `features` */
     float *rotation;             /* [branches batch, nodes, 2, head_dim] */
     int64_t *slot;               /* [branches batch, nodes] */
     uint8_t *mask;               /* [branches batch, nodes, slots] */
@@ -82,17 +82,17 @@ int64_t drafter_inputs_bytes(const QueryLayers *l, int64_t known, int64_t rows) 
 }
 
 /* A row of inputs of `fc`: the embedding, the features, and what layers returned, each divided by its root mean square. */
-static void join(const QueryLayers *l, const half *embed, const half *features, half *out) {
+static void join(const QueryLayers *l, const bf16 *embed, const bf16 *features, bf16 *out) {
     memcpy(out, embed, 2 * l->dim);
     memcpy(out + l->dim, features, 2 * l->dim);
     for (int64_t part = 1; part <= l->aux; part++) {
-        const half *x = features + part * l->dim;
+        const bf16 *x = features + part * l->dim;
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < l->dim; i++) sum += widen(x[i]) * widen(x[i]);
         const float scale = 1 / sqrtf(sum / l->dim + l->eps);
         for (int64_t i = 0; i < l->dim; i += LANES)
-            *(halves *)(out + (1 + part) * l->dim + i) = narrow_all(widen_all(x + i) * scale);
+            *(bf16x16 *)(out + (1 + part) * l->dim + i) = narrow_all(widen_all(x + i) * scale);
     }
 }
 
@@ -194,7 +194,7 @@ static void draft(const Step *s, int64_t threads) {
     memset(d.all_hints, 0, 2 * s->batch * nodes * dim);
     for (int64_t b = 0; b < s->batch; b++) {
         const int64_t waiting = d.waiting[b], used = d.used[b], start = d.start[b];
-        half *hints = d.all_hints + b * nodes * dim;
+        bf16 *hints = d.all_hints + b * nodes * dim;
         if (waiting) memcpy(hints + (waiting - 1) * dim, d.hints + b * levels * dim, 2 * dim);
         memcpy(hints + known * dim, d.hints + (b * levels + 1) * dim, 2 * (levels - 1) * dim);
         for (int64_t n = 0; n < nodes; n++) {
@@ -214,7 +214,7 @@ static void draft(const Step *s, int64_t threads) {
     const Pass pass = {s->batch, nodes, d.slots, d.x, d.rotation, d.slot, d.mask, d.kv, d.out, s->scratch, 1, none};
     decode(d.shape, d.layers, &pass, threads);
     for (int64_t b = 0; b < s->batch; b++) {
-        const half *out = d.out + b * nodes * dim;
+        const bf16 *out = d.out + b * nodes * dim;
         d.used[b] += d.waiting[b];
         memcpy(d.level_features + b * levels * dim, out + (d.waiting[b] ? d.waiting[b] - 1 : 0) * dim, 2 * dim);
         memcpy(d.level_features + (b * levels + 1) * dim, out + known * dim, 2 * (levels - 1) * dim);
@@ -246,7 +246,7 @@ static void forward(const Step *s, int64_t threads) {
     for (int64_t i = 0; i < s->batch * nodes * wide; i += LANES) {
         f32x16 x = widen_all(s->features + i);
         if (s->branches > 1) x = guided(x, widen_all(s->features + s->batch * nodes * wide + i), (float)s->guidance);
-        *(halves *)(s->guided + i) = narrow_all(x);
+        *(bf16x16 *)(s->guided + i) = narrow_all(x);
     }
     const Logits logits = {s->batch * nodes, 1, 1, wide, s->guided, s->scratch, (float *)v->logits};
     head_logits(s->head, &logits, threads);
@@ -282,7 +282,7 @@ static void commit(const Step *s) {
         d->waiting[b] = kept;
         for (int64_t n = 0; n < nodes; n++) memcpy(d->next_embeds + (b * nodes + n) * dim, s->embed + following[n] * dim, 2 * dim);
         for (int64_t i = 0; i < s->levels; i++) { /* what the target saw at refused nodes */
-            half *hint = d->hints + (b * s->levels + i) * dim;
+            bf16 *hint = d->hints + (b * s->levels + i) * dim;
             if (kept + i < nodes) memcpy(hint, s->guided + (b * nodes + kept + i) * wide, 2 * dim);
             else memset(hint, 0, 2 * dim);
         }

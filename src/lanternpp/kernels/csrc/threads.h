@@ -26,6 +26,15 @@ typedef struct {
 
 typedef void Task(const Team *team, void *work);
 
+/* Work on row `row` by thread `rank`. */
+typedef void RowTask(void *work, int64_t row, int64_t rank);
+
+typedef struct {
+    RowTask *task;
+    void *work;
+    int64_t rows;
+} RowsOfTeam;
+
 /* The part [begin, end) of `count` pieces of work that is a thread's. */
 static inline int64_t share_begin(const Team *team, int64_t count) { return count * team->rank / team->size; }
 static inline int64_t share_end(const Team *team, int64_t count) { return count * (team->rank + 1) / team->size; }
@@ -103,4 +112,15 @@ static void run_team(int64_t threads, Task *task, void *work) {
 }
 #endif
 #endif
+
+static void rows_of_team(const Team *team, void *work) {
+    const RowsOfTeam *rows = work;
+    for (int64_t row = team->rank; row < rows->rows; row += team->size) rows->task(rows->work, row, team->rank);
+}
+
+/* Every row in turn by one of the threads. */
+static void run_rows(int64_t threads, int64_t rows, RowTask *task, void *work) {
+    RowsOfTeam given = {task, work, rows};
+    run_team(threads, rows_of_team, &given);
+}
 #endif

@@ -44,18 +44,18 @@ typedef struct {
 } Verification;
 
 /* x at LANES places. */
-static inline floats gather(const float *x, const int32_t *place) {
+static inline f32x16 gather(const float *x, const int32_t *place) {
 #ifdef __AVX512F__
-    return (floats)_mm512_i32gather_ps(_mm512_loadu_si512(place), x, 4);
+    return (f32x16)_mm512_i32gather_ps(_mm512_loadu_si512(place), x, 4);
 #else
-    floats found;
+    f32x16 found;
     for (int i = 0; i < LANES; i++) found[i] = x[place[i]];
     return found;
 #endif
 }
 
 /* Whether any lane of a mask is set. */
-static inline int any_of(ints mask) {
+static inline int any_of(i32x16 mask) {
 #ifdef __AVX512F__
     return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
 #else
@@ -68,19 +68,19 @@ static inline int any_of(ints mask) {
 /* The mass that each of LANES codes y is accepted with, min(q(y), p(y) + what its neighbours lend); all is p of all codes.
 
    The longest prefix of its neighbours lends whose mass is at most the limit; a code of probability 1 never lends. */
-static inline floats accepted(const float *all, floats p, floats q, floats limit, const int32_t *table, int64_t near) {
-    floats total = {0}, lent = {0};
-    ints open = p < q; /* beyond q(y) the value does not matter */
+static inline f32x16 accepted(const float *all, f32x16 p, f32x16 q, f32x16 limit, const int32_t *table, int64_t near) {
+    f32x16 total = {0}, lent = {0};
+    i32x16 open = p < q; /* beyond q(y) the value does not matter */
     for (int64_t n = 0; n < near && any_of(open); n++, table += LANES) {
-        const floats mass = gather(all, table);
+        const f32x16 mass = gather(all, table);
         total += mass;
-        const ints lends = open & (mass < 1) & (total <= limit);
-        lent = (floats)(((ints)total & lends) | ((ints)lent & ~lends));
+        const i32x16 lends = open & (mass < 1) & (total <= limit);
+        lent = (f32x16)(((i32x16)total & lends) | ((i32x16)lent & ~lends));
         open = lends & (p + lent < q);
     }
-    const floats mass = p + lent;
-    const ints less = mass < q;
-    return (floats)(((ints)mass & less) | ((ints)q & ~less));
+    const f32x16 mass = p + lent;
+    const i32x16 less = mass < q;
+    return (f32x16)(((i32x16)mass & less) | ((i32x16)q & ~less));
 }
 
 /* A row of codes, with numbers >= 0 behind the last up to a multiple of LANES, and the rule that it is verified under. */
@@ -98,11 +98,11 @@ static inline __attribute__((always_inline)) void law_of_row(const Row *row, int
     const int32_t *table = r.table;
     doubles kept = {0}, rest = {0};
     for (int64_t y = 0; y < codes; y += LANES, table += LANES * r.near) {
-        const floats p = *(const floats *)(r.p + y), limit = r.limit ? *(const floats *)(r.limit + y) : r.fixed + r.share * p;
-        const floats mass = accepted(r.p, p, *(const floats *)(r.q + y), limit, table, r.near);
-        *(floats *)(law + y) = mass;
-        const floats more = (floats)((ints)(p - mass) & (p > mass));
-        const eight *kept_by_halves = (const eight *)&mass, *rest_by_halves = (const eight *)&more;
+        const f32x16 p = *(const f32x16 *)(r.p + y), limit = r.limit ? *(const f32x16 *)(r.limit + y) : r.fixed + r.share * p;
+        const f32x16 mass = accepted(r.p, p, *(const f32x16 *)(r.q + y), limit, table, r.near);
+        *(f32x16 *)(law + y) = mass;
+        const f32x16 more = (f32x16)((i32x16)(p - mass) & (p > mass));
+        const f32x8 *kept_by_halves = (const f32x8 *)&mass, *rest_by_halves = (const f32x8 *)&more;
         for (int i = 0; i < 2; i++) {
             kept += __builtin_convertvector(kept_by_halves[i], doubles);
             rest += __builtin_convertvector(rest_by_halves[i], doubles);
@@ -113,31 +113,30 @@ static inline __attribute__((always_inline)) void law_of_row(const Row *row, int
     for (int i = 0; i < 8; i++) all_kept += kept[i], all_rest += rest[i];
     const float share = all_rest > 0 && all_kept < 1 ? (float)((1 - all_kept) / all_rest) : 0;
     for (int64_t y = 0; y < codes; y += LANES) {
-        const floats p = *(const floats *)(r.p + y), mass = *(floats *)(law + y);
-        *(floats *)(law + y) = mass + share * (floats)((ints)(p - mass) & (p > mass));
+        const f32x16 p = *(const f32x16 *)(r.p + y), mass = *(f32x16 *)(law + y);
+        *(f32x16 *)(law + y) = mass + share * (f32x16)((i32x16)(p - mass) & (p > mass));
     }
 }
 
 /* A copy of x [codes] in a thread's scratch memory, 0 behind it. */
 static float *copied(const float *x, int64_t codes, char **own) {
-    float *copy = take(own, bytes_of_row(codes));
+    float *copy = arena_alloc(own, bytes_of_row(codes));
     memset(copy + codes, 0, 4 * (up_to(BLOCK, codes) - codes));
     return memcpy(copy, x, 4 * codes);
 }
 
-/* `law_of_row` in every row. */
-void output_laws(const Laws *laws, int64_t threads) {
-    const Laws w = *laws;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (int64_t r = 0; r < w.rows; r++) {
-        const int64_t at = r * w.codes;
-        char *own = w.scratch + thread_number() * bytes_of_rows(w.codes, 0);
-        const float *p = copied(w.p + at, w.codes, &own), *q = copied(w.q + at, w.codes, &own);
-        const Row row = {.p = p, .q = q, .limit = copied(w.limit + at, w.codes, &own), .table = w.table, .near = w.near};
-        law_of_row(&row, w.codes, (int)w.whole, (float *)own);
-        memcpy(w.law + at, own, 4 * w.codes);
-    }
+static void output_law(void *work, int64_t r, int64_t rank) {
+    const Laws *w = work;
+    const int64_t at = r * w->codes;
+    char *own = w->scratch + rank * bytes_of_rows(w->codes, 0);
+    const float *p = copied(w->p + at, w->codes, &own), *q = copied(w->q + at, w->codes, &own);
+    const Row row = {.p = p, .q = q, .limit = copied(w->limit + at, w->codes, &own), .table = w->table, .near = w->near};
+    law_of_row(&row, w->codes, (int)w->whole, (float *)own);
+    memcpy(w->law + at, own, 4 * w->codes);
 }
+
+/* `law_of_row` in every row. */
+void output_laws(Laws *laws, int64_t threads) { run_rows(threads, laws->rows, output_law, laws); }
 
 /* The path of sample b is known: the codes that are decided along it, the last of them the bonus. */
 static void conclude(const Verification *v, int64_t b, int64_t kept, int64_t bonus) {
@@ -176,10 +175,10 @@ static double residual(float *x, const float *q, float scale, int64_t codes, int
 }
 
 /* The walk of one sample. */
-static void walk_one(const Verification *walk, int64_t b) {
-    const Verification w = *walk;
-    char *own = w.scratch + thread_number() * bytes_of_rows(w.codes, 0);
-    float *x = take(&own, bytes_of_row(w.codes)), *rest = take(&own, bytes_of_row(w.codes));
+static void walk_one(void *work, int64_t b, int64_t rank) {
+    const Verification w = *(const Verification *)work;
+    char *own = w.scratch + rank * bytes_of_rows(w.codes, 0);
+    float *x = arena_alloc(&own, bytes_of_row(w.codes)), *rest = arena_alloc(&own, bytes_of_row(w.codes));
     const int64_t *drawn = w.drawn + b * w.nodes, *children = w.children + b * w.nodes * w.ranks;
     int64_t node = 0, level = 0;
     w.path[b * (w.levels + 1)] = 0;
@@ -229,14 +228,11 @@ static void walk_one(const Verification *walk, int64_t b) {
     for (; level < w.levels; level++) w.path[b * (w.levels + 1) + level + 1] = node;
     int64_t bonus;
     draw_all(x, w.codes, w.last + b, 1, &bonus, (double *)own);
-    conclude(walk, b, kept, bonus);
+    conclude(&w, b, kept, bonus);
 }
 
 /* `verify`. */
-void verify_tokenwise(const Verification *walk, int64_t threads) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (int64_t b = 0; b < walk->batch; b++) walk_one(walk, b);
-}
+void verify_tokenwise(Verification *walk, int64_t threads) { run_rows(threads, walk->batch, walk_one, walk); }
 
 /* Parents and depths of the nodes of sample b; nothing is refused yet. */
 static void places_of(const Verification *v, int64_t b) {
@@ -260,7 +256,7 @@ static int64_t children_of(const Verification *v, int64_t i) {
 /* The law of the code behind node i of all samples; own: 4 rows of scratch memory. */
 static void law_of_node(const Verification *v, int64_t i, char *own) {
     const float *logits = v->logits + i * v->codes;
-    float *p = take(&own, bytes_of_row(v->codes)), *law = v->law + i * v->codes;
+    float *p = arena_alloc(&own, bytes_of_row(v->codes)), *law = v->law + i * v->codes;
     probabilities_of(&v->sampling, logits, v->codes, p, own);
     if (!v->near || v->node[i].depth < 0 || !children_of(v, i)) {
         memcpy(law, p, 4 * v->codes);
@@ -311,51 +307,55 @@ static void refuse(const Verification *v, int64_t i, float *left) {
     v->node[i].end = weight;
 }
 
-/* Block and traversal verification: where drafts end, and the codes that are drawn there. */
-void verify_joint(const Verification *verification, int64_t threads) {
-    const Verification v = *verification;
-    const int64_t size = up_to(BLOCK, v.codes);
-    for (int64_t b = 0; b < v.batch; b++) places_of(&v, b);
-#pragma omp parallel num_threads(threads)
-    {
-        char *own = v.scratch + thread_number() * bytes_of_rows(v.codes, 0);
-        float *left = take(&own, bytes_of_row(v.codes));
-        memset(left, 0, 4 * size);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < v.batch * v.nodes; i++) law_of_node(&v, i, own);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t b = 0; b < v.batch; b++)
-            for (int64_t i = b * v.nodes; i < (b + 1) * v.nodes; i++) {
-                const int64_t child = v.ranks ? v.children[i * v.ranks] : -1, count = children_of(&v, i);
-                if (count > 1) refuse(&v, i, left);
-                if (count != 1) continue; /* the weight of an only child takes one code of the law, so what is left can wait */
-                const int64_t at = i * v.codes + v.drawn[b * v.nodes + child];
-                v.node[b * v.nodes + child].begin = weight_of(v.node[i].begin, v.law[at], v.q[at], 1);
-            }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < v.batch * v.nodes; i++)
-            if (children_of(&v, i) < 2) refuse(&v, i, left);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t b = 0; b < v.batch; b++) {
-            const int64_t first = b * v.nodes;
-            int64_t end = 0;
-            double none = 1;
-            for (int64_t n = v.nodes - 1; n > 0; n--) {
-                Node *at = v.node + first + (v.order ? v.order[n] : n);
-                end += v.u[b] >= (at->behind = none *= 1 - at->end);
-            }
-            int64_t node = v.order ? v.order[end] : end;
-            refuse(&v, first + node, left);
-            if (!(sum_of_row(left, v.codes) > 0)) memcpy(left, v.law + (first + node) * v.codes, 4 * v.codes);
-            const int64_t bonus = draw(left, size, v.last[b]), depth = v.node[first + node].depth;
-            int64_t *path = v.path + b * (v.levels + 1);
-            for (int64_t n = v.levels; n >= 0; n--) {
-                path[n] = node;
-                if (n <= depth) node = v.node[first + node].parent;
-            }
-            conclude(&v, b, depth + 1, bonus);
-        }
+/* The weights at which the children of a sample's nodes begin, where they have several or one. */
+static void weigh_children(const Verification *v, int64_t b, float *left) {
+    for (int64_t i = b * v->nodes; i < (b + 1) * v->nodes; i++) {
+        const int64_t child = v->ranks ? v->children[i * v->ranks] : -1, count = children_of(v, i);
+        if (count > 1) refuse(v, i, left);
+        if (count != 1) continue; /* the weight of an only child takes one code of the law, so what is left can wait */
+        const int64_t at = i * v->codes + v->drawn[b * v->nodes + child];
+        v->node[b * v->nodes + child].begin = weight_of(v->node[i].begin, v->law[at], v->q[at], 1);
     }
 }
 
+/* Where the draft of a sample ends, and the code that is drawn there. */
+static void end_draft(const Verification *v, int64_t b, float *left) {
+    const int64_t first = b * v->nodes;
+    int64_t end = 0;
+    double none = 1;
+    for (int64_t n = v->nodes - 1; n > 0; n--) {
+        Node *at = v->node + first + (v->order ? v->order[n] : n);
+        end += v->u[b] >= (at->behind = none *= 1 - at->end);
+    }
+    int64_t node = v->order ? v->order[end] : end;
+    refuse(v, first + node, left);
+    if (!(sum_of_row(left, v->codes) > 0)) memcpy(left, v->law + (first + node) * v->codes, 4 * v->codes);
+    const int64_t bonus = draw(left, up_to(BLOCK, v->codes), v->last[b]), depth = v->node[first + node].depth;
+    int64_t *path = v->path + b * (v->levels + 1);
+    for (int64_t n = v->levels; n >= 0; n--) {
+        path[n] = node;
+        if (n <= depth) node = v->node[first + node].parent;
+    }
+    conclude(v, b, depth + 1, bonus);
+}
 
+static void joint_team(const Team *team, void *work) {
+    const Verification *v = work;
+    char *own = v->scratch + team->rank * bytes_of_rows(v->codes, 0);
+    float *left = arena_alloc(&own, bytes_of_row(v->codes));
+    memset(left, 0, 4 * up_to(BLOCK, v->codes));
+    for (int64_t i = team->rank; i < v->batch * v->nodes; i += team->size) law_of_node(v, i, own);
+    wait_for_team(team);
+    for (int64_t b = team->rank; b < v->batch; b += team->size) weigh_children(v, b, left);
+    wait_for_team(team);
+    for (int64_t i = team->rank; i < v->batch * v->nodes; i += team->size)
+        if (children_of(v, i) < 2) refuse(v, i, left);
+    wait_for_team(team);
+    for (int64_t b = team->rank; b < v->batch; b += team->size) end_draft(v, b, left);
+}
+
+/* Block and traversal verification. */
+void verify_joint(Verification *verification, int64_t threads) {
+    for (int64_t b = 0; b < verification->batch; b++) places_of(verification, b);
+    run_team(threads, joint_team, verification);
+}
