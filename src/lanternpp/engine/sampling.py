@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
-from lanternpp.backend import PYTORCH, Backend
+from lanternpp.backend import Backend
 from lanternpp.engine.noise import Noise
 from lanternpp.errors import InputError
 from lanternpp.types import Warping
@@ -26,7 +26,7 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
-    backend: Backend = field(default=PYTORCH, compare=False, repr=False, kw_only=True)
+    backend: Backend | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.temperature and not LEAST <= self.temperature <= MOST:
@@ -50,7 +50,7 @@ class Sampling:
 
     def probs(self, logits: Tensor) -> Tensor:
         """logits [..., V] -> the distribution that codes are drawn from, [..., V]. Greedy: the softmax without temperature."""
-        if (found := self.backend.probs(logits, self.warp)) is not None:
+        if self.backend is not None and (found := self.backend.probs(logits, self.warp)) is not None:
             return found
         if self.greedy:
             return logits.softmax(-1)
@@ -75,7 +75,7 @@ class Sampling:
         if self.greedy:
             return self.likeliest(q, count)
         u = noise.fine(purpose, q.shape[1], draws_of(count))
-        if (found := self.backend.children(q, u, count)) is not None:
+        if self.backend is not None and (found := self.backend.children(q, u, count)) is not None:
             return found
         codes = draw(q, u)
         if count == 1:
@@ -85,7 +85,7 @@ class Sampling:
 
     def likeliest(self, q: Tensor, count: int) -> Tensor:
         """q [..., V] -> the `count` most probable codes, [..., count]; where there are fewer they are repeated."""
-        if (found := self.backend.children(q, None, count)) is not None:
+        if self.backend is not None and (found := self.backend.children(q, None, count)) is not None:
             return found
         best = q.topk(min(count, q.shape[-1]), -1).indices
         return (
