@@ -30,6 +30,7 @@ from lanternpp.kernels.sampling import NativeHead, native_head
 from lanternpp.kernels.verify import NativeLaws, NativeVerifier
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.rope import grid_table
+from lanternpp.nn.stores import quantised
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
@@ -170,7 +171,7 @@ def test_probabilities_and_children(library: object, rng: Random, vocab: int) ->
 
 
 def test_chains(library: object, rng: Random, vocab: int) -> None:
-    dim, hidden, batch = rng.choice([2, 22, 30, 48, 130]), rng.choice([16, 48, 80]), rng.choice([1, 2, 9, 16])
+    dim, hidden, batch = rng.choice([32, 64, 96, 160]), rng.choice([16, 48, 80]), rng.choice([1, 2, 9, 16])
     if vocab == MOST_CODES:
         dim, batch = 30, 2
     levels, bias = 3, torch.randn(dim).to(HALF)
@@ -183,18 +184,18 @@ def test_chains(library: object, rng: Random, vocab: int) -> None:
     draft = Draft(
         chain_tree(batch, levels, torch.device("cpu")), codes, torch.zeros(batch, levels + 1, vocab)
     )
-    made = NativeChain(PackedDense(up, bias), PackedDense(head, None), library)  # type: ignore[arg-type]
+    made = NativeChain((up, bias), (head, None), library)  # type: ignore[arg-type]
     made(features, query, prev, None, u, warp, draft)
     assert draft.probs is not None
     probs = draft.probs[:, :-1]
     assert torch.equal(codes[:, 1:], draw(probs, u[..., None])[..., 0])
-    more = F.linear(
-        F.silu(query.double() + prev[codes[:, :-1]].double()).to(HALF).double(), up.double(), bias.double()
-    )
+    whole, scale = quantised((head.double() @ up.double()).float(), 8)
+    active = F.silu(query.double() + prev[codes[:, :-1]].double()).to(HALF).double()
+    more = active @ (whole.double() * scale.double()[:, None]).T + head.double() @ bias.double()
     more[:, 0] = 0
-    exact = Sampling(*warp).probs((features.double() + more).to(HALF).double() @ head.double().T)
+    exact = Sampling(*warp).probs(features.double() @ head.double().T + more)
     far = (probs - exact).abs().sum(-1)
-    assert far.median() < 1e-4 and far.max() < (2.1 if warp[1] else 0.05), "top-k may keep another code"
+    assert far.median() < 2e-3 and far.max() < (2.1 if warp[1] else 0.05), "top-k may keep another code"
 
 
 def rule_of(rng: Random, vocab: int) -> Acceptance:
