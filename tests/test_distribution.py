@@ -22,7 +22,7 @@ from lanternpp import Pipeline
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.kernels.chain import NativeChain
-from lanternpp.kernels.library import NativeDecoder
+from lanternpp.kernels.decoder import KernelDecoder
 from lanternpp.kernels.sampling import NativeHead, NativeSampling
 from lanternpp.kernels.step import NativeStep
 from lanternpp.kernels.verify import NativeVerifier
@@ -114,7 +114,7 @@ def plain(draw: Draw) -> Tensor:
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[type, list[bool]]:
     """Of each kind of kernel, whether it computed what it was asked to."""
     seen: dict[type, list[bool]] = {}
-    kinds = dict.fromkeys((NativeDecoder, NativeHead, NativeChain, NativeVerifier), "__call__")
+    kinds = dict.fromkeys((KernelDecoder, NativeHead, NativeChain, NativeVerifier), "__call__")
     for kind, name in (kinds | {NativeSampling: "probs"}).items():
         plain = getattr(kind, name)
 
@@ -169,7 +169,7 @@ def test_first_codes_follow_the_law_of_plain_decoding(
     assert not differ(name, codes, plain, per_pass)
     assert per_pass == 1 if method["method"] == "ar" else per_pass > 1.5
     whole = method["method"] in ("ar", "parallel") and "cut" not in method
-    expected = {NativeDecoder, NativeHead, NativeSampling, NativeStep if whole else NativeVerifier}
+    expected = {KernelDecoder, NativeHead, NativeSampling, NativeStep if whole else NativeVerifier}
     assert expected <= asked.keys() and (NativeChain in asked) == (
         method["method"] == "parallel" and not whole
     )

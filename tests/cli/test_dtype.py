@@ -36,9 +36,6 @@ def test_without_products_of_bfloat16_the_kernels_decide_and_what_was_chosen_is_
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    with monkeypatch.context() as small:
-        small.setattr("lanternpp.kernels.MOST_WEIGHTS", 10_000)
-        assert " in float32 on cpu, " in run(*DRAW, model).out
     assert f" in {'bfloat16' if kernels() else 'float32'} on cpu, " in run(*DRAW, model).out
     monkeypatch.setenv(SWITCH, "0")
     assert " in float32 on cpu, " in run(*DRAW, model).out

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lanternpp.engine.cache import Cache
 from lanternpp.kernels import loading
+from lanternpp.kernels.decoder import KernelDecoder
 from lanternpp.kernels.kinds import KINDS, choose
-from lanternpp.kernels.library import NativeDecoder
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.int8 import quantise
 from lanternpp.nn.rope import grid_table
@@ -155,7 +155,7 @@ def recorded_pass(eight_bits: bool) -> Recorder:
     found = loading.library()
     assert found is not None
     cache, x = Cache(config, 2, 10, torch.zeros(0).bfloat16()), torch.randn(2, 8, 64).bfloat16()
-    network.native = NativeDecoder(network, found)
+    network.native = KernelDecoder(network.stack(), network.rotary_table, found, eight_bits)
     prompt = cache.rows(torch.arange(2), torch.zeros(2, dtype=torch.int64), 3)
     network(x[:, :3], prompt.nodes(), prompt)
     network.native.library = recorder = Recorder(found, "decode")  # type: ignore[assignment]

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as F
+from kernels.rounding import groups_inputs
 from torch import Tensor, nn
 from toys import neighbours, stored_in_8_bits
 
@@ -24,9 +25,11 @@ from lanternpp.engine.traversal import verify_traversal
 from lanternpp.engine.verifiers import with_native
 from lanternpp.engine.verify import verify
 from lanternpp.kernels import Kernels
-from lanternpp.kernels import library as native
-from lanternpp.kernels.chain import NativeChain, PackedDense, native_chain
-from lanternpp.kernels.sampling import NativeHead, native_head
+from lanternpp.kernels import loading as native
+from lanternpp.kernels.chain import NativeChain, native_chain
+from lanternpp.kernels.decoder import KernelDecoder
+from lanternpp.kernels.linear import Packed
+from lanternpp.kernels.sampling import NativeHead
 from lanternpp.kernels.verify import NativeLaws, NativeVerifier
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.rope import grid_table
@@ -71,22 +74,22 @@ def noise(batch: int) -> Noise:
     return Noise(torch.arange(batch), torch.ones(batch, dtype=torch.int64))
 
 
-def near(found: Tensor, usual: Tensor, exact: Tensor) -> None:
-    """Assert that `found` is no farther from `exact` than `usual`, the same in bfloat16, but for what chance does to few numbers."""
+def near(found: Tensor, usual: Tensor, exact: Tensor, times: float = 1) -> None:
+    """Assert that `found` is so many times as far from `exact` as `usual`, the same in bfloat16, but for what chance does to few numbers."""
     wrong, other = (found - exact).abs(), (usual - exact).abs()
-    assert wrong.mean() <= 1.2 * other.mean() + 1e-4 * exact.abs().mean()
-    assert wrong.max() <= 2 * other.max() + 0.01 * exact.abs().max()
+    assert wrong.mean() <= 1.2 * times * other.mean() + 1e-4 * exact.abs().mean()
+    assert wrong.max() <= 2 * times * other.max() + 0.01 * exact.abs().max()
 
 
-def shape_of(rng: Random) -> tuple[DecoderConfig, bool]:
-    """The shape of a decoder, and whether the kernels know it."""
-    heads, head_dim = rng.choice([1, 1, 2, 3, 6]), rng.choice([16, 32, 32, 48, 64, 80, 128, 8, 24])
+def shape_of(rng: Random) -> DecoderConfig:
+    """The shape of a decoder."""
+    heads, head_dim = rng.choice([1, 1, 2, 3, 6]), rng.choice([16, 32, 32, 48, 64, 80, 100, 128, 8, 24])
     width = rng.choice([1, 2, 3, 5, 7]) * 32 + rng.choice([0, 0, 0, 0, 8])
-    hidden = rng.choice([1, 2, 3, 6, 11]) * 32 + rng.choice([0, 0, 0, 0, 16])
+    hidden = rng.choice([1, 2, 3, 6, 11]) * 32 + rng.choice([0, 0, 0, 0, 16, 4])
     kv_heads = rng.choice([n for n in (1, 2, 3, 6) if heads % n == 0])
     flags = {name: rng.random() < 0.5 for name in ("attention_bias", "ffn_bias", "first_norm", "final_norm")}
-    config = DecoderConfig(width, 2, heads, hidden, kv_heads, head_dim=head_dim, **flags)
-    return config, head_dim % 16 == 0 and not any(n % 32 for n in (width, hidden, heads * head_dim))
+    flags |= {"qk_norm": rng.random() < 0.3, rng.choice(["norm_after", "norm_both"]): rng.random() < 0.4}
+    return DecoderConfig(width, 2, heads, hidden, kv_heads, head_dim=head_dim, **flags)
 
 
 def tree_pass(network: Decoder, x: Tensor, parent: list[int]) -> Tensor:
@@ -104,43 +107,42 @@ def tree_pass(network: Decoder, x: Tensor, parent: list[int]) -> Tensor:
 
 
 def test_passes(library: object, rng: Random) -> None:
-    known = False
-    while not known:
-        config, known = shape_of(rng)
-        plain = Decoder(config, grid_table(3, 8, config.head_dim).float())
-        plain = plain.to(HALF).eval().requires_grad_(False)
-        assert (native.native(plain) is not None) == known
+    config = shape_of(rng)
+    plain = Decoder(config, grid_table(3, 8, config.head_dim).float())
+    plain = plain.to(HALF).eval().requires_grad_(False)
     exact = copy.deepcopy(plain).double()
-    if rng.random() < 0.4:
+    int8 = rng.random() < 0.4
+    if int8:
         for child, same in zip(plain.modules(), exact.modules(), strict=True):
             if isinstance(child, nn.Linear):
                 same.weight = nn.Parameter(stored_in_8_bits(child.weight), requires_grad=False)
     mine = copy.deepcopy(plain)
-    mine.native = native.NativeDecoder(plain, library)  # type: ignore[arg-type]
+    mine.native = KernelDecoder(plain.stack(), plain.rotary_table, library, int8)  # type: ignore[arg-type]
     rows, nodes = rng.choice([(1, 1), (1, 300), (300, 1), (2, 8), (3, 43), (10, 13), (17, 1), (5, 26)])
     parent = [rng.randint(max(-1, i - 5), i - 1) for i in range(nodes)]
     x = torch.randn(rows, 3 + nodes, config.dim).to(HALF)
     found, usual = (tree_pass(network, x, parent).double() for network in (mine, plain))
-    near(found, usual, tree_pass(exact, x.double(), parent))
+    near(found, usual, tree_pass(exact, x.double(), parent), 4 if int8 and groups_inputs(library) else 1)
 
 
 def test_heads(library: object, rng: Random, vocab: int) -> None:
-    inputs, guidance = rng.choice([32, 96, 288]), Guidance(rng.choice([1.0, 3.0]))
+    inputs, guidance = rng.choice([32, 96, 288, 45, 130]), Guidance(rng.choice([1.0, 3.0]))
     pictures, nodes = rng.choice([(1, 1), (1, 300), (150, 1), (5, 13), (11, 17)])
     if vocab == MOST_CODES:
         inputs, pictures, nodes = 32, 1, 2
     weight = torch.randn(vocab, inputs).to(HALF) / 8
     bias = torch.randn(vocab).to(HALF) if rng.random() < 0.5 else None
-    wide = F.pad(weight, (0, rng.choice([1, 8, 16])))
-    assert native_head((wide, bias)) is None, "an odd width"
-    exact = weight.double() if rng.random() < 0.6 else stored_in_8_bits(weight)
+    int8 = rng.random() < 0.4
+    exact = stored_in_8_bits(weight) if int8 else weight.double()
     features = torch.randn(guidance.branches * pictures, nodes, inputs).to(HALF)
-    found = NativeHead(PackedDense(weight, bias), library)(features, guidance.scale, guidance.branches)  # type: ignore[arg-type]
+    packed = Packed(library, [weight], [bias], int8)  # type: ignore[arg-type]
+    found = NativeHead(packed, library)(features, guidance.scale, guidance.branches)  # type: ignore[arg-type]
     expected = F.linear(
         guidance.merge(features.double()).to(HALF).double(), exact, None if bias is None else bias.double()
     )
     far = (found - expected).abs()
-    assert found.shape == (pictures, nodes, vocab) and far.median() < 1e-3 and far.max() < 0.1
+    times = 20 if int8 and groups_inputs(library) else 1
+    assert found.shape == (pictures, nodes, vocab) and far.median() < 1e-3 * times and far.max() < 0.1 * times
 
 
 def warp_of(rng: Random, vocab: int) -> tuple[float, int, float]:

@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 
-from lanternpp.kernels import library as native
+from lanternpp.kernels import loading as native
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels here")
 
@@ -17,9 +17,10 @@ KERNELS = """
     import threading
     import torch
     from lanternpp.backend import backend
-    from lanternpp.kernels import library as native
+    from lanternpp.kernels import loading as native
     from lanternpp.nn.decoder import Decoder, DecoderConfig
     from lanternpp.kernels.chain import native_chain
+    from lanternpp.kernels.decoder import KernelDecoder
     from lanternpp.nn.rope import grid_table
     from lanternpp.kernels.verify import native_laws
     from lanternpp.trees.chain import chain_tree
@@ -55,7 +56,7 @@ KERNELS = """
         slot = torch.arange(nodes).expand(rows, -1)
         mask = torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(rows, 1, -1, -1)
         kv = torch.zeros(1, 2, rows, 2, nodes, 32).bfloat16()
-        passes = native.native(made)
+        passes = KernelDecoder(made.stack(), made.rotary_table, native.library(), False)
         x = torch.randn(rows, nodes, 64).bfloat16()
         assert passes.takes(x)
         assert passes(x, Nodes(slot.clamp(max=3), slot, mask), kv).isfinite().all()

@@ -12,7 +12,7 @@ from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.stopwatch import TimedEngine
-from lanternpp.kernels import library as native
+from lanternpp.kernels import loading as native
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 

@@ -50,7 +50,8 @@ def test_weights_on_disk_in_8_bits_stay_so_where_the_kernels_multiply_floats(
     floats: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed = torch.float32 if floats else torch.bfloat16
-    monkeypatch.setattr("lanternpp.kernels.product_dtype", lambda like: computed)
+    monkeypatch.setattr("lanternpp.kernels.Kernels.gemm_dtype", lambda self, like: computed)
+    monkeypatch.setattr("lanternpp.kernels.Kernels.packs_blocks", lambda self, like: False)
     monkeypatch.setattr(models, "pack_target", lambda target: None)
     monkeypatch.setattr(ParallelDrafter, "pack", lambda self, target: None)
     half = torch.bfloat16

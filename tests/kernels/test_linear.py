@@ -1,0 +1,185 @@
+"""Packed weights: what they unpack to, and layers that multiply with them, for sizes that are no multiple of anything."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from ctypes import CDLL
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernels.rounding import groups_inputs
+from torch import Tensor, nn
+from toys import stored_in_8_bits
+
+from lanternpp.kernels import loading
+from lanternpp.kernels.decoder import gate_up_order, kernel_decoder, pack_block
+from lanternpp.kernels.linear import KernelLinear, Packed, kernel_linear
+from lanternpp.nn.decoder import Block, Decoder, DecoderConfig
+from lanternpp.nn.int8 import stored_parts
+from lanternpp.nn.rope import grid_table
+
+pytestmark = pytest.mark.skipif(loading.library() is None, reason="no kernels here")
+
+HALF = torch.bfloat16
+SIZES = [(1, 1), (7, 33), (70, 45), (32, 64), (33, 65), (100, 200), (5, 1100)]  # outputs, inputs
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+def layer_of(outputs: int, inputs: int, bias: bool = True) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=bias).to(HALF).requires_grad_(False)
+
+
+def together(inputs: int) -> tuple[list[Tensor], Tensor]:
+    """Three weights with the same inputs, and an order of all their outputs with zeros between some."""
+    weights = [torch.randn(outputs, inputs).to(HALF) for outputs in (5, 1, 40)]
+    order = torch.cat((torch.randperm(46)[:20], torch.full((3,), -1), torch.randperm(46)[:30]))
+    return weights, order
+
+
+def ordered(rows: Tensor, order: Tensor) -> Tensor:
+    return torch.where((order < 0)[:, None], 0, rows[order.clamp(min=0)])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("inputs", [1, 45, 64, 130])
+def test_weights_in_bfloat16_are_unpacked_as_they_were(library: CDLL, inputs: int, threads: int) -> None:
+    weights, order = together(inputs)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        plain = Packed(library, weights, [None] * 3, False)
+        found = Packed(library, weights, [None] * 3, False, order)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(plain.unpacked(), torch.cat(weights))
+    assert torch.equal(found.unpacked(), ordered(torch.cat(weights), order))
+
+
+@pytest.mark.parametrize("inputs", [1, 45, 64, 130])
+def test_weights_rounded_to_8_bits_err_by_half_a_step(library: CDLL, inputs: int) -> None:
+    weights, order = together(inputs)
+    weights[2][7] = 0
+    exact = ordered(torch.cat(weights), order).double()
+    found = Packed(library, weights, [None] * 3, True, order)
+    assert found.scale is not None
+    step = exact.abs().amax(1) / 127
+    assert torch.allclose(found.scale[: len(order)].double(), step)
+    # They are returned in bfloat16, which has 8 significant bits.
+    far = (found.unpacked().double() - exact).abs()
+    assert (far <= 0.501 * step[:, None] + exact.abs() / 256).all()
+    if inputs > 1:
+        assert far.max() > 0.2 * step.max(), "they were rounded"
+
+
+@pytest.mark.parametrize("inputs", [1, 45, 64, 130])
+def test_8_bits_of_a_checkpoint_are_taken_as_they_are(library: CDLL, inputs: int) -> None:
+    weights, order = together(inputs)
+    for weight in weights:
+        stored_in_8_bits(weight)
+        whole, scale = weight.eight_bits  # type: ignore[attr-defined]
+        weight.eight_bits = whole, 2 * scale  # type: ignore[attr-defined]  # no longer the largest weight over 127
+    parts = [stored_parts(weight) for weight in weights]
+    whole, scale = (torch.cat([part[i] for part in parts if part]) for i in range(2))
+    found = Packed(library, weights, [None] * 3, True, order)
+    assert found.scale is not None
+    assert torch.equal(found.scale[: len(order)], torch.where(order < 0, 0, scale[order.clamp(min=0)]))
+    expected = (whole.float() * scale[:, None]).to(HALF)
+    assert torch.equal(found.unpacked(), ordered(expected, order))
+
+
+def test_where_some_weights_alone_have_8_bits_all_are_rounded_anew(library: CDLL) -> None:
+    weights, _ = together(45)
+    stored_in_8_bits(weights[0])
+    found = Packed(library, weights, [None] * 3, True).unpacked()
+    exact = torch.cat(weights).double()
+    assert (
+        (found.double() - exact).abs() <= exact.abs() / 256 + exact.abs().amax(1, keepdim=True) / 253
+    ).all()
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("rows", [0, 1, 5, 17, 130, 300])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_layer_computes_what_it_did(library: CDLL, size: tuple[int, int], rows: int, bits: int) -> None:
+    layer = layer_of(*size)
+    weight = layer.weight.double() if bits == 16 else stored_in_8_bits(layer.weight)
+    made = kernel_linear(layer, library, bits == 8)
+    x = torch.randn(rows, size[1]).to(HALF)
+    exact = F.linear(x.double(), weight, layer.bias.double())
+    assert torch.equal(made.weight, layer.weight) and torch.equal(made.bias, layer.bias)  # type: ignore[arg-type]
+    # Products of inputs in 8 bits: each errs by up to half a step, 1/127 of some 4, and their errors are independent.
+    coarse = 8 * weight.norm(dim=1) * 4 / 127 / 12**0.5 if bits == 8 and groups_inputs(library) else 0
+    for dtype, digits in ((HALF, 255), (torch.float32, 1 << 20)):
+        found = made.packed(x, dtype)
+        assert found.dtype == dtype and found.shape == exact.shape
+        assert ((found - exact).abs() <= exact.abs() / digits + 1e-3 + coarse).all()
+    assert torch.equal(made(x[None, None]), made.packed(x, HALF)[None, None])
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("size", [(70, 45), (300, 200), (5, 1100)], ids=str)
+def test_a_row_has_the_same_bits_for_any_number_of_rows_and_threads(
+    library: CDLL, size: tuple[int, int], bits: int
+) -> None:
+    made = kernel_linear(layer_of(*size), library, bits == 8)
+    x = torch.randn(300, size[1]).to(HALF) * 10 ** torch.randn(300, 1).to(HALF)
+    before = torch.get_num_threads()
+    whole = made.packed(x, torch.float32)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for rows in (1, 2, 4, 6, 16, 17, 33, 127, 129, 300):
+                assert torch.equal(made.packed(x[-rows:], torch.float32), whole[-rows:]), (threads, rows)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_inputs_of_another_dtype_are_multiplied_by_pytorch(library: CDLL) -> None:
+    layer, x = layer_of(33, 45), torch.randn(3, 45)
+    assert torch.equal(kernel_linear(layer, library, False)(x), layer.float()(x))
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("hidden", [1, 16, 44, 96])
+def test_a_block_whose_gate_and_up_alternate_returns_them_in_order(
+    library: CDLL, hidden: int, bits: int
+) -> None:
+    config = DecoderConfig(40, 1, 2, hidden, ffn_bias=True, attention_bias=True)
+    plain = Block(config).to(HALF).requires_grad_(False)
+    if bits == 8:
+        stored_in_8_bits(plain.w13.weight)
+    block, x = copy.deepcopy(plain), torch.randn(3, 40).to(HALF)
+    block.w13.weight.__dict__.update(plain.w13.weight.__dict__)
+    pack_block(block, library, bits == 8)
+    made: object = block.w13
+    assert isinstance(made, KernelLinear)
+    assert made.packed.outputs == len(gate_up_order(hidden)) and made.out_features == 2 * hidden
+    assert torch.equal(made.weight, plain.w13.weight)
+    assert made.bias is not None and torch.equal(made.bias, plain.w13.bias)
+    # Gate and up of one output each, as neighbours of a vector
+    assert torch.equal(gate_up_order(hidden)[[0, 16]], torch.tensor([0, hidden]))
+    found, usual = made(x), plain.w13(x)
+    assert found.shape == usual.shape
+    assert torch.allclose(found, usual, rtol=0.02, atol=0.05 if bits == 8 else 0.01)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_of_a_packed_decoder_no_weight_of_a_layer_is_kept_besides(library: CDLL, int8: bool) -> None:
+    config = DecoderConfig(96, 2, 4, 100, attention_bias=True, ffn_bias=True)
+    network = Decoder(config, grid_table(3, 8, config.head_dim).float()).to(HALF).requires_grad_(False)
+    made = kernel_decoder(network, library, int8)
+    assert made is not None
+    assert all(tensor.ndim == 1 for tensor in network.state_dict().values()), "norms alone"
+    assert all(type(module) is not nn.Linear for module in network.modules())
+    for block, kept in zip(network.blocks, made.packed, strict=True):
+        for name, packed in kept.items():
+            assert getattr(block, name).packed is packed, "passes and modules share them"
+            assert packed.weight.dtype == (torch.int8 if int8 else HALF)
