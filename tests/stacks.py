@@ -13,7 +13,7 @@ from lanternpp.types import Nodes
 
 
 class StackPasses:
-    """A `DecoderForward` of a stack: x [R, N, D] of any dtype, keys and values [L, 2, R, Hkv, S, d] in the order of `qk_order`."""
+    """A `DecoderForward` of a stack: x [R, N, D] of any dtype, keys and values [L, 2, R, Hkv, S, d or more] in the order of `qk_order`."""
 
     def __init__(self, stack: Stack, rotary_table: Tensor):
         self.stack, self.rotary_table = stack, rotary_table
@@ -45,6 +45,7 @@ class StackPasses:
         q, k, v = heads.split((stack.heads, stack.kv_heads, stack.kv_heads), 2)
         q, k = self._turned(q, layer.q_norm, rotation), self._turned(k, layer.k_norm, rotation)
         row = torch.arange(len(x))[:, None]
+        kv = kv[..., : stack.head_dim]  # a cache has more channels where heads are narrow
         for stored, new in zip(kv, (k, v), strict=True):
             stored.transpose(1, 2)[row, nodes.slot] = new
         keys, values = (each.repeat_interleave(stack.heads // stack.kv_heads, 1) for each in kv)

@@ -42,6 +42,7 @@ import lanternpp
 from lanternpp import InputError, Pipeline
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
+from lanternpp.engine.cache import HEAD_ALIGN
 from lanternpp.fit import store
 from lanternpp.fit.choice import Fit
 from lanternpp.fit.rates import Counts
@@ -318,7 +319,7 @@ def test_memory_grows_by_the_cache_and_not_by_the_weights(made: Callable[[str], 
         lanternpp.accelerate(case.model, window=2)
         case.model.generate(**given)
     slots = 32 + 19 + 3
-    cache = 2 * 2 * LANGUAGE["num_hidden_layers"] * LANGUAGE["num_key_value_heads"] * 8 * slots * 8
+    cache = 2 * 2 * LANGUAGE["num_hidden_layers"] * LANGUAGE["num_key_value_heads"] * HEAD_ALIGN * slots * 8
     numbers = 100_000  # random ones of the next steps, and what computing them takes
     assert peak.most < usual + 2 * cache + numbers + weights // 4, (peak.most, usual, cache, weights)
 

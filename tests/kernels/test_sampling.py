@@ -7,7 +7,7 @@ from dataclasses import astuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lanternpp import Pipeline
 from lanternpp.accept.base import Acceptance
@@ -57,8 +57,9 @@ def noise(batch: int) -> Noise:
 def test_a_head_gives_the_logits_of_guided_features(vocab: int, nodes: int, scale: float) -> None:
     torch.manual_seed(nodes)
     guidance, dim = Guidance(scale), 96
-    weight, bias = (torch.randn(vocab, dim) / 10).bfloat16(), torch.randn(vocab).bfloat16()
-    head = native_head((weight, bias))
+    layer = nn.Linear(dim, vocab).bfloat16().requires_grad_(False)
+    weight, bias = layer.weight.normal_().div_(10), layer.bias.normal_()
+    head = native_head(layer)
     assert head is not None
     features = torch.randn(guidance.branches * 2, nodes, dim).bfloat16()
     assert head.takes(features) and not head.takes(features.float())
@@ -306,10 +307,10 @@ def test_the_shipped_model_draws_the_same_for_any_number_of_threads(method: str)
 
 
 def test_without_kernels_pytorch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.zeros(40, 32).bfloat16()
-    assert native_head((weight, None)) is not None
-    assert native_head(None) is None and native_head((weight.float(), None)) is None
-    assert native_head((weight[:, :24], None)) is None, "an odd width"
+    layer = nn.Linear(32, 40)
+    assert native_head(None) is None and native_head(nn.Identity()) is None and native_head(layer) is None
+    layer = layer.bfloat16()
+    assert native_head(layer) is not None
     monkeypatch.setenv(native.SWITCH, "0")
-    assert native_head((weight, None)) is None and backend().verifier() is None
+    assert native_head(layer) is None and backend().verifier() is None
     assert backend().probs(torch.zeros(1, 40), (1.0, 0, 1.0)) is None
