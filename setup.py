@@ -79,11 +79,14 @@ class Toolchain(NamedTuple):
         return {"win": ".dll", "macosx": ".dylib"}.get(self.system, ".so")
 
     def options(self, given: Sequence[str]) -> list[str]:
-        """The options of a kind as this compiler has them. zig takes -mtune for -march, and its CPUs have no hyphens."""
+        """The options of a kind as this compiler has them. zig takes -mtune for -march, and has names of its own for CPUs."""
         if not any(Path(word).stem in ("zig", "ziglang") for word in self.command):
             return list(given)
         known = [option for option in given if not option.startswith("-mtune=")]
-        return [option.replace("x86-64-v", "x86_64_v") for option in known]
+        arm = ("-march=armv8.2-a", "-mcpu=generic+v8_2a"), ("-march=armv8-a", "-mcpu=generic")
+        for ours, its in (("x86-64-v", "x86_64_v"), *arm):
+            known = [option.replace(ours, its) for option in known]
+        return known
 
     def features(self, options: Sequence[str]) -> set[str]:
         """The CPU's vector instructions that this compiler may use with such options."""

@@ -34,7 +34,6 @@ installed = pytest.mark.skipif(loading.library() is None, reason="no kernels her
         (AMX, ["amx", *AVX512, *CLIENT]),
         (AMX - {"amx_tile"}, [*AVX512, *CLIENT]),
         (BF16, [*AVX512, *CLIENT]),
-        (BF16 | {"intel"}, ["avx512-vnni", "avx512-bf16", "x86-64-v4", *CLIENT]),
         (VNNI, [*AVX512[1:], *CLIENT]),
         (AMX - {"avx512vl"}, CLIENT),
         (V4, ["x86-64-v4", "x86-64-v3"]),

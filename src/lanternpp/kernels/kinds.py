@@ -47,19 +47,13 @@ KINDS = (
     Kind(
         "armv8.6-i8mm",
         frozenset({"aarch64", "dotprod", "bf16", "i8mm"}),
-        ("-mcpu=generic+dotprod+bf16+i8mm",),
+        ("-march=armv8.2-a+dotprod+bf16+i8mm",),
     ),
-    Kind("armv8.2-dotprod", frozenset({"aarch64", "dotprod"}), ("-mcpu=generic+dotprod",)),
-    Kind("armv8-a", frozenset({"aarch64"}), ("-mcpu=generic",)),
+    Kind("armv8.2-dotprod", frozenset({"aarch64", "dotprod"}), ("-march=armv8.2-a+dotprod",)),
+    Kind("armv8-a", frozenset({"aarch64"}), ("-march=armv8-a",)),
 )
 
 
 def choose(features: Set[str]) -> list[str]:
     """The names of the kinds that a CPU with these features can run, best first."""
-    found = [kind.name for kind in KINDS if kind.needs <= features]
-    # Intel's vdpbf16ps has half the rate of FMA on float32, so weights widened in registers take 0.6 of its time. AMD's has
-    # the full rate, and tiles have more than both.
-    if "intel" in features and "avx512-bf16" in found:
-        found.remove("avx512-bf16")
-        found.insert(found.index("avx512-vnni") + 1, "avx512-bf16")
-    return found
+    return [kind.name for kind in KINDS if kind.needs <= features]

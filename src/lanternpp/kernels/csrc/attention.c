@@ -44,8 +44,8 @@ ALWAYS_INLINE void attend_f32(const float *query, int64_t count, const bf16 *key
             f32x16 sums[LANES];
 #pragma GCC unroll 16
             for (int k = 0; k < LANES; k++) {
-                sums[k] = some[0] * key[k][0];
-                for (int64_t i = 1; i < d / LANES; i++) sums[k] += some[i] * key[k][i];
+                sums[k] = (f32x16){0}; /* of two products a compiler chooses which one it rounds; of a sum and a product not */
+                for (int64_t i = 0; i < d / LANES; i++) sums[k] += some[i] * key[k][i];
             }
             *(f32x16 *)(weights + q * stride + j) = masked(reduce_add_each(sums), mask[q] + j, size - j);
         }

@@ -59,10 +59,7 @@ static int has(size_t i, uint64_t kept) {
            (word[FEATURES[i].word] >> FEATURES[i].bit & 1) && (kept & FEATURES[i].kept) == FEATURES[i].kept;
 }
 
-static const char *machine(void) {
-    uint32_t most, name[3];
-    return __get_cpuid(0, &most, &name[0], &name[2], &name[1]) && !memcmp(name, "GenuineIntel", 12) ? "x86_64 intel" : "x86_64";
-}
+static const char *machine(void) { return "x86_64"; }
 
 #elif defined(__aarch64__)
 #if defined(__APPLE__)

@@ -111,11 +111,10 @@ static void read_mask(const Work *w, const Team *team) {
 
 /* What RMSNorm multiplies x [dim] with; 1 without a weight. */
 static float rms_scale(const Work *w, const float *x, const float *weight) {
-    float sum = 0;
+    f32x16 sum = {0}; /* a loop that the compiler makes vectors of may add in another order in each of its copies */
     if (!weight) return 1;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < w->dim; j++) sum += x[j] * x[j];
-    return 1 / sqrtf(sum / w->s.dim + w->s.eps);
+    for (int64_t j = 0; j < w->dim; j += LANES) sum += *(const f32x16 *)(x + j) * *(const f32x16 *)(x + j);
+    return 1 / sqrtf(reduce_add(sum) / w->s.dim + w->s.eps);
 }
 
 static inline f32x16 normed_at(const float *x, const float *weight, float scale, int64_t j) {
@@ -223,8 +222,9 @@ static void norm_head(const Work *w, const Layer *layer, int64_t head, float *x)
 static void rotate(const Work *w, const float *restrict x, const float *restrict rotation, float *restrict y) {
     const int64_t d = w->s.head_dim, half = d / 2;
     for (int64_t i = 0; i < half; i++) {
-        y[i] = x[i] * rotation[i] + x[i + half] * rotation[d + i];
-        y[i + half] = x[i + half] * rotation[i + half] + x[i] * rotation[d + i + half];
+        /* of two products a compiler chooses which one it rounds first, not the same one in all copies of a loop */
+        y[i] = fmaf(x[i + half], rotation[d + i], x[i] * rotation[i]);
+        y[i + half] = fmaf(x[i], rotation[d + i + half], x[i + half] * rotation[i + half]);
     }
     for (int64_t i = d; i < w->head; i++) y[i] = 0;
 }

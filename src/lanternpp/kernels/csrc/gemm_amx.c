@@ -4,10 +4,6 @@
 #include "gemm.h"
 
 #ifdef __AMX_BF16__
-#ifdef __linux__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 /* Tiles for the calling thread; those of sums and inputs have `rows` rows. */
 static void configure_tiles(int64_t rows) {
@@ -25,14 +21,6 @@ static void configure_tiles(int64_t rows) {
 }
 
 static void release_tiles(void) { _tile_release(); }
-
-/* Asks the operating system for the tiles. */
-static void request_tiles(void) {
-#ifdef __linux__
-    enum { REQUEST = 0x1023, TILE_DATA = 18 };
-    syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
-#endif
-}
 
 /* One or two tiles of rows; the weights behind the block are fetched at the first ones. */
 ALWAYS_INLINE void amx_bf16(int two, const Inputs *in, int64_t tile, const bf16 *weight, int fetch, float (*out)[BLOCK_N]) {
@@ -109,5 +97,4 @@ static void gemm_int8(const Linear *layer, int64_t block, const Inputs *in, int6
 #else
 static void configure_tiles(int64_t rows) { (void)rows; }
 static void release_tiles(void) {}
-static void request_tiles(void) {}
 #endif

@@ -53,7 +53,8 @@ typedef __m256i dot_vec;
 #else
 enum { DOT_N = 4, GROUPED_M = 4 };
 typedef int32x4_t dot_vec;
-#define DOT4(sum, weight, x) sum = vdotq_s32(sum, (int8x16_t)(weight), (int8x16_t)(x))
+/* the intrinsic of GCC 12 wants an architecture beside the extension */
+#define DOT4(sum, weight, x) __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(weight), "w"(x))
 #endif
 typedef int32_t dot_ints __attribute__((vector_size(4 * DOT_N), aligned(4)));
 typedef float dot_floats __attribute__((vector_size(4 * DOT_N), aligned(4)));
@@ -131,10 +132,12 @@ static void gemm_int8(const Linear *layer, int64_t block, const Inputs *in, int6
 #else /* 16 bits: no product's sum leaves 32 bits, as the magnitudes of a row add up to some 16 million */
 static void quantize_row(Inputs *in, int64_t row) {
     const bf16 *x = in->x + row * in->width, largest = largest_magnitude(x, in->width);
-    float total = 0;
-#pragma omp simd reduction(+ : total)
-    for (int64_t k = 0; k < in->width; k++) total += widen(x[k] & 0x7fff);
-    const float most = widen(largest) / 0x7f7f, mean = total / 16000000, scale = most > mean ? most : mean;
+    f32x16 total = {0};
+    for (int64_t k = 0; k < in->width; k += LANES) {
+        const f32x16 some = widen_all(x + k);
+        total += (f32x16)((i32x16)some & 0x7fffffff);
+    }
+    const float most = widen(largest) / 0x7f7f, mean = reduce_add(total) / 16000000, scale = most > mean ? most : mean;
     const float inverse = scale > 1e-30f && largest < 0x7f80 ? 1 / scale : 0;
     in->scale[row] = largest < 0x7f80 ? scale : NAN;
 #ifdef INT8_PLANES

@@ -6,10 +6,7 @@
 #include "sizes.c"
 
 /* Called once, before all else. */
-void prepare(void) {
-    measure_bf16();
-    request_tiles();
-}
+void prepare(void) { measure_bf16(); }
 
 /* Whether products of bf16 are computed in float32, as the CPU has no instruction for them. */
 int64_t widens(void) {

@@ -87,10 +87,9 @@ static void join(const QueryLayers *l, const bf16 *embed, const bf16 *features, 
     memcpy(out + l->dim, features, 2 * l->dim);
     for (int64_t part = 1; part <= l->aux; part++) {
         const bf16 *x = features + part * l->dim;
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < l->dim; i++) sum += widen(x[i]) * widen(x[i]);
-        const float scale = 1 / sqrtf(sum / l->dim + l->eps);
+        f32x16 sum = {0};
+        for (int64_t i = 0; i < l->dim; i += LANES) sum += widen_all(x + i) * widen_all(x + i);
+        const float scale = 1 / sqrtf(reduce_add(sum) / l->dim + l->eps);
         for (int64_t i = 0; i < l->dim; i += LANES)
             *(bf16x16 *)(out + (1 + part) * l->dim + i) = narrow_all(widen_all(x + i) * scale);
     }

@@ -16,7 +16,7 @@
 
 /* Threads that arrive wait in a loop, as they do for microseconds; where others take longer they have no core, which is then given up. */
 typedef struct {
-    _Atomic int64_t arrived, phase;
+    int64_t arrived, phase;
 } Barrier;
 
 typedef struct {
