@@ -124,8 +124,8 @@ class Recorder:
             parts += [struct.pack(f"{len(row)}q", *row) for row in rows]
         self.text = b"".join(parts)
 
-    def compare(self, text: bytes) -> None:
-        """What another library has written, up to rounding; scratch memory, of bytes, apart."""
+    def compare(self, text: bytes, share: float) -> None:
+        """What another library has written, up to this share in the mean; scratch memory, of bytes, apart."""
         compared, begin = 0, 0
         for region, before, mine in zip(self.reached, self.before, self.written, strict=True):
             theirs = text[begin : begin + region.size]
@@ -136,9 +136,19 @@ class Recorder:
                 )
                 assert (a - b).abs().max() <= 0.03 * a.abs().max() and (
                     a - b
-                ).abs().mean() <= 0.004 * a.abs().mean()
+                ).abs().mean() <= share * a.abs().mean()
                 compared += mine != before
         assert begin == len(text) and compared
+
+
+def unshifted() -> ctypes.CDLL:
+    """The best kernels here that read weights in 8 bits without something added to them, as those for ARM do."""
+    files = loading._installed()
+    for kind in choose(loading.features(loading._whole(files["cpu"]))):
+        found = loading.library(kind) if kind in files else None
+        if found is not None and not found.weight_zero():
+            return found
+    pytest.skip("no such kernels here")
 
 
 @torch.inference_mode()
@@ -152,8 +162,7 @@ def recorded_pass(eight_bits: bool) -> Recorder:
     if eight_bits:
         pytest.importorskip("torchao")
         quantise(network)
-    found = loading.library()
-    assert found is not None
+    found = unshifted()
     cache, x = Cache(config, 2, 10, torch.zeros(0).bfloat16()), torch.randn(2, 8, 64).bfloat16()
     network.native = KernelDecoder(network.stack(), network.rotary_table, found, eight_bits)
     prompt = cache.rows(torch.arange(2), torch.zeros(2, dtype=torch.int64), 3)
@@ -207,7 +216,9 @@ def test_a_pass_on_arm_is_that_of_this_cpu(arm: Path, kind, eight_bits: bool, tm
     recorder = recorded_pass(eight_bits)
     (tmp_path / "in").write_bytes(recorder.text)
     emulate("max", arm, library_of(arm, kind.name), "decode", tmp_path / "in", tmp_path / "out")
-    recorder.compare((tmp_path / "out").read_bytes())
+    # Inputs have 16 bits here and 8 on a CPU with products of 8 bits.
+    share = 0.01 if eight_bits and "dotprod" in kind.needs else 0.004
+    recorder.compare((tmp_path / "out").read_bytes(), share)
 
 
 @cross
