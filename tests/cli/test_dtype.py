@@ -36,7 +36,7 @@ def test_without_products_of_bfloat16_the_kernels_decide_and_what_was_chosen_is_
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert f" in {'bfloat16' if kernels() else 'float32'} on cpu, " in run(*DRAW, model).out
+    assert f" in {'int8, bfloat16' if kernels() else 'float32'} on cpu, " in run(*DRAW, model).out
     monkeypatch.setenv(SWITCH, "0")
     assert " in float32 on cpu, " in run(*DRAW, model).out
     assert " in bfloat16 on cpu, " in run(*DRAW, model, "--dtype", "bfloat16").out
@@ -57,7 +57,8 @@ def test_a_model_of_latents_is_drawn_by_the_kernels_too(tmp_path, monkeypatch) -
     assert pipe("a red tulip", seed=1).images[0].size == (4, 4)
 
 
-def test_8_bits_draw_and_tell_what_they_do_to_the_logits(run, model) -> None:
+def test_8_bits_by_torchao_draw_and_tell_what_they_do_to_the_logits(run, model, monkeypatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
     done = run(*DRAW, model, "--dtype", "int8", "--json")
     assert done.code == 0
     assert done.err.startswith("lanternpp: int8: logits move by ") and done.err.count("\n") == 1
@@ -68,9 +69,18 @@ def test_8_bits_draw_and_tell_what_they_do_to_the_logits(run, model) -> None:
     assert effect["bytes_after"] < effect["bytes_before"]
 
 
-def test_8_bits_without_torchao_are_refused_before_a_model_is_read(
+@pytest.mark.skipif(kernels() is None, reason="no kernels here")
+def test_kernels_draw_from_8_bits_without_torchao(run, model, monkeypatch) -> None:
+    monkeypatch.setattr(int8, "find_spec", lambda name: None)
+    done = run(*DRAW, model, "--dtype", "int8", "--json")
+    assert done.code == 0
+    assert json.loads(done.out)["settings"]["dtype"].startswith("int8, ")
+
+
+def test_8_bits_without_torchao_nor_kernels_are_refused_before_a_model_is_read(
     run, broken, monkeypatch, elsewhere
 ) -> None:
+    monkeypatch.setenv(SWITCH, "0")
     monkeypatch.setattr(int8, "find_spec", lambda name: None)
     (broken / "target" / "model.safetensors").unlink()
     refused = run(*DRAW, broken, "--dtype", "int8")
