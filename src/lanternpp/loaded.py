@@ -20,7 +20,7 @@ from lanternpp.compiled import check_compiler, compile_steps, compiled_folder, w
 from lanternpp.continuous.diffusion import DiffusionTarget
 from lanternpp.continuous.engine import engine_for
 from lanternpp.default_method import Chosen, choose
-from lanternpp.devices import INT8, pick_device
+from lanternpp.devices import INT8
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
@@ -30,7 +30,7 @@ from lanternpp.errors import InputError
 from lanternpp.fit.choice import Fit, fit_for
 from lanternpp.keywords import PictureDials, listing
 from lanternpp.methods import AUTO
-from lanternpp.models import MODELS, Model, drawing_dtype, model_folder, read_defaults
+from lanternpp.models import MODELS, Model, model_folder, placed, read_defaults
 from lanternpp.nn.checkpoints import digest, write_text
 from lanternpp.nn.int8 import Effect
 from lanternpp.registry import find
@@ -81,7 +81,7 @@ class LoadedModel:
 
         size: "768x512" or (768, 512), width first, or 768, in pixels, for models that draw more than one size.
         dtype: float32, bfloat16, float16, float64, or auto, the fastest here; int8 keeps the target's weights in
-        8 bits and computes in auto's dtype.
+        8 bits and computes in auto's dtype, which auto does too for a model of codes on a CPU with kernels.
         tuned: whether what `lanternpp tune` found for this model is a default where it was measured.
         engine_bytes: what engines may take that are kept for the next call with the same settings, caches of keys and
         values for the most part. The latest is kept whatever it takes.
@@ -90,7 +90,7 @@ class LoadedModel:
         model = arguments.text("model", model)
         drafter = None if drafter is None else arguments.text("drafter", drafter)
         folder = model_folder(model)
-        on, kind, int8 = _placed(device, dtype, folder)
+        on, kind, int8 = placed(device, dtype, folder)
         named = model in MODELS or not Path(model).exists()
         name = model if named else folder.resolve().stem if folder.is_file() else folder.name
         read = Model(folder, drafter, on, kind, size=arguments.size_text(size), int8=int8)
@@ -110,7 +110,7 @@ class LoadedModel:
             device, dtype = None, device if dtype is None else dtype
         with self._lock:
             model = self._models[False]
-            on, kind, int8 = _placed(
+            on, kind, int8 = placed(
                 model.device if device is None else device,
                 (INT8 if model.int8 else model.dtype) if dtype is None else dtype,
                 model.folder,
@@ -265,7 +265,8 @@ class LoadedModel:
     def _model(self, unpacked: bool) -> Model:
         """The networks, their weights unpacked or not; unpacked ones are read when first asked for."""
         if unpacked not in self._models:
-            self._models[unpacked] = self._models[False].changed(packed=False)
+            model = self._models[False]
+            self._models[unpacked] = model.changed(packed=False, int8=model.effect is not None)
         return self._models[unpacked]
 
     def warm(self, settings: Settings) -> list[str]:
@@ -309,11 +310,3 @@ class LoadedModel:
             where["int8"] = asdict(self.effect)
         where["tuned"] = self.tuned is not None and self.tuned.knows(asdict(settings))
         return asdict(settings) | where
-
-
-def _placed(
-    device: str | torch.device, dtype: str | torch.dtype, folder: Path
-) -> tuple[torch.device, torch.dtype, bool]:
-    """A device, the dtype that a model computes in there, and whether weights are kept in 8 bits. InputError."""
-    on, name = pick_device(str(device)), str(dtype).removeprefix("torch.")
-    return on, drawing_dtype(name, on, folder), name == INT8

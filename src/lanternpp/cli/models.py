@@ -80,9 +80,8 @@ def describe_method(
     whether it fits what the model draws, codes or latents.
     """
     from lanternpp.accept import RULES
-    from lanternpp.devices import pick_device
     from lanternpp.methods import method
-    from lanternpp.models import drawing_dtype, holds, latent_family, model_folder
+    from lanternpp.models import holds, latent_family, model_folder, placed
     from lanternpp.registry import find
     from lanternpp.settings import network_needed, resolve, suits_latents
     from lanternpp.tuned import CONDITIONS, Tuned, with_tuned
@@ -90,9 +89,9 @@ def describe_method(
     folder, other = model_folder(model), model_folder(drafter) if drafter else None
     chosen, defaults = method_for(model, drafter, name)
     settings = resolve(chosen.method, defaults, {})
-    on = pick_device(device)
-    kind = str(drawing_dtype(dtype, on, folder)).removeprefix("torch.")
-    where = {"device": on.type, "dtype": kind if dtype != "int8" else f"int8, {kind}"}
+    on, dtype_found, int8 = placed(device, dtype, folder)
+    kind = str(dtype_found).removeprefix("torch.")
+    where = {"device": on.type, "dtype": f"int8, {kind}" if int8 else kind}
     where |= {key: getattr(settings, key) for key in CONDITIONS if key not in where}
     if found := Tuned.read(folder, other).settings(name, where):
         settings = resolve(name, with_tuned(defaults, name, found), {})

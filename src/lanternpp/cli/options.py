@@ -105,7 +105,7 @@ Device = Annotated[str, _model(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[
     str,
     _model(
-        help="auto, float32, bfloat16, float16, float64, or int8: the target's weights in 8 bits (needs torchao)."
+        help="auto, float32, bfloat16, float16, float64, or int8: the target's weights in 8 bits (auto's choice on a CPU; a GPU needs torchao)."
     ),
 ]
 Method = Annotated[
