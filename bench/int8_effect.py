@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lanternpp import Pipeline
 from lanternpp.engine.guidance import Guidance
+from lanternpp.models.base import Target
 from lanternpp.nn.int8 import compared, quantise, weight_bytes
-from lanternpp.targets.base import Target
 
 
 @torch.inference_mode()

@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 
 from lanternpp.accept.lantern_pp import LanternPlusPlus
-from lanternpp.backend import backend
-from lanternpp.devices import pick_device, pick_dtype
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
+from lanternpp.models.llamagen import LlamaGenConfig, LlamaGenTarget
+from lanternpp.nn.backend import backend
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.targets.llamagen import LlamaGenConfig, LlamaGenTarget
 from lanternpp.trees import build_tree
 from lanternpp.types import Prompt
+from lanternpp.util.devices import pick_device, pick_dtype
 
 SIZES = {"B": (768, 12, 12, 2048), "L": (1024, 24, 16, 2816), "XL": (1280, 36, 20, 3584)}
 SLOTS, WORDS, WARM = 120, 20, 3

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lanternpp.models import model_folder
+from lanternpp.api.model import model_folder
 
 ROWS: dict[str, dict[str, Any]] = {
     "eagle paper": {"loss": "paper"},

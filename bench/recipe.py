@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lanternpp.models.prompted import PromptedTarget
+from lanternpp.models.vq.folder import read_vq
+from lanternpp.models.words import WordsConfig
 from lanternpp.nn.decoder import Decoder
-from lanternpp.targets.prompted import PromptedTarget
-from lanternpp.targets.words import WordsConfig
 from lanternpp.training.captions import vocabulary
 from lanternpp.training.first_weights import init_weights
 from lanternpp.training.material.codes import Split, read_codes, tokenizer_of
 from lanternpp.training.run import TrainingOptions, run
 from lanternpp.training.target import TargetSettings, TargetTask
-from lanternpp.vq.folder import read_vq
 
 FEW = 400  # training photos of the rows about crops, so that each is seen often
 SLOTS = 8

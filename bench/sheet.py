@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from lanternpp import Pipeline
-from lanternpp.picture import grid
+from lanternpp.api.picture import grid
 
 PROMPTS = [
     *("a photo of a white daisy", "a photo of a daisy on a green background"),

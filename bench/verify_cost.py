@@ -18,19 +18,19 @@ from torch import nn
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern_pp import LanternPlusPlus
-from lanternpp.backend import backend
-from lanternpp.devices import pick_device, pick_dtype
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import with_native
 from lanternpp.engine.verify import verify
+from lanternpp.nn.backend import backend
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.rope import grid_table
 from lanternpp.trees.shapes import SHAPES
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft, Frontier
+from lanternpp.util.devices import pick_device, pick_dtype
 
 VOCAB, DIM, PREFIX, GRID = 16384, 768, 120, 16
 

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import LENGTH, SIDE, write_model
+from helpers.models import LENGTH, SIDE, write_model
 
 from lanternpp import InputError, Pipeline
 from lanternpp.accept.base import Acceptance
-from lanternpp.dials import DIALS, DRAFT, PARTS, RULE, names
+from lanternpp.api.dials import DIALS, DRAFT, PARTS, RULE, names
+from lanternpp.api.keywords import MethodDials, PictureDials
+from lanternpp.api.pipeline import Partial
+from lanternpp.api.settings import Settings
 from lanternpp.engine.proposer import Proposer
-from lanternpp.keywords import MethodDials, PictureDials
-from lanternpp.pipeline import Partial
-from lanternpp.settings import Settings
 from lanternpp.trees.base import TreeBuilder
 
 PROMPT = "a red tulip"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from laws import two_samples
+from helpers.laws import two_samples
 from torch import Tensor
 
 from lanternpp import Pipeline
@@ -26,13 +26,13 @@ from lanternpp.kernels.decoder import KernelDecoder
 from lanternpp.kernels.sampling import NativeHead, NativeSampling
 from lanternpp.kernels.step import NativeStep
 from lanternpp.kernels.verify import NativeVerifier
+from lanternpp.models.vq.model import VQ, VQConfig
+from lanternpp.models.words import WordsConfig, WordsTarget
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig
-from lanternpp.targets.words import WordsConfig, WordsTarget
 from lanternpp.trees.depth import DepthTree
 from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.types import Verdict
-from lanternpp.vq.model import VQ, VQConfig
 
 VOCAB, GRID, CODES, TOP_K = 64, 3, 6, 4
 FAVOURITES = 6  # codes that are usually among the top-k, so that drafts are kept

@@ -10,8 +10,8 @@ from pathlib import Path
 import nbformat
 import pytest
 import yaml
-from documents import DOCS, LINK, PAGES, ROOT, anchors, prose
-from models import write_model
+from helpers.documents import DOCS, LINK, PAGES, ROOT, anchors, prose
+from helpers.models import write_model
 from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from families import CODES, LANGUAGE, write_chameleon, write_emu3, write_janus
-from parity import Peer, greedy
+from helpers.families import CODES, LANGUAGE, write_chameleon, write_emu3, write_janus
+from helpers.parity import Peer, greedy
 
 from lanternpp import Pipeline
+from lanternpp.api.methods import METHODS
+from lanternpp.api.model import read_target
+from lanternpp.api.pipeline import Result
 from lanternpp.cli.compare import race
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.errors import InputError
 from lanternpp.kernels.loading import library
-from lanternpp.methods import METHODS
-from lanternpp.models import read_target
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig
-from lanternpp.pipeline import Result
 
 PROMPT = "a photo of the red tulip"
 

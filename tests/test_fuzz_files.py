@@ -16,21 +16,21 @@ from typing import Any
 
 import pytest
 import torch
-from classifiers import write_classifier
-from families import write_chameleon, write_emu3, write_janus
+from helpers.classifiers import write_classifier
+from helpers.families import write_chameleon, write_emu3, write_janus
+from helpers.models import write_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import write_model
 
 from lanternpp import InputError, Pipeline
+from lanternpp.api.model import read_target
+from lanternpp.api.tuned import Tuned
 from lanternpp.evaluation.classifier import read_classifier
-from lanternpp.models import read_target
 from lanternpp.nn import checkpoints
 from lanternpp.nn.shards import DTYPES
 from lanternpp.nn.sources import SAME, Source, blank
-from lanternpp.registry import Importable
 from lanternpp.trees import build_tree
-from lanternpp.tuned import Tuned
+from lanternpp.util.registry import Importable
 
 PROMPT = "a red tulip"
 TIMES = int(os.environ.get("FUZZ", "1"))

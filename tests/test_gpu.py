@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import write_model
+from helpers.models import write_model
 
-from lanternpp import compiled
+from lanternpp.api import compiled
+from lanternpp.api.methods import METHODS
+from lanternpp.api.pipeline import Pipeline
 from lanternpp.evaluation import report
 from lanternpp.evaluation.profile import profile_race
 from lanternpp.evaluation.speed import Race, parse_methods
-from lanternpp.methods import METHODS
-from lanternpp.pipeline import Pipeline
 
 pytestmark = pytest.mark.gpu
 PROMPTS = ["a red tulip", "a tulip"]

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from toys import OracleDrafter, ToyTarget, eagle, neighbours, parallel, smaller
+from helpers.toys import OracleDrafter, ToyTarget, eagle, neighbours, parallel, smaller
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.cool import Cool

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from lanternpp import InputError, Pipeline
+from lanternpp.api.model import model_folder
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.verify import verify
-from lanternpp.models import model_folder
-from lanternpp.targets.base import PromptWarning
+from lanternpp.models.base import PromptWarning
 from lanternpp.types import Draft
 
 PROMPTS = [

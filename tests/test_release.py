@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
 
-from models import write_model
+from helpers.models import write_model
 from packaging.requirements import Requirement
 from PIL import Image
 

@@ -8,10 +8,10 @@ from lanternpp.errors import InputError
 
 if TYPE_CHECKING:
     from lanternpp.accept import RULES
+    from lanternpp.api.methods import METHODS
+    from lanternpp.api.pipeline import Pipeline
     from lanternpp.engine.sampling import Sampling
     from lanternpp.inplace.generate import accelerate, custom_generate, generate, restore
-    from lanternpp.methods import METHODS
-    from lanternpp.pipeline import Pipeline
     from lanternpp.trees import TREES
 
 __version__ = "0.2.0"
@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Pipeline": "lanternpp.pipeline",
+    "Pipeline": "lanternpp.api.pipeline",
     "Sampling": "lanternpp.engine.sampling",
-    "METHODS": "lanternpp.methods",
+    "METHODS": "lanternpp.api.methods",
     "RULES": "lanternpp.accept",
     "TREES": "lanternpp.trees",
     "accelerate": "lanternpp.inplace.generate",

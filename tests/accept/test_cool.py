@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from laws import chi_square
-from toys import MarkovTarget, OtherMarkovDrafter, ToyTarget, counts, eagle, neighbours
+from helpers.laws import chi_square
+from helpers.toys import MarkovTarget, OtherMarkovDrafter, ToyTarget, counts, eagle, neighbours
 
 from lanternpp.accept import RULES as NAMED
 from lanternpp.accept.base import Acceptance, Dials

@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 import torch
-from laws import additive, multiplicative, round_law
-from toys import neighbours
+from helpers.laws import additive, multiplicative, round_law
+from helpers.toys import neighbours
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.cool import Cool

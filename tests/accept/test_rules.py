@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from laws import additive, multiplicative
+from helpers.laws import additive, multiplicative
 
 from lanternpp.accept import RULES as NAMED
 from lanternpp.accept import neighbours

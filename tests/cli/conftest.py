@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import SMALLER, write_model, write_smaller
+from helpers.models import SMALLER, write_model, write_smaller
 from PIL import Image
 
 from lanternpp.cli import main
-from lanternpp.targets.words import WordsConfig
-from lanternpp.vq.folder import read_vq
-from lanternpp.vq.model import VQ, VQConfig
+from lanternpp.models.vq.folder import read_vq
+from lanternpp.models.vq.model import VQ, VQConfig
+from lanternpp.models.words import WordsConfig
 
 
 @dataclass(frozen=True)

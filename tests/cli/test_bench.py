@@ -10,7 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from classifiers import write_classifier
+from helpers.classifiers import write_classifier
 from PIL import Image
 
 

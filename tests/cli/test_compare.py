@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from lanternpp import Pipeline
-from lanternpp.methods import METHODS
-from lanternpp.pipeline import Result, Stats
-from lanternpp.targets.base import Target
+from lanternpp.api.methods import METHODS
+from lanternpp.api.pipeline import Result, Stats
+from lanternpp.models.base import Target
 
 PROMPT = "a photo of a red tulip"
 BOUND = "arithmetic bounds this machine"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import checkpoints as published
 import pytest
 import torch
-from classifiers import write_classifier
-from models import write_model
+from helpers import checkpoints as published
+from helpers.classifiers import write_classifier
+from helpers.models import write_model
 from PIL import Image
 
 from lanternpp.evaluation.classifier import read_classifier, read_reference
+from lanternpp.models.text import quiet
 from lanternpp.nn import checkpoints
-from lanternpp.targets.text import quiet
 
 
 def test_eight_bits_draw_much_the_same_from_a_quarter_of_the_bytes(run, model: Path, tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from documents import DOCS, PAGES, ROOT, blocks, prose
+from helpers.documents import DOCS, PAGES, ROOT, blocks, prose
 from typer.core import TyperCommand
 from typer.main import get_command
 
 from lanternpp import Pipeline
 from lanternpp.cli import app
-from lanternpp.targets import FAMILIES
+from lanternpp.models import FAMILIES
 
 RUN = [ROOT / "README.md", DOCS / "quickstart.md", DOCS / "python.md", DOCS / "extending.md"]
 ELSEWHERE = {"--help", "--num_processes", "--pid"}  # of every verb, and of other programs

@@ -6,12 +6,12 @@ import json
 
 import pytest
 import torch
-from latents import write_diffusion
+from helpers.latents import write_diffusion
 
 from lanternpp import Pipeline
-from lanternpp.devices import pick_dtype
 from lanternpp.kernels.loading import SWITCH, kernels
 from lanternpp.nn import int8
+from lanternpp.util.devices import pick_dtype
 
 DRAW = ("generate", "a red tulip", "--model")
 

@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from classifiers import splashes, write_classifier
+from helpers.classifiers import splashes, write_classifier
 from PIL import Image
 
 from lanternpp import Pipeline
+from lanternpp.api.model import ASSETS
+from lanternpp.api.picture import save_png
 from lanternpp.evaluation.draw import evaluation_requests
-from lanternpp.models import ASSETS
-from lanternpp.picture import save_png
 
 DRAW = ("-n", 6, "--batch-size", 3)
 

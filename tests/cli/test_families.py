@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import LANGUAGE, write_chameleon, write_emu3, write_glm_image, write_glm_processor, write_janus
+from helpers.families import (
+    LANGUAGE,
+    write_chameleon,
+    write_emu3,
+    write_glm_image,
+    write_glm_processor,
+    write_janus,
+)
 from PIL import Image
 
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter

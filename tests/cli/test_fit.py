@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from lanternpp import Pipeline
-from lanternpp.fit import choice
-from lanternpp.fit.rates import FILE, Counts, strength
-from lanternpp.fit.steps import Step
+from lanternpp.api.fit import choice
+from lanternpp.api.fit.rates import FILE, Counts, strength
+from lanternpp.api.fit.steps import Step
 
 PROMPT = "a red tulip"
 

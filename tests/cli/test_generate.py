@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from lanternpp import loaded
+from lanternpp.api import loaded
+from lanternpp.api.methods import METHODS
+from lanternpp.api.picture import squarest
 from lanternpp.engine.decode import Engine, FinishedSample
-from lanternpp.methods import METHODS
-from lanternpp.picture import squarest
 
 PROMPT = "a photo of a red tulip"
 KEYS = {

@@ -14,12 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from models import write_model
+from helpers.models import write_model
 from PIL import Image
 
-from lanternpp import cluster, names
 from lanternpp.cli import with_values
-from lanternpp.many.renderer import RefusedPrompt, Renderer
+from lanternpp.jobs import cluster
+from lanternpp.jobs.renderer import RefusedPrompt, Renderer
+from lanternpp.util import names
 
 PROMPTS = ["red tulip", "a tulip", "a photo of a red tulip", "a photo of a tulip", "the red, red tulip"]
 

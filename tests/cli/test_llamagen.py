@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
+from helpers import checkpoints
 from PIL import Image
 
-from lanternpp.methods import METHODS
+from lanternpp.api.methods import METHODS
 
 
 def options(method: str, model: Path, drafter: Path) -> list[object]:

@@ -11,8 +11,8 @@ import torch
 
 from lanternpp import Pipeline
 from lanternpp.accept.variation import tv_cost
+from lanternpp.api.settings import resolve
 from lanternpp.errors import InputError
-from lanternpp.settings import resolve
 
 PROMPT = "a photo of a red tulip"
 RULE = '''

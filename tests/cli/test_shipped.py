@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from lanternpp.models import ASSETS
+from lanternpp.api.model import ASSETS
 
 pytestmark = pytest.mark.skipif(
     not (ASSETS / "nature-128" / "target").is_dir(), reason="this checkout holds no nature-128"

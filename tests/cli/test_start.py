@@ -17,13 +17,13 @@ import lanternpp
 from lanternpp import Pipeline
 from lanternpp.accept import RULES
 from lanternpp.accept.base import RESIDUALS
+from lanternpp.api.dials import DIALS
+from lanternpp.api.methods import METHODS
 from lanternpp.cli.terminal import progress_bar
-from lanternpp.dials import DIALS
 from lanternpp.engine.verifiers import VERIFIERS
-from lanternpp.methods import METHODS
+from lanternpp.models.published import PUBLISHED
 from lanternpp.proposers import PROPOSERS
 from lanternpp.proposers.jacobi import COUPLINGS, FRESH
-from lanternpp.published import PUBLISHED
 from lanternpp.training.report import Report
 from lanternpp.trees import TREES
 
@@ -180,8 +180,8 @@ def test_an_engine_of_any_method_is_made_without_torchs_compiler() -> None:
     code = """
 import sys
 from lanternpp import Pipeline
-from lanternpp.methods import METHODS
-from lanternpp.published import PUBLISHED
+from lanternpp.api.methods import METHODS
+from lanternpp.models.published import PUBLISHED
 from lanternpp.trees import TREES
 pipe = Pipeline.from_pretrained("nature-128", device="cpu", tuned=False)
 for method in METHODS.keys() - {"independent"}:

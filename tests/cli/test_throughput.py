@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from lanternpp.fit.choice import plain_settings
-from lanternpp.pipeline import Pipeline
+from lanternpp.api.fit.choice import plain_settings
+from lanternpp.api.pipeline import Pipeline
 from lanternpp.tuning.batch_runner import BatchRunner
 from lanternpp.tuning.journal import LINES
 

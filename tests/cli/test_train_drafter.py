@@ -8,15 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import write_llamagen
-from documents import DOCS, blocks
-from families import write_janus
-from models import write_model
+from helpers.checkpoints import write_llamagen
+from helpers.documents import DOCS, blocks
+from helpers.families import write_janus
+from helpers.models import write_model
 from PIL import Image
 from safetensors.torch import save_file
 
 from lanternpp.nn import checkpoints
 from lanternpp.training.material import codes, samples
+from lanternpp.util import files
 
 PROMPT = {"c2i": "7", "t2i": "a red tulip", "janus": "a photo of the red tulip"}
 SMALL = ("--steps", 2, "--checks", 1, "--batch-size", 4)
@@ -226,14 +227,14 @@ def test_a_full_disk_is_one_sentence_and_the_training_goes_on_later(
 ) -> None:
     train = ("train", "drafter", "--model", "janus", "--kind", kind, *own("janus"))
     place = shelf / "janus" / ("drafter" if kind == "eagle" else kind)
-    enter = checkpoints.replacing.__enter__
+    enter = files.replacing.__enter__
 
-    def full(self: checkpoints.replacing) -> Path:
+    def full(self: files.replacing) -> Path:
         if self.path.name == expected:
             self.temporary.symlink_to("/dev/full")
         return enter(self)
 
-    monkeypatch.setattr(checkpoints.replacing, "__enter__", full)
+    monkeypatch.setattr(files.replacing, "__enter__", full)
     for expected in ("state.pt", "config.json"):
         outcome = run(*train)
         last = outcome.err.splitlines()[-1]

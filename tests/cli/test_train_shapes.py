@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lanternpp.models import read_target
+from lanternpp.api.model import read_target
 
 SMALL = ("--steps", 2, "--checks", 1, "--batch-size", 4, "--limit", 4)
 BASE = ("--data", "photos", "--model", "mine")

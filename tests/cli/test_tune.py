@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from classifiers import write_classifier
+from helpers.classifiers import write_classifier
 from PIL import Image
 
 from lanternpp.nn import checkpoints

@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import checkpoints as llamagen
 import pytest
 import torch
-from families import write_chameleon, write_tokenizer
+from helpers import checkpoints as llamagen
+from helpers.families import write_chameleon, write_tokenizer
 from safetensors.torch import load_file, save_file
 
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter

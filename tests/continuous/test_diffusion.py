@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from latents import eagle, energies, first_latents, same_in_any_batch, tiny
-from laws import chi_square
+from helpers.latents import eagle, energies, first_latents, same_in_any_batch, tiny
+from helpers.laws import chi_square
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance

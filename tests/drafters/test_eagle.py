@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from toys import ToyTarget, eagle
+from helpers.toys import ToyTarget, eagle
 
+from lanternpp.api.model import ASSETS
 from lanternpp.drafters.base import DrafterConfig
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig
 from lanternpp.engine.cache import Cache
-from lanternpp.models import ASSETS
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig
 

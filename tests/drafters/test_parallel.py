@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import write_model
+from helpers.models import write_model
 
+from lanternpp.api.model import read_target
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.errors import InputError
-from lanternpp.models import read_target
 from lanternpp.nn import checkpoints
 from lanternpp.nn.sources import Source
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
+from helpers import checkpoints
 from safetensors.torch import load_file
 
+from lanternpp.api.model import read_target
 from lanternpp.drafters.published import PublishedDrafter
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
-from lanternpp.models import read_target
+from lanternpp.models.base import Target
 from lanternpp.nn.sources import Source
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.targets.base import Target
 from lanternpp.trees import build_tree
 from lanternpp.types import Admission
 

@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from laws import KINDS, Contexts, chain_law, chi_square, contexts, distance, kept_of, sequences, tally
-from relaxed import RULES, TABLES, laws_of
+from helpers.laws import KINDS, Contexts, chain_law, chi_square, contexts, distance, kept_of, sequences, tally
+from helpers.relaxed import RULES, TABLES, laws_of
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance

@@ -4,7 +4,7 @@ import runpy
 
 import pytest
 import torch
-from toys import OracleDrafter, ToyTarget, eagle
+from helpers.toys import OracleDrafter, ToyTarget, eagle
 
 from lanternpp.accept.exact import Exact
 from lanternpp.engine import cache

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from laws import Stops, chain_law, chi_square, contexts, distance, sequences
-from relaxed import RULES, laws_of
+from helpers.laws import Stops, chain_law, chi_square, contexts, distance, sequences
+from helpers.relaxed import RULES, laws_of
+from helpers.toys import MarkovTarget, ToyTarget, counts, parallel
 from torch import Tensor
-from toys import MarkovTarget, ToyTarget, counts, parallel
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from laws import additive, chi_square, drawn, multiplicative, no_relax, point_round_law, round_law, tally
-from toys import MarkovTarget, NoisyMarkovDrafter, OtherMarkovDrafter, admit_all, parallel
+from helpers.laws import (
+    additive,
+    chi_square,
+    drawn,
+    multiplicative,
+    no_relax,
+    point_round_law,
+    round_law,
+    tally,
+)
+from helpers.toys import MarkovTarget, NoisyMarkovDrafter, OtherMarkovDrafter, admit_all, parallel
 
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern

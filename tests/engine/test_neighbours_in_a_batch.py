@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import ToyTarget, eagle, neighbours
+from helpers.toys import ToyTarget, eagle, neighbours
 
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern_pp import LanternPlusPlus

@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 import torch
+from helpers.toys import ToyTarget, eagle, neighbours, smaller
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from toys import ToyTarget, eagle, neighbours, smaller
 
 from lanternpp.accept.cactus import Cactus
 from lanternpp.accept.cool import Cool

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from laws import chi_square, tally
+from helpers.laws import chi_square, tally
 
 from lanternpp.engine import noise as module
 from lanternpp.engine.noise import Noise

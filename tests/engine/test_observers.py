@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import MarkovTarget, OtherMarkovDrafter, admit_all
+from helpers.toys import MarkovTarget, OtherMarkovDrafter, admit_all
 
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.batching import generate

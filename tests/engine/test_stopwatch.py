@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import write_model
+from helpers.models import write_model
 
+from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine.stopwatch import TimedEngine
-from lanternpp.pipeline import Pipeline
 
 
 @pytest.fixture(scope="module")

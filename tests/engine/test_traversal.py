@@ -9,9 +9,9 @@ from itertools import permutations
 
 import pytest
 import torch
-from drafts import Drafts, tree_drafts, tree_law
-from laws import KINDS, Contexts, chi_square, contexts, distance, sequences, tally
-from relaxed import RULES, TABLES, laws_of
+from helpers.drafts import Drafts, tree_drafts, tree_law
+from helpers.laws import KINDS, Contexts, chi_square, contexts, distance, sequences, tally
+from helpers.relaxed import RULES, TABLES, laws_of
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance

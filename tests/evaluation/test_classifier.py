@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from classifiers import CPU, splashes, write_classifier
+from helpers.classifiers import CPU, splashes, write_classifier
 
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import (

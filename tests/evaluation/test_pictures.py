@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
+from lanternpp.api.picture import grid, save_png
 from lanternpp.errors import InputError
 from lanternpp.evaluation.pictures import Gallery, grid_boxes, reference_folder, square, squares
-from lanternpp.picture import grid, save_png
 
 
 def plain(colour: tuple[int, int, int], size: tuple[int, int] = (20, 20)) -> Image.Image:

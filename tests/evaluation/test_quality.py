@@ -9,7 +9,7 @@ from urllib.error import URLError
 
 import pytest
 import torch
-from classifiers import CPU, splashes, write_classifier
+from helpers.classifiers import CPU, splashes, write_classifier
 from PIL import Image
 
 from lanternpp.errors import InputError

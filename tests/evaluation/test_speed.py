@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from models import write_model
+from helpers.models import write_model
 
+from lanternpp.api.methods import BASELINE
+from lanternpp.api.pipeline import Pipeline
 from lanternpp.errors import InputError
 from lanternpp.evaluation.speed import PICTURES, TURNS, Race, parse_methods
-from lanternpp.methods import BASELINE
-from lanternpp.pipeline import Pipeline
 
 PROMPTS = ["a red tulip", "a tulip"]
 FIELD = "lantern++ lambda=3, jacobi"

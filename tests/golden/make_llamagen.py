@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import checkpoints
 import torch
 from autoregressive.models.gpt import ModelArgs, Transformer, TransformerBlock, precompute_freqs_cis_2d
+from helpers import checkpoints
 from safetensors.torch import save_file
 from tokenizer.tokenizer_image.vq_model import Decoder, VectorQuantizer
 from torch import Tensor, nn

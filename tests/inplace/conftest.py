@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from cases import CASES, Case
+from helpers.cases import CASES, Case
 
 import lanternpp
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, Case, DrawingChameleon, emu3
-from families import CODES, LANGUAGE, write_janus
-from laws import chi_square
+from helpers.cases import CASES, Case, DrawingChameleon, emu3
+from helpers.families import CODES, LANGUAGE, write_janus
+from helpers.laws import chi_square
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -40,17 +40,17 @@ from transformers.generation import (
 
 import lanternpp
 from lanternpp import InputError, Pipeline
+from lanternpp.api.fit import store
+from lanternpp.api.fit.choice import Fit
+from lanternpp.api.fit.rates import Counts
+from lanternpp.api.model import read_target
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.cache import HEAD_ALIGN
-from lanternpp.fit import store
-from lanternpp.fit.choice import Fit
-from lanternpp.fit.rates import Counts
 from lanternpp.inplace.families import family_of
 from lanternpp.inplace.generate import held
-from lanternpp.models import read_target
+from lanternpp.models.janus import PAD
 from lanternpp.nn import checkpoints
-from lanternpp.targets.janus import PAD
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case
-from stacks import StackPasses
+from helpers.cases import Case
+from helpers.stacks import StackPasses
 from torch import Tensor
 
 import lanternpp
 from lanternpp import InputError
-from lanternpp.backend import Backend
 from lanternpp.inplace import decoder
+from lanternpp.nn.backend import Backend
 from lanternpp.nn.stack import Stack
 
 GUIDED = [("janus", False), ("emu3", False), ("emu3", True), ("chameleon", True), ("glm-image", False)]

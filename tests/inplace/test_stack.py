@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from bodies import BODIES, SIZES, body
-from stacks import StackPasses
+from helpers.bodies import BODIES, SIZES, body
+from helpers.stacks import StackPasses
 from torch import Tensor, nn
 from transformers import (
     DynamicCache,

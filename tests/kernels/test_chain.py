@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.laws import KINDS, chain_law, contexts, distance, sequences
+from helpers.relaxed import RULES as SMALL_RULES
+from helpers.relaxed import laws_of
+from helpers.toys import stored_in_8_bits
 from kernels.rounding import multiplied
-from laws import KINDS, chain_law, contexts, distance, sequences
-from relaxed import RULES as SMALL_RULES
-from relaxed import laws_of
 from torch import Tensor
-from toys import stored_in_8_bits
 
 from lanternpp import Pipeline
 from lanternpp.accept.base import Acceptance
@@ -22,7 +22,7 @@ from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
 from lanternpp.accept.neighbours import FIRST, NeighbourAcceptance
-from lanternpp.backend import backend
+from lanternpp.api.model import Model, model_folder
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.block import stops, verify_block, weights
 from lanternpp.engine.noise import Noise
@@ -31,7 +31,7 @@ from lanternpp.engine.verifiers import with_native
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.chain import NativeChain, native_chain
 from lanternpp.kernels.verify import NativeLaws, NativeVerifier, Node, native_laws
-from lanternpp.models import Model, model_folder
+from lanternpp.nn.backend import backend
 from lanternpp.proposers.parallel import Parallel, _masked
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.shapes import chain

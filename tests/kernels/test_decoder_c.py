@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.stacks import StackPasses
 from kernels.rounding import attends_with_tiles, groups_inputs
-from stacks import StackPasses
 from torch import nn
 
-from lanternpp.backend import backend
 from lanternpp.engine.cache import Cache
 from lanternpp.kernels import layout
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.decoder import KernelDecoder, kernel_decoder
 from lanternpp.nn import checkpoints
+from lanternpp.nn.backend import backend
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.int8 import quantise, stored_parts
 from lanternpp.nn.rope import grid_table

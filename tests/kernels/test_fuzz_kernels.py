@@ -9,9 +9,9 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.toys import neighbours, stored_in_8_bits
 from kernels.rounding import groups_inputs, multiplied
 from torch import Tensor, nn
-from toys import neighbours, stored_in_8_bits
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact

@@ -9,9 +9,9 @@ from ctypes import CDLL
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.toys import stored_in_8_bits
 from kernels.rounding import multiplied
 from torch import Tensor, nn
-from toys import stored_in_8_bits
 
 from lanternpp.kernels import loading
 from lanternpp.kernels.decoder import gate_up_order, kernel_decoder, pack_block

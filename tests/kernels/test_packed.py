@@ -9,12 +9,13 @@ import sys
 
 import pytest
 import torch
+from helpers.toys import stored_in_8_bits
 from kernels.rounding import multiplied
 from torch import nn
-from toys import stored_in_8_bits
 
 from lanternpp import Pipeline
-from lanternpp.backend import backend
+from lanternpp.api.model import ASSETS, pack_target, read_target
+from lanternpp.api.pixels import images
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.linear import kernel_linear
 from lanternpp.kernels.packed import (
@@ -24,14 +25,13 @@ from lanternpp.kernels.packed import (
     packed_convolution,
     supports,
 )
-from lanternpp.models import ASSETS, pack_target, read_target
-from lanternpp.pixels import images
+from lanternpp.nn.backend import backend
 
 LESS = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # what oneDNN and PyTorch may use
 NO_BFLOAT16 = """
 import torch
 from lanternpp.kernels.packed import packed
-from lanternpp.models import ASSETS, read_target
+from lanternpp.api.model import ASSETS, read_target
 made = packed(torch.nn.Linear(64, 40).bfloat16(), None)
 assert made is None, made
 target = read_target(ASSETS / "nature-128", torch.bfloat16)

@@ -14,7 +14,6 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
-from lanternpp.backend import backend
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
@@ -24,6 +23,7 @@ from lanternpp.engine.verify import verify
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.sampling import native_head
 from lanternpp.kernels.verify import Node
+from lanternpp.nn.backend import backend
 from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.trees.shapes import EAGLE, SHAPES, chain
 from lanternpp.trees.static import StaticTree

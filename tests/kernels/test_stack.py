@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels her
 KERNELS = """
     import threading
     import torch
-    from lanternpp.backend import backend
+    from lanternpp.nn.backend import backend
     from lanternpp.kernels import loading as native
     from lanternpp.nn.decoder import Decoder, DecoderConfig
     from lanternpp.kernels.chain import native_chain

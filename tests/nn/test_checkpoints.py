@@ -15,6 +15,7 @@ from torch import nn
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
 from lanternpp.nn.sources import SAME, Source, blank
+from lanternpp.util import files
 
 
 def net() -> nn.Module:
@@ -122,7 +123,7 @@ def test_truncated_foreign_and_missing_files_are_refused(tmp_path: Path) -> None
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(RuntimeError), checkpoints.replacing(path) as temporary:
+    with pytest.raises(RuntimeError), files.replacing(path) as temporary:
         temporary.write_text("half")
         raise RuntimeError
     assert path.read_text() == "old"
@@ -256,11 +257,11 @@ def test_what_killed_processes_were_writing_goes_once_it_is_old(tmp_path: Path) 
     )
     for name in left:
         (tmp_path / name).write_bytes(b"half")
-    checkpoints.sweep(tmp_path)
+    files.sweep(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(left)
     for name in left:
         os.utime(tmp_path / name, (0, 0))
-    checkpoints.sweep(tmp_path)
+    files.sweep(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(left[2:])
 
 
@@ -295,22 +296,22 @@ def test_compiled_code_is_not_kept_in_a_folder_that_others_may_write(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "cache" / "lanternpp"
-    assert checkpoints.code_cache() == folder
+    assert files.code_cache() == folder
     placed(folder, monkeypatch)
-    checkpoints._temporary_cache.cache_clear()
+    files._temporary_cache.cache_clear()
     with pytest.warns(UserWarning, match="is not kept for the next run"):
-        found = checkpoints.code_cache()
+        found = files.code_cache()
     assert found != folder and found.stat().st_mode & 0o077 == 0
 
 
 def test_the_folder_of_compiled_code_is_closed_to_others(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "lanternpp").mkdir(mode=0o755)
-    assert checkpoints.code_cache().stat().st_mode & 0o777 == 0o700
+    assert files.code_cache().stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("given", ["", ".", "cache"])
 def test_a_cache_folder_is_never_the_working_directory(tmp_path: Path, monkeypatch, given: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", given)
-    assert checkpoints.user_cache() == Path.home() / ".cache" / "lanternpp"
+    assert files.user_cache() == Path.home() / ".cache" / "lanternpp"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lanternpp import models
+from lanternpp.api import model as models
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.errors import InputError
 from lanternpp.nn import int8

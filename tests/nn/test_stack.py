@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from families import lively
-from stacks import StackPasses
+from helpers.families import lively
+from helpers.stacks import StackPasses
 
 from lanternpp.engine.cache import Cache
 from lanternpp.nn.decoder import Decoder, DecoderConfig

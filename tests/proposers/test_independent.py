@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from laws import chi_square
-from toys import MarkovTarget, ToyTarget, counts, smaller
+from helpers.laws import chi_square
+from helpers.toys import MarkovTarget, ToyTarget, counts, smaller
 
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.batching import generate

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from laws import chi_square
-from toys import MarkovTarget, ToyTarget, counts, neighbours
+from helpers.laws import chi_square
+from helpers.toys import MarkovTarget, ToyTarget, counts, neighbours
 
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern_pp import LanternPlusPlus

@@ -6,8 +6,8 @@ from math import prod
 
 import pytest
 import torch
+from helpers.toys import MarkovTarget
 from torch import Tensor
-from toys import MarkovTarget
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact

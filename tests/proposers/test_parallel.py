@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import ToyTarget, parallel
+from helpers.toys import ToyTarget, parallel
 
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.decode import Engine

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import OracleDrafter, ToyTarget, eagle
+from helpers.toys import OracleDrafter, ToyTarget, eagle
 
 from lanternpp.accept.exact import Exact
-from lanternpp.backend import PYTORCH, backend
 from lanternpp.drafters.base import Drafter
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
+from lanternpp.nn.backend import PYTORCH, backend
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.shapes import EAGLE, chain

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from models import write_model
-from served import tiny
+from helpers.models import write_model
+from helpers.served import tiny
 
 from lanternpp import Pipeline
 

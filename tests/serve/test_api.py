@@ -13,9 +13,9 @@ import httpx
 import openai
 import pytest
 from fastapi.testclient import TestClient
-from latents import write_diffusion
+from helpers.latents import write_diffusion
+from helpers.served import PacedPipe, SlowPipe, batcher_of, listening, tiny, until
 from PIL import Image
-from served import PacedPipe, SlowPipe, batcher_of, listening, tiny, until
 
 from lanternpp import Pipeline
 from lanternpp.serve import streaming

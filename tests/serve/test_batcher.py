@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from served import SlowPipe, batcher_of, settings, spec, until
+from helpers.served import SlowPipe, batcher_of, settings, spec, until
 
 from lanternpp.errors import InputError
 from lanternpp.serve.batcher import Batcher, Cancelled, Closed, Expired, Full, ImageSpec, Progress

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import psutil
 import pytest
-from served import SlowPipe, batcher_of, listening, until
+from helpers.served import SlowPipe, batcher_of, listening, until
 
 from lanternpp.serve.app import create_app
 from lanternpp.serve.connections import Limits

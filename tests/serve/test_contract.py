@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import schemathesis
+from helpers.served import batcher_of
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 from schemathesis.config import SchemathesisConfig
-from served import batcher_of
 
 from lanternpp.serve.app import create_app
 from lanternpp.serve.server_config import ServerConfig

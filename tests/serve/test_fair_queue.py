@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from served import spec
+from helpers.served import spec
 
 from lanternpp.serve.fair_queue import FairQueue
 from lanternpp.serve.tickets import Ticket

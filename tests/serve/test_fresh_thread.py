@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from fastapi.testclient import TestClient
-from served import batcher_of
+from helpers.served import batcher_of
 
 from lanternpp import Pipeline
 from lanternpp.cli import main

@@ -7,11 +7,11 @@ import tomllib
 from pathlib import Path
 
 from fastapi.testclient import TestClient
-from latents import write_diffusion
-from models import write_model
-from served import SlowPipe, batcher_of, tiny
+from helpers.latents import write_diffusion
+from helpers.models import write_model
+from helpers.served import SlowPipe, batcher_of, tiny
 
-from lanternpp.pipeline import Pipeline
+from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve.app import create_app
 from lanternpp.serve.page import FILES
 from lanternpp.serve.page.routes import FOLDER

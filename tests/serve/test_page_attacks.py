@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from served import serving, until
+from helpers.served import serving, until
 
 IMAGES = "/v1/images/generations"
 RACE = {"prompt": "a red tulip", "stream": True, "progress": True, "n": 2}

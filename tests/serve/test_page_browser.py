@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from helpers.served import batcher_of, listening, until
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from served import batcher_of, listening, until
 
-from lanternpp.pipeline import Pipeline
+from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve.app import create_app
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.server_config import ServerConfig

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from served import SlowPipe, batcher_of, serving, spec, until
+from helpers.served import SlowPipe, batcher_of, serving, spec, until
 
 from lanternpp.cli import main
 from lanternpp.serve.app import create_app

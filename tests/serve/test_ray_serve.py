@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from helpers.processes import descendants
 from PIL import Image
-from processes import descendants
 
 from lanternpp import Pipeline
 from lanternpp.cli import main

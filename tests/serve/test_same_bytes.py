@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
-from served import batcher_of, until
+from helpers.served import batcher_of, until
 
 from lanternpp import Pipeline
 from lanternpp.serve.batcher import Batcher, FinishedImage, ImageSpec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from served import settings
+from helpers.served import settings
 
 from lanternpp.serve.scheduler import AllRunnersBusy, ClientAtLimit, Scheduler
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.served import PacedPipe, batcher_of, listening, until
 from PIL import Image
-from served import PacedPipe, batcher_of, listening, until
 
-from lanternpp.pipeline import Pipeline
+from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve import streaming
 from lanternpp.serve.app import create_app
 from lanternpp.serve.request_mapping import RequestMapper

@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
+from lanternpp.models.vq.model import VQ, VQConfig
 from lanternpp.nn import checkpoints
 from lanternpp.training.pictures import to_bytes
-from lanternpp.vq.model import VQ, VQConfig
 
 
 def draw(folder: Path, count: int, size: tuple[int, int] = (40, 36)) -> None:

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import write_model
-from toys import OracleDrafter, ToyTarget, eagle
+from helpers.models import write_model
+from helpers.toys import OracleDrafter, ToyTarget, eagle
 
+from lanternpp.api.model import read_target
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.models import read_target
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.training.acceptance import measure_acceptance
 from lanternpp.training.drafter import DrafterSettings, DrafterTask

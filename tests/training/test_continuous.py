@@ -13,10 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import avg_pool2d
 
+from lanternpp.api.model import read_target
 from lanternpp.continuous.diffusion import DiffusionConfig, DiffusionDrafter
 from lanternpp.continuous.target import ContinuousConfig, ContinuousTarget
 from lanternpp.errors import InputError
-from lanternpp.models import read_target
+from lanternpp.models.vq.folder import read_kl, read_vq
+from lanternpp.models.vq.kl import KLConfig
+from lanternpp.models.vq.model import VQ
 from lanternpp.nn.sources import Source
 from lanternpp.training import continuous, drafter
 from lanternpp.training import target as codes
@@ -27,9 +30,6 @@ from lanternpp.training.material.codes import Codes, Split
 from lanternpp.training.run import TrainingOptions
 from lanternpp.training.target import TargetSettings
 from lanternpp.training.tokenizer import TokenizerSettings, train
-from lanternpp.vq.folder import read_kl, read_vq
-from lanternpp.vq.kl import KLConfig
-from lanternpp.vq.model import VQ
 
 TINY = KLConfig(32, 4, (16, 16, 32), (1,) * 3, (1,) * 3)
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "hidden": 48}

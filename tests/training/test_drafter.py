@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from lanternpp.api.model import read_target
 from lanternpp.drafters.eagle import EagleDrafter
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
-from lanternpp.models import read_target
+from lanternpp.models.vq.folder import read_vq
+from lanternpp.models.words import WordsConfig, WordsTarget
 from lanternpp.nn import checkpoints
 from lanternpp.nn.sources import Source
-from lanternpp.targets.words import WordsConfig, WordsTarget
 from lanternpp.training import losses
 from lanternpp.training.drafter import DrafterSettings, DrafterTask, train
 from lanternpp.training.features import CaptionPrompts, drafter_inputs
 from lanternpp.training.material.codes import Codes, Split
 from lanternpp.training.run import TrainingOptions
-from lanternpp.vq.folder import read_vq
 
 CPU = torch.device("cpu")
 CONFIG = WordsConfig(("red", "blue", "square"), ("square",), 32, 2, 2, 48, grid=4, vocab=64, slots=3)

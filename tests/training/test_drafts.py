@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from laws import Contexts, chain_law, contexts
-from toys import ToyTarget, parallel
+from helpers.laws import Contexts, chain_law, contexts
+from helpers.toys import ToyTarget, parallel
 
 from lanternpp.engine.block import stops
 from lanternpp.engine.guidance import Guidance

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import write_llamagen
-from families import write_chameleon, write_janus
-from models import write_model
+from helpers.checkpoints import write_llamagen
+from helpers.families import write_chameleon, write_janus
+from helpers.models import write_model
 
 from lanternpp.accept.exact import Exact
+from lanternpp.api.model import read_target
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.models import read_target
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.training.features import CaptionPrompts, causal_mask, drafter_inputs
 from lanternpp.training.material.codes import Split

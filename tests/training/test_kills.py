@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killed import COMMANDS, check_files, measured, obey, start
-from models import write_model
+from helpers.killed import COMMANDS, check_files, measured, obey, start
+from helpers.models import write_model
 
 from lanternpp.nn import checkpoints
 

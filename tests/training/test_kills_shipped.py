@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from killed import check_files, measured
+from helpers.killed import check_files, measured
 
-from lanternpp.models import ASSETS
+from lanternpp.api.model import ASSETS
 from lanternpp.nn import checkpoints
 
 COMMANDS = {

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from lanternpp.api.model import read_target
 from lanternpp.errors import InputError
-from lanternpp.models import read_target
+from lanternpp.models.vq.folder import read_vq
+from lanternpp.models.words import WordsConfig, WordsTarget
 from lanternpp.nn import checkpoints
-from lanternpp.targets.words import WordsConfig, WordsTarget
 from lanternpp.training import hardware
 from lanternpp.training.material.codes import Codes, Split
 from lanternpp.training.parallel import FIRST, DraftBatch, ParallelSettings, ParallelTask, train
 from lanternpp.training.run import TrainingOptions
-from lanternpp.vq.folder import read_vq
 
 CPU = torch.device("cpu")
 CONFIG = WordsConfig(("red", "blue", "square"), ("square",), 32, 2, 2, 48, grid=4, vocab=64, slots=3)

@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from killed import start
-from models import write_model
+from helpers.killed import start
+from helpers.models import write_model
+from helpers.shared import learn as learn_together
 from safetensors import SafetensorError
-from shared import learn as learn_together
 
+from lanternpp.api.model import Model, read_target
 from lanternpp.drafters.base import DrafterWarning, mark
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.errors import InputError
-from lanternpp.models import Model, read_target
 from lanternpp.nn import checkpoints
 from lanternpp.training.material import shards
 from lanternpp.training.state import rewind
+from lanternpp.util import files
 
 CPU = torch.device("cpu")
 
@@ -79,7 +80,7 @@ def test_a_full_disk_is_one_sentence_and_the_old_file_stays(
     write(tmp_path / "state.pt")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
-    def full(self: checkpoints.replacing) -> Path:
+    def full(self: files.replacing) -> Path:
         self.temporary.symlink_to("/dev/full")
         return self.temporary
 
@@ -87,7 +88,7 @@ def test_a_full_disk_is_one_sentence_and_the_old_file_stays(
         Path(path).write_bytes(b"a piece")  # safetensors puts its file in the place of the link
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(checkpoints.replacing, "__enter__", full)
+    monkeypatch.setattr(files.replacing, "__enter__", full)
     if name == "weights":
         monkeypatch.undo()
         monkeypatch.setattr(checkpoints, "save_file", no_room)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from toys import ToyTarget, parallel
+from helpers.toys import ToyTarget, parallel
 
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.mixture import Mixture

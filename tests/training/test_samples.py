@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_llamagen
-from families import write_chameleon, write_emu3, write_janus
-from models import write_model
+from helpers.checkpoints import write_llamagen
+from helpers.families import write_chameleon, write_emu3, write_janus
+from helpers.models import write_model
 
 from lanternpp import Pipeline
+from lanternpp.api.model import read_target
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
-from lanternpp.models import read_target
 from lanternpp.training import parallel, rollouts
 from lanternpp.training.drafter import DrafterSettings, train
 from lanternpp.training.material import samples

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from lanternpp.api.model import read_target
 from lanternpp.errors import InputError
-from lanternpp.models import read_target
+from lanternpp.models.vq.folder import read_vq
 from lanternpp.training.data import BatchSampler
 from lanternpp.training.first_weights import init_weights
 from lanternpp.training.material import codes as cache
@@ -30,7 +31,6 @@ from lanternpp.training.target import (
     vocabulary,
     word_ids,
 )
-from lanternpp.vq.folder import read_vq
 
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "hidden": 48}
 CPU = torch.device("cpu")
@@ -142,7 +142,7 @@ def some_codes(
 
 
 def task(model: Path, codes: Codes, **settings: Any) -> TargetTask:
-    from lanternpp.targets.words import WordsConfig
+    from lanternpp.models.words import WordsConfig
 
     vq = read_vq(model / "tokenizer")
     config = WordsConfig(

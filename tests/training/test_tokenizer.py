@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from classifiers import write_classifier
+from helpers.classifiers import write_classifier
 
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import read_classifier
+from lanternpp.models.vq.folder import read_vq
+from lanternpp.models.vq.model import VQConfig
 from lanternpp.training import losses, tokenizer
 from lanternpp.training.data import Pictures
 from lanternpp.training.perceptual import Perceptual
 from lanternpp.training.run import STATE, TrainingOptions, set_rate
 from lanternpp.training.tokenizer import TokenizerSettings, TokenizerTask, train
-from lanternpp.vq.folder import read_vq
-from lanternpp.vq.model import VQConfig
 
 TINY = VQConfig(size=32, codes=64, channels=(16, 32), encoder_blocks=(1, 1), decoder_blocks=(1, 1), thin=16)
 

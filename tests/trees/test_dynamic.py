@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from laws import chi_square
-from toys import (
+from helpers.laws import chi_square
+from helpers.toys import (
     MarkovTarget,
     NoisyMarkovDrafter,
     OracleDrafter,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import MarkovTarget, OtherMarkovDrafter, admit_all, parallel
+from helpers.toys import MarkovTarget, OtherMarkovDrafter, admit_all, parallel
 
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.block import verify_block

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from models import write_model
+from helpers.models import write_model
 
 from lanternpp import Pipeline
-from lanternpp.fit.choice import plain_settings
-from lanternpp.settings import with_tree
+from lanternpp.api.fit.choice import plain_settings
+from lanternpp.api.settings import with_tree
 from lanternpp.tuning.batch_runner import BatchRunner, usual_conditions
 from lanternpp.tuning.throughput import Throughput, markdown
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.accept.base import DecayingAcceptance, check_nu, wants_optimal
-from lanternpp.backend import OutputDistribution
+from lanternpp.nn.backend import OutputDistribution
 from lanternpp.types import Lending, on_host
 
 LENDS = ("relax", "relax_with_draft", "budget", "residual", "accept_mass", "optimal_law", "output_law")

@@ -31,7 +31,7 @@ from lanternpp.cli import (
 )
 from lanternpp.cli.terminal import one_line_warnings, say
 from lanternpp.errors import InputError
-from lanternpp.registry import HERE
+from lanternpp.util.registry import HERE
 
 RETIRED = {"floor": "bench --profile"}  # verbs of earlier versions, and what does their work now
 

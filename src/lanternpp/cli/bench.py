@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lanternpp.arguments import DrawOptions
+from lanternpp.api.arguments import DrawOptions
+from lanternpp.api.dials import ENGINE, SAMPLING
 from lanternpp.cli import options as opt
 from lanternpp.cli.overrides import draws, read
 from lanternpp.cli.plots import Plots, plots_enabled
 from lanternpp.cli.tables import show_table
 from lanternpp.cli.terminal import progress_bar, say
-from lanternpp.dials import ENGINE, SAMPLING
 from lanternpp.errors import InputError
-from lanternpp.jsonfile import read_object
+from lanternpp.util import files
+from lanternpp.util.jsonfile import read_object
 
 if TYPE_CHECKING:
     from lanternpp import Pipeline
@@ -106,9 +107,9 @@ def bench(
     budgets = parse_budgets(equal_tv)
     with_plots = plots_enabled(plots)
 
+    from lanternpp.api.model import model_folder
     from lanternpp.evaluation.prompts import read_prompts
     from lanternpp.evaluation.speed import Race
-    from lanternpp.models import model_folder
 
     prompt_list = read_prompts(prompts, model_folder(options.model))
     pipe = read(options)
@@ -152,7 +153,7 @@ def parse_budgets(text: str | None) -> list[float]:
 
 def relaxed_methods(pipe: Pipeline) -> list[str]:
     """Every relaxed rule on one drafter, without a strength, as `--methods` takes them."""
-    from lanternpp.settings import dials_read
+    from lanternpp.api.settings import dials_read
     from lanternpp.tuning.strengths import STRENGTHS
 
     base = "parallel" if pipe.can_draft(pipe.settings("parallel")) else "eagle"
@@ -169,7 +170,7 @@ def at_equal_tv(
 
     Says on stderr which cannot spend so little.
     """
-    from lanternpp.methods import BASELINE
+    from lanternpp.api.methods import BASELINE
 
     plain, relaxed = field[0], [entry for entry in field if entry.method != BASELINE]
     for entry in relaxed:
@@ -246,7 +247,6 @@ def run(
 
     from lanternpp.evaluation import report
     from lanternpp.evaluation.speed import RUN
-    from lanternpp.nn import checkpoints
 
     with progress_bar("racing") as progress:
         turns = race.run(folder, resume, progress)
@@ -265,8 +265,8 @@ def run(
     run_info = read_object(folder / RUN)
     table = report.rows(turns, run_info, quality)
     whole = {k: v for k, v in run_info.items() if k != "methods"} | {"folder": str(folder), "methods": table}
-    checkpoints.write_text(folder / "bench.json", json.dumps(whole, indent=1) + "\n")
-    checkpoints.write_text(folder / "table.md", report.markdown(table, run_info))
+    files.write_text(folder / "bench.json", json.dumps(whole, indent=1) + "\n")
+    files.write_text(folder / "table.md", report.markdown(table, run_info))
     if plots:
         from lanternpp.evaluation import plots as drawing
 

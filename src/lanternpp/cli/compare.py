@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lanternpp.arguments import DrawOptions
+from lanternpp.api.arguments import DrawOptions
+from lanternpp.api.dials import ENGINE, SAMPLING, names
+from lanternpp.api.methods import BASELINE
 from lanternpp.cli import options as opt
 from lanternpp.cli.many import Overwrite
 from lanternpp.cli.output import png_path
 from lanternpp.cli.overrides import check, draws, read
 from lanternpp.cli.tables import show_table
 from lanternpp.cli.terminal import Progress, progress_bar
-from lanternpp.dials import ENGINE, SAMPLING, names
-from lanternpp.methods import BASELINE
 
 if TYPE_CHECKING:
-    from lanternpp.pipeline import Result, Stats
+    from lanternpp.api.pipeline import Result, Stats
 
 OUTPUT = Path("out/compare.png")
 Runs = Annotated[
@@ -50,7 +50,7 @@ def compare(
     path = png_path(output or OUTPUT, overwrite)
     check(options)
 
-    from lanternpp.picture import notes, save_png
+    from lanternpp.api.picture import notes, save_png
 
     pipe = read(options)
 
@@ -149,8 +149,8 @@ def race(
 
 def render(prompt: str, base: Side, side: Side, speedup: float) -> Any:
     """The comparison as one picture."""
-    from lanternpp.picture import Panel, comparison
-    from lanternpp.results import draft_of
+    from lanternpp.api.picture import Panel, comparison
+    from lanternpp.api.results import draft_of
 
     stats = side.last.stats
     drafted = ", ".join(filter(None, (stats.method, draft_of(stats.settings))))
@@ -169,7 +169,7 @@ def render(prompt: str, base: Side, side: Side, speedup: float) -> Any:
 
 def show(prompt: str, base: Side, side: Side, speedup: float, bound: str | None) -> None:
     """The figures as a table on stdout. bound: what bounds passes on this machine, in a sentence."""
-    from lanternpp.results import drawn_with
+    from lanternpp.api.results import drawn_with
 
     runs, spread = len(base.results), max(base.spread, side.spread)
     caption = f"medians of {runs} runs; slowest / fastest: {spread:.2f}" if runs > 1 else "one run"

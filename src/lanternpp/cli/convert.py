@@ -15,7 +15,8 @@ import typer
 from lanternpp.cli.models import megabytes, size
 from lanternpp.cli.output import writable_folder
 from lanternpp.errors import InputError
-from lanternpp.jsonfile import read_object
+from lanternpp.util import files
+from lanternpp.util.jsonfile import read_object
 
 PARTS = ("tokenizer", "target", "drafter", "parallel")
 REST = ("independent", "judge", "text")  # other parts that a model may have
@@ -78,8 +79,8 @@ def convert(
         )
     writable_folder(out)
 
-    from lanternpp.hub import hub_id
-    from lanternpp.models import model_folder
+    from lanternpp.api.model import model_folder
+    from lanternpp.models.hub import hub_id
 
     if vq and not Path(vq).exists() and not hub_id(vq):
         raise InputError(f"--vq {vq!r} does not exist; give a file, or OWNER/NAME/FILE of the hub")
@@ -145,7 +146,7 @@ def rewrite(source: Path, out: Path, store: Any) -> list[str]:
         provenance = source / part / "provenance.json"
         if provenance.is_file():
             facts = read_object(provenance) | {"store": store}
-            checkpoints.write_text(out / part / provenance.name, json.dumps(facts, indent=2) + "\n")
+            files.write_text(out / part / provenance.name, json.dumps(facts, indent=2) + "\n")
     for name in (*FILES, "README.md"):
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
@@ -163,13 +164,12 @@ def rewrite(source: Path, out: Path, store: Any) -> list[str]:
 
 def adopt(source: Path, out: Path, store: Any, given: dict[str, Any], called: str) -> list[str]:
     """Write a published checkpoint with its tokenizer, and its text encoder if that is on this machine; returns the parts."""
-    from lanternpp.devices import DTYPES
-    from lanternpp.models import DEFAULTS, read_target
-    from lanternpp.nn import checkpoints
+    from lanternpp.api.model import DEFAULTS, read_target
+    from lanternpp.util.devices import DTYPES
 
     target = read_target(source, DTYPES["bfloat16" if store == "bfloat16" else "float32"], given=given)
     parts = target.save(out, store)
     facts = {"converted from": called, "store": store}
-    checkpoints.write_text(out / "target" / "provenance.json", json.dumps(facts, indent=2) + "\n")
-    checkpoints.write_text(out / DEFAULTS, json.dumps(dict(target.defaults), indent=2) + "\n")
+    files.write_text(out / "target" / "provenance.json", json.dumps(facts, indent=2) + "\n")
+    files.write_text(out / DEFAULTS, json.dumps(dict(target.defaults), indent=2) + "\n")
     return parts

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lanternpp.arguments import DrawOptions
+from lanternpp.api.arguments import DrawOptions
+from lanternpp.api.dials import option
+from lanternpp.api.methods import AUTO, METHODS
 from lanternpp.cli import options as opt
 from lanternpp.cli.output import png_path
 from lanternpp.cli.overrides import check, draws, read
 from lanternpp.cli.tables import show_table
 from lanternpp.cli.terminal import progress_bar
-from lanternpp.dials import option
 from lanternpp.errors import InputError
-from lanternpp.methods import AUTO, METHODS
-from lanternpp.registry import unknown
+from lanternpp.util.registry import unknown
 
 if TYPE_CHECKING:
+    from lanternpp.api.pipeline import Pipeline, Stats
     from lanternpp.evaluation.draw import EvaluationRequest
     from lanternpp.evaluation.pictures import Gallery
     from lanternpp.evaluation.quality import Quality
-    from lanternpp.pipeline import Pipeline, Stats
 
 DRAWN = 100  # pictures, unless -n says otherwise
 _drawing = partial(typer.Option, rich_help_panel="Drawing (METHOD only)")
@@ -89,14 +89,14 @@ def evaluate(
         }
         images_folder(source, drawing)
 
-    from lanternpp.models import model_folder
+    from lanternpp.api.model import model_folder
 
     folder = model_folder(options.model)
     given_prompts = read_file(prompts)
     images = None if draws else gallery(Path(source), clip)
     quality = make_measurer(folder, reference, features, clip, options.device)
     if images is not None:
-        from lanternpp.pipeline import versions
+        from lanternpp.api.pipeline import versions
 
         figures = measure(quality, images, images.prompts)
         row: dict[str, Any] = {"folder": source, "images": len(images), "versions": versions()}
@@ -176,8 +176,8 @@ def drawn(
     pipe: Pipeline, planned: list[EvaluationRequest], options: DrawOptions, folder: Path | None
 ) -> tuple[list[Any], Stats]:
     """Draw pictures and, where there is a folder, save each as it is drawn; the pictures and the figures of drawing."""
+    from lanternpp.api.picture import notes, save_png
     from lanternpp.evaluation.draw import combined_stats, draw
-    from lanternpp.picture import notes, save_png
 
     images: list[Any] = []
     parts: list[Stats] = []

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lanternpp.arguments import DrawOptions
+from lanternpp.api.arguments import DrawOptions
 from lanternpp.cli import many
 from lanternpp.cli import options as opt
 from lanternpp.cli.output import default_path, figures, free_path, png_path
@@ -54,8 +54,8 @@ def generate(
     path = png_path(output or default_path(prompt, seed), overwrite or output is None)
     check(options)
 
-    from lanternpp.picture import grid, notes, save_png
-    from lanternpp.results import UnfinishedError
+    from lanternpp.api.picture import grid, notes, save_png
+    from lanternpp.api.results import UnfinishedError
 
     pipe = read(options)
     finished: list[int] | None = None

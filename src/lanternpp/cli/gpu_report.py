@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lanternpp.arguments import DrawOptions
+from lanternpp.api.arguments import DrawOptions
 from lanternpp.cli import options as opt
 from lanternpp.cli.output import writable_folder
 from lanternpp.cli.overrides import read
@@ -61,10 +61,10 @@ def gpu_report(
         raise InputError(f"output {str(output)!r} is a folder; give the name of a file")
     writable_folder(output.parent)
 
-    from lanternpp.devices import device_name, pick_device
+    from lanternpp.api.model import model_folder
     from lanternpp.evaluation.prompts import read_prompts
-    from lanternpp.models import model_folder
-    from lanternpp.nn.checkpoints import write_text
+    from lanternpp.util.devices import device_name, pick_device
+    from lanternpp.util.files import write_text
 
     prompt_list = read_prompts(prompts, model_folder(model))[:PROMPTS]
     name = device_name(pick_device(device))

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lanternpp.arguments import DrawOptions
+from lanternpp.api.arguments import DrawOptions
 from lanternpp.cli import options as opt
 from lanternpp.cli.output import figures, writable_folder
 from lanternpp.cli.terminal import progress_bar, tell_effect
 from lanternpp.errors import InputError
 
 if TYPE_CHECKING:
-    from lanternpp.many.job import Totals
-    from lanternpp.many.renderer import Renderer
-    from lanternpp.many.worker_pool import WorkerPool
+    from lanternpp.jobs.job import Totals
+    from lanternpp.jobs.renderer import Renderer
+    from lanternpp.jobs.worker_pool import WorkerPool
 
 _many = partial(typer.Option, rich_help_panel="Many pictures")
 ray_option = partial(typer.Option, rich_help_panel="Ray")
@@ -92,7 +92,7 @@ class ManyOptions:
 def check_ray(address: str | None) -> None:
     """Raise InputError where an address of Ray is given, and Ray is not installed or the address is malformed."""
     if address is not None:
-        from lanternpp.cluster import check_address, require
+        from lanternpp.jobs.cluster import check_address, require
 
         check_address(address)
         require()
@@ -102,9 +102,9 @@ def draw(given: ManyOptions, n: int, seed: int, as_json: bool, options: DrawOpti
     """Do the job and print its summary. Raises InputError."""
     assert given.prompts and given.out
     from lanternpp.evaluation.prompts import read_prompts
-    from lanternpp.many.job import run
-    from lanternpp.many.lock import locked
-    from lanternpp.many.planned_images import plan_images
+    from lanternpp.jobs.job import run
+    from lanternpp.jobs.lock import locked
+    from lanternpp.jobs.planned_images import plan_images
 
     planned = plan_images(read_prompts(given.prompts, given.prompts), n, seed)
     with (
@@ -124,11 +124,11 @@ def draw(given: ManyOptions, n: int, seed: int, as_json: bool, options: DrawOpti
 def open_renderer(given: ManyOptions, options: DrawOptions) -> Iterator[Renderer | WorkerPool]:
     """What draws the pictures: a model in this process, or workers of Ray."""
     if given.ray is None:
-        from lanternpp.many.renderer import Renderer
+        from lanternpp.jobs.renderer import Renderer
 
         yield Renderer(options)
         return
-    from lanternpp.many.worker_pool import worker_pool
+    from lanternpp.jobs.worker_pool import worker_pool
 
     with worker_pool(given.ray, given.actors, options) as workers:
         yield workers
@@ -136,7 +136,7 @@ def open_renderer(given: ManyOptions, options: DrawOptions) -> Iterator[Renderer
 
 def with_full_paths(options: DrawOptions) -> DrawOptions:
     """With absolute paths of models, for workers in other folders; names and hub ids stay as they are."""
-    from lanternpp.models import MODELS
+    from lanternpp.api.model import MODELS
 
     def full(model: str) -> str:
         return model if model in MODELS or not Path(model).exists() else str(Path(model).absolute())

@@ -10,12 +10,12 @@ from typing import Any
 
 import typer
 
+from lanternpp.api.dials import DIALS, DRAFT, RULE, names
+from lanternpp.api.methods import AUTO
 from lanternpp.cli import options as opt
 from lanternpp.cli.overrides import method_for
 from lanternpp.cli.tables import show_table
-from lanternpp.dials import DIALS, DRAFT, RULE, names
 from lanternpp.errors import InputError
-from lanternpp.methods import AUTO
 
 
 def models(
@@ -29,10 +29,10 @@ def models(
 
     Nothing is downloaded: --model and --drafter must be on this machine.
     """
-    from lanternpp.methods import METHODS
-    from lanternpp.models import MODELS
-    from lanternpp.published import PUBLISHED
-    from lanternpp.vq.neighbours import cache_folder
+    from lanternpp.api.methods import METHODS
+    from lanternpp.api.model import MODELS
+    from lanternpp.models.published import PUBLISHED
+    from lanternpp.models.vq.neighbours import cache_folder
 
     model = here(model)
     drafter = None if drafter is None else here(drafter)
@@ -51,8 +51,8 @@ def models(
 
 def here(named: str) -> str:
     """The name or path of a model or drafter on this machine. Raises InputError where it would have to be fetched."""
-    from lanternpp.hub import UnreachableError, cached, hub_id
-    from lanternpp.models import MODELS
+    from lanternpp.api.model import MODELS
+    from lanternpp.models.hub import UnreachableError, cached, hub_id
 
     if named in MODELS or Path(named).exists() or (repo := hub_id(named)) is None:
         return named
@@ -64,7 +64,7 @@ def here(named: str) -> str:
 
 def describe(name: str, about: str) -> dict[str, Any]:
     """A row: the folder of the model and its bytes; None and 0 where it is not on this machine."""
-    from lanternpp.models import model_folder
+    from lanternpp.api.model import model_folder
 
     try:
         folder = model_folder(name)
@@ -80,11 +80,11 @@ def describe_method(
     whether it fits what the model draws, codes or latents.
     """
     from lanternpp.accept import RULES
-    from lanternpp.methods import method
-    from lanternpp.models import holds, latent_family, model_folder, placed
-    from lanternpp.registry import find
-    from lanternpp.settings import network_needed, resolve, suits_latents
-    from lanternpp.tuned import CONDITIONS, Tuned, with_tuned
+    from lanternpp.api.methods import method
+    from lanternpp.api.model import holds, latent_family, model_folder, placed
+    from lanternpp.api.settings import network_needed, resolve, suits_latents
+    from lanternpp.api.tuned import CONDITIONS, Tuned, with_tuned
+    from lanternpp.util.registry import find
 
     folder, other = model_folder(model), model_folder(drafter) if drafter else None
     chosen, defaults = method_for(model, drafter, name)

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from lanternpp.dials import Dial, Group, check_range
+from lanternpp.api.dials import Dial, Group, check_range
+from lanternpp.api.methods import AUTO, METHODS, check_method
 from lanternpp.errors import InputError
-from lanternpp.methods import AUTO, METHODS, check_method
 
 MODEL, METHOD = "nature-128", AUTO
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lanternpp.errors import InputError
-from lanternpp.names import slug
+from lanternpp.util.names import slug
 
 
 def png_path(path: Path, overwrite: bool = False) -> Path:
@@ -22,7 +22,7 @@ def png_path(path: Path, overwrite: bool = False) -> Path:
     if path.exists() and not path.is_file():
         raise InputError(f"output {str(path)!r} is not a file; give a file name that ends in .png")
     if not overwrite and path.exists() and path.stat().st_size:
-        from lanternpp.picture import png_notes
+        from lanternpp.api.picture import png_notes
 
         if not (png_notes(path) or {}).keys() >= {"prompt", "seed", "settings"}:
             raise InputError(
@@ -55,8 +55,8 @@ def free_path(path: Path, notes: Mapping[str, str]) -> Path:
 
     That is one that does not exist, or has only pictures that the PNG with these notes has too.
     """
-    from lanternpp.many.planned_images import differences
-    from lanternpp.picture import png_notes
+    from lanternpp.api.picture import png_notes
+    from lanternpp.jobs.planned_images import differences
 
     for number in itertools.count(1):
         free = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
@@ -87,7 +87,7 @@ def default_path(prompt: str, seed: int) -> Path:
 
 def figures(row: Mapping[str, Any]) -> list[str]:
     """The figures of `Stats.to_json` as phrases."""
-    from lanternpp.results import drawn_with
+    from lanternpp.api.results import drawn_with
 
     settings, spent = row["settings"], row["tv_spent"]
     measured = settings["measure"] and spent is not None

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lanternpp.arguments import DrawOptions
+from lanternpp.api.arguments import DrawOptions
+from lanternpp.api.dials import EVERY, Group, dials
+from lanternpp.api.methods import AUTO
 from lanternpp.cli import options as opt
 from lanternpp.cli.terminal import tell_effect
-from lanternpp.dials import EVERY, Group, dials
 from lanternpp.errors import InputError
-from lanternpp.methods import AUTO
 
 if TYPE_CHECKING:
-    from lanternpp.default_method import Chosen
-    from lanternpp.pipeline import Pipeline
+    from lanternpp.api.default_method import Chosen
+    from lanternpp.api.pipeline import Pipeline
 
 WITH: dict[str, tuple[Any, str | None]] = {
     "model": (opt.Model, opt.MODEL),
@@ -50,7 +50,7 @@ def read(options: DrawOptions, pictures: bool = True) -> Pipeline:
     pictures: refuse a model whose codes cannot become pictures here.
     """
     from lanternpp import Pipeline
-    from lanternpp.pixels import check_output
+    from lanternpp.api.pixels import check_output
 
     pipe = Pipeline.from_pretrained(**options.pretrained)
     if pictures:
@@ -61,9 +61,9 @@ def read(options: DrawOptions, pictures: bool = True) -> Pipeline:
 
 def method_for(model: str, drafter: str | None, method: str) -> tuple[Chosen, Mapping[str, Any]]:
     """The method that a name means on a model, and the model's defaults, before the model is read. InputError."""
-    from lanternpp.default_method import Chosen, choose
-    from lanternpp.models import known_defaults, model_folder
-    from lanternpp.tuned import Tuned
+    from lanternpp.api.default_method import Chosen, choose
+    from lanternpp.api.model import known_defaults, model_folder
+    from lanternpp.api.tuned import Tuned
 
     folder = model_folder(model)
     defaults = known_defaults(folder)
@@ -78,7 +78,7 @@ def check(options: DrawOptions) -> None:
     import torch
 
     from lanternpp.accept import RULES
-    from lanternpp.settings import build_rule, network_needed, resolve
+    from lanternpp.api.settings import build_rule, network_needed, resolve
 
     drafter = options.drafter
     chosen, defaults = method_for(options.model, drafter, options.method)

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from lanternpp.arguments import DrawOptions
+from lanternpp.api.arguments import DrawOptions
+from lanternpp.api.dials import LONGEST
 from lanternpp.cli import many
 from lanternpp.cli import options as opt
 from lanternpp.cli.overrides import check, draws
 from lanternpp.cli.terminal import say, tell_effect
-from lanternpp.dials import LONGEST
 from lanternpp.errors import InputError
 
 _server = partial(typer.Option, rich_help_panel="Server")
@@ -133,7 +133,7 @@ def serve(
     with bind(host, port) as bound:
         check(options)
 
-        from lanternpp.results import drawn_with
+        from lanternpp.api.results import drawn_with
         from lanternpp.serve.app import ServerSpec
         from lanternpp.serve.fresh_thread import run_in_fresh_thread
         from lanternpp.serve.server import run

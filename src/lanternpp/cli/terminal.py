@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from lanternpp.progress import Progress as Progress
-from lanternpp.progress import progress_bar as progress_bar
+from lanternpp.util.progress import Progress as Progress
+from lanternpp.util.progress import progress_bar as progress_bar
 
 NOISY = ("torchao", "torch.utils._pytree")  # transformers imports torchao where it is installed
 

@@ -9,14 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from lanternpp.arguments import DrawOptions
+from lanternpp.api.arguments import DrawOptions
+from lanternpp.api.dials import DIALS
 from lanternpp.cli import options as opt
 from lanternpp.cli.overrides import check, draws, read
 from lanternpp.cli.plots import Plots, plots_enabled
 from lanternpp.cli.tables import show_table
 from lanternpp.cli.terminal import progress_bar
-from lanternpp.dials import DIALS
 from lanternpp.errors import InputError
+from lanternpp.util import files
 
 MOST = 1024  # pictures at once
 
@@ -54,10 +55,9 @@ def throughput(
     check(options)
     with_plots = plots_enabled(plots)
 
+    from lanternpp.api.model import model_folder
+    from lanternpp.api.results import drawn_with
     from lanternpp.evaluation.prompts import read_prompts
-    from lanternpp.models import model_folder
-    from lanternpp.nn import checkpoints
-    from lanternpp.results import drawn_with
     from lanternpp.tuning import throughput as measured
     from lanternpp.tuning.batch_runner import usual_conditions
 
@@ -72,8 +72,8 @@ def throughput(
     with progress_bar("drawing") as tell:
         rates = bench.run(rounds, tell)
     result = bench.facts | {"auto": auto, "rounds": rounds, "rates": [asdict(rate) for rate in rates]}
-    checkpoints.write_text(output / "throughput.json", json.dumps(result, indent=1) + "\n")
-    checkpoints.write_text(output / "table.md", measured.markdown(rates, method))
+    files.write_text(output / "throughput.json", json.dumps(result, indent=1) + "\n")
+    files.write_text(output / "table.md", measured.markdown(rates, method))
     if with_plots:
         measured.plot(rates, method, output / "throughput.png")
     if as_json:

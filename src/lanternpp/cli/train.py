@@ -117,14 +117,14 @@ def tokenizer(
     """Train the tokenizer: pictures <-> codes, or latents."""
     from dataclasses import replace
 
+    from lanternpp.api.model import model_folder
     from lanternpp.errors import InputError
-    from lanternpp.models import model_folder
+    from lanternpp.models.vq.folder import read_vq
+    from lanternpp.models.vq.kl import KLConfig
+    from lanternpp.models.vq.model import Stacks, VQConfig, stages
     from lanternpp.training.kl import KLTask
     from lanternpp.training.material.codes import tokenizer_of
     from lanternpp.training.tokenizer import TokenizerSettings, TokenizerTask, train
-    from lanternpp.vq.folder import read_vq
-    from lanternpp.vq.kl import KLConfig
-    from lanternpp.vq.model import Stacks, VQConfig, stages
 
     if codes_of is not None and not (down is codes is None):
         raise InputError("--down and --codes are those of --codes-of's model; leave them out.")
@@ -205,8 +205,8 @@ def target(
     plan: Planned,
 ) -> None:
     """Train the target: codes or latents from captions, one after another. Needs a trained tokenizer."""
+    from lanternpp.api.model import model_folder
     from lanternpp.errors import InputError
-    from lanternpp.models import model_folder
     from lanternpp.training import continuous
     from lanternpp.training.target import TargetSettings, train
 

@@ -188,8 +188,8 @@ def drafter(
 
 def store_rates(model: str, out: Path | None, folder: Path, kind: str) -> None:
     """Count the acceptance rates of a drafter, by which drafts are fitted to a machine, and store them with it."""
+    from lanternpp.api.pipeline import Pipeline
     from lanternpp.cli.terminal import progress_bar
-    from lanternpp.pipeline import Pipeline
     from lanternpp.training.rates import record, strengths
     from lanternpp.training.team import team
     from lanternpp.tuning.batch_runner import usual_conditions

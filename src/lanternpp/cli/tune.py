@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lanternpp.arguments import DrawOptions
+from lanternpp.api.arguments import DrawOptions
 from lanternpp.cli import options as opt
 from lanternpp.cli import tune_tables
 from lanternpp.cli.overrides import check, draws, method_for
 from lanternpp.cli.plots import Plots, plots_enabled
 from lanternpp.cli.terminal import progress_bar, say
 from lanternpp.errors import InputError
+from lanternpp.util import files
 
 if TYPE_CHECKING:
     from lanternpp.tuning.budget import Budget, BudgetChoice
@@ -115,11 +116,11 @@ def tune(
     with_plots = plots_enabled(plots)
 
     from lanternpp import Pipeline
+    from lanternpp.api.model import model_folder
+    from lanternpp.api.results import drawn_with
+    from lanternpp.api.settings import resolve
+    from lanternpp.api.tuned import Tuned
     from lanternpp.evaluation.prompts import read_prompts
-    from lanternpp.models import model_folder
-    from lanternpp.results import drawn_with
-    from lanternpp.settings import resolve
-    from lanternpp.tuned import Tuned
     from lanternpp.tuning import run, windows
     from lanternpp.tuning.trees import TreeTuner
 
@@ -210,10 +211,9 @@ def telling(tuner: TreeTuner | WindowTuner, label: str) -> Iterator[None]:
 
 def write(result: dict[str, Any], folder: Path, plots: bool) -> None:
     """tune.json and tune.png."""
-    from lanternpp.nn import checkpoints
     from lanternpp.tuning import report
 
-    checkpoints.write_text(folder / "tune.json", json.dumps(result, indent=1) + "\n")
+    files.write_text(folder / "tune.json", json.dumps(result, indent=1) + "\n")
     if plots:
         report.plot(result, folder / "tune.png")
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import typer
 
-from lanternpp.arguments import DrawOptions
+from lanternpp.api.arguments import DrawOptions
+from lanternpp.api.dials import ENGINE, SAMPLING, names
+from lanternpp.api.methods import BASELINE
 from lanternpp.cli import options as opt
 from lanternpp.cli.overrides import check, draws, read
 from lanternpp.cli.terminal import say
 from lanternpp.cli.throughput import Sizes, read_sizes
-from lanternpp.dials import ENGINE, SAMPLING, names
 from lanternpp.errors import InputError
-from lanternpp.methods import BASELINE
 
 
 @draws()
@@ -30,7 +30,7 @@ def warm(batch_sizes: Sizes = "1", as_json: opt.Json = False, *, options: DrawOp
         raise InputError("--batch-size would change nothing here; use --batch-sizes")
     check(options)
 
-    from lanternpp.compiled import compiled_folder
+    from lanternpp.api.compiled import compiled_folder
 
     began = time.perf_counter()
     pipe = read(options)

@@ -22,10 +22,10 @@ from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.errors import InputError
+from lanternpp.models.base import Target
 from lanternpp.nn.configs import Width
 from lanternpp.nn.sources import Source
-from lanternpp.schema import Between
-from lanternpp.targets.base import Target
+from lanternpp.util.schema import Between
 
 KIND, DRAFTER = "diffusion", "eagle-diffusion"  # a config's `kind`
 DenoiserBlocks = Annotated[int, Between(1, 64)]

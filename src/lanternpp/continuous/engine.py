@@ -22,10 +22,10 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import Verifier
 from lanternpp.engine.verify import verify
 from lanternpp.errors import InputError
+from lanternpp.models.base import Target
 from lanternpp.proposers.network import NetworkProposer
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.targets.base import Target
 
 
 class LatentEngine(Engine):

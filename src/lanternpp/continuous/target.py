@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from lanternpp.backend import backend
 from lanternpp.continuous.mixture import bounded, size
+from lanternpp.models.prompted import PromptedConfig, PromptedTarget
+from lanternpp.models.vq.folder import read_kl
+from lanternpp.models.vq.kl import KL, sampled
+from lanternpp.nn.backend import backend
 from lanternpp.nn.configs import Width
-from lanternpp.schema import Between
-from lanternpp.targets.prompted import PromptedConfig, PromptedTarget
-from lanternpp.vq.folder import read_kl
-from lanternpp.vq.kl import KL, sampled
+from lanternpp.util.schema import Between
 
 KIND = "continuous"
 

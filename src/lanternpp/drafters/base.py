@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.backend import DrafterInputs, SampleChain, backend
 from lanternpp.errors import InputError
+from lanternpp.models.base import Target
+from lanternpp.nn.backend import DrafterInputs, SampleChain, backend
 from lanternpp.nn.configs import config_as
 from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig
 from lanternpp.nn.sources import SAME, Source, blank
-from lanternpp.schema import Between, Length
-from lanternpp.targets.base import Target
 from lanternpp.types import Nodes
+from lanternpp.util.schema import Between, Length
 
 ALIKE = 0.98  # least cosine of a target's probe with that of the target a drafter was trained for
 

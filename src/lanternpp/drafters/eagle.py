@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lanternpp.drafters.base import Drafter, DrafterConfig
 from lanternpp.errors import InputError
+from lanternpp.models.base import Target
 from lanternpp.nn.decoder import AttentionCache, Decoder
-from lanternpp.targets.base import Target
 from lanternpp.types import Nodes
 
 

@@ -19,15 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.backend import backend
 from lanternpp.drafters.base import DrafterConfig, QueryDrafter
 from lanternpp.errors import InputError
+from lanternpp.models.base import Target
+from lanternpp.nn.backend import backend
 from lanternpp.nn.configs import Slots, Width
 from lanternpp.nn.decoder import AttentionCache, Decoder
 from lanternpp.nn.sources import Source
-from lanternpp.schema import Between, Length
-from lanternpp.targets.base import Target
 from lanternpp.types import Nodes
+from lanternpp.util.schema import Between, Length
 
 Taps = Annotated[tuple[Annotated[int, Between(0, 511)], ...], Length(0, 16)]
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lanternpp.drafters.base import check_fit
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.errors import InputError
+from lanternpp.models.base import Target
 from lanternpp.nn.configs import Epsilon, Heads, config_as
 from lanternpp.nn.llama import llama_rules
 from lanternpp.nn.sources import Rename, Source, blank
-from lanternpp.targets.base import Target
 
 MARKS = {"embed_tokens.weight", "fc.weight", "layers.0.self_attn.q_proj.weight"}
 PAIRED = (

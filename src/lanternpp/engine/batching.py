@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from lanternpp.backend import Threads, backend
 from lanternpp.engine.decode import Engine, FinishedSample
+from lanternpp.nn.backend import Threads, backend
 
 
 class ContinuousBatch:

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lanternpp.devices import check_memory
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.types import Nodes, on_host
+from lanternpp.util.devices import check_memory
 
 HEAD_ALIGN = 32  # channels of a head lie in memory up to a multiple of this
 TILES = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()  # a private probe, which may go away

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
-from lanternpp.backend import Step
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
@@ -23,7 +22,8 @@ from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import Verifier
 from lanternpp.engine.verify import padded, verify
-from lanternpp.targets.base import Target
+from lanternpp.models.base import Target
+from lanternpp.nn.backend import Step
 from lanternpp.types import Admission, Draft, Prompt, TargetOutput, Verdict
 
 STAGES: tuple[Phase, ...] = ("draft", "pass", "verify", "rest")  # of a step in C

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.targets.base import Target
+from lanternpp.models.base import Target
 
 MOST = 1e6  # above it guided logits may overflow float32
 

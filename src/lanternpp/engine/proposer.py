@@ -12,7 +12,7 @@ from torch import Tensor
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
-from lanternpp.targets.base import Target
+from lanternpp.models.base import Target
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.types import Admission, Draft, TargetOutput
 

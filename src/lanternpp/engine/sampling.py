@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
-from lanternpp.backend import Backend
 from lanternpp.engine.noise import Noise
 from lanternpp.errors import InputError
+from lanternpp.nn.backend import Backend
 from lanternpp.types import Warping
 
 LEAST, MOST = 1e-6, 1e6  # temperatures; outside this range logits may overflow float32

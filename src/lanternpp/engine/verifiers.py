@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance, has_fast_law
-from lanternpp.backend import VerifyDraft
 from lanternpp.engine.block import verify_block
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Guesses
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.traversal import verify_traversal
 from lanternpp.engine.verify import verify
+from lanternpp.nn.backend import VerifyDraft
 from lanternpp.types import Draft, Verdict, on_host
 
 Verifier = Callable[[Draft, Tensor, Sampling, Acceptance, Noise, bool], Verdict]

@@ -19,12 +19,13 @@ from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.jsonfile import parse_json
 from lanternpp.nn import checkpoints
 from lanternpp.nn.configs import StageBlocks, Stages, Width, Words, config_as
 from lanternpp.nn.shards import check_finite
 from lanternpp.nn.sources import SAME, Source, blank
-from lanternpp.schema import Between, checked
+from lanternpp.util import files
+from lanternpp.util.jsonfile import parse_json
+from lanternpp.util.schema import Between, checked
 
 CLASSIFIER = "judge"  # the part of a model folder
 REFERENCE = "reference.safetensors"
@@ -124,7 +125,7 @@ def fingerprint(classifier: nn.Module) -> str:
     parts = [
         f"{name} {checkpoints.checksum(tensor)}" for name, tensor in sorted(classifier.state_dict().items())
     ]
-    return checkpoints.digest(parts)
+    return files.digest(parts)
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Reference:
 def write_reference(folder: Path, classifier: nn.Module, features: Tensor, texts: Sequence[str]) -> None:
     """`folder`/judge/reference.safetensors: features in 16 bits, captions, and which classifier they are of."""
     note = {"judge": fingerprint(classifier), "texts": json.dumps(list(texts))}
-    with checkpoints.replacing(folder / CLASSIFIER / REFERENCE) as temporary:
+    with files.replacing(folder / CLASSIFIER / REFERENCE) as temporary:
         temporary.write_bytes(serialise({"features": features.half().cpu().contiguous()}, metadata=note))
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from lanternpp.errors import InputError
-from lanternpp.targets.text import quiet, reason
+from lanternpp.models.text import quiet, reason
 
 EXAMPLE = "openai/clip-vit-base-patch32"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lanternpp.pipeline import Pipeline, Result, Stats
+from lanternpp.api.pipeline import Pipeline, Result, Stats
 
 CHUNK = 32  # pictures drawn before they are handed over
 

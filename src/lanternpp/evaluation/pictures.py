@@ -14,9 +14,9 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from lanternpp.api.picture import squarest
 from lanternpp.errors import InputError
-from lanternpp.jsonfile import LINES, parse_json, read_text
-from lanternpp.picture import squarest
+from lanternpp.util.jsonfile import LINES, parse_json, read_text
 
 SUFFIXES = frozenset((".webp", ".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff"))
 METADATA = "metadata.jsonl"

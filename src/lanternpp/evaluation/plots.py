@@ -8,7 +8,7 @@ from textwrap import fill
 from typing import Any
 
 from lanternpp.evaluation.report import HEADINGS
-from lanternpp.nn.checkpoints import replacing
+from lanternpp.util.files import replacing
 
 COSTS = ("frechet", "clip", "tv_spent")  # the first one measured stands on the plot of speed against quality
 MARKS = "os^"  # so that labels of one colour differ

@@ -17,7 +17,7 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import Observer, Phase
 from lanternpp.evaluation.report import HEADINGS, cell
 from lanternpp.evaluation.speed import Race
-from lanternpp.nn.checkpoints import replacing, write_text
+from lanternpp.util.files import replacing, write_text
 
 STEPS = 32  # the first ones of a picture; a whole one may have a million operations
 ROWS = 30  # of a table of operations

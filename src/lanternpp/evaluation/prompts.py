@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lanternpp.errors import InputError
-from lanternpp.jsonfile import LINES, read_text
+from lanternpp.util.jsonfile import LINES, read_text
 
 PROMPTS = "prompts.txt"
 

@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lanternpp.devices import pick_device
 from lanternpp.errors import InputError
 from lanternpp.evaluation import frechet
 from lanternpp.evaluation.classifier import has_classifier, read_reference
@@ -19,7 +18,8 @@ from lanternpp.evaluation.features import EXTRACTORS, ClassifierFeatures, Extrac
 from lanternpp.evaluation.labels import label_of
 from lanternpp.evaluation.pictures import Gallery, reference_folder
 from lanternpp.evaluation.precision_recall import NEAREST, precision_recall
-from lanternpp.registry import find, importable
+from lanternpp.util.devices import pick_device
+from lanternpp.util.registry import find, importable
 
 LEAST = NEAREST + 1  # pictures: precision and recall need that many neighbours of each, and itself
 Progress = Callable[[int, int], None]

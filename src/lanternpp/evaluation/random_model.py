@@ -15,12 +15,12 @@ from torch import nn
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.errors import InputError
+from lanternpp.models.llamagen import KIND, LlamaGenConfig, LlamaGenTarget
+from lanternpp.models.vq.llamagen import save_tokenizer
+from lanternpp.models.vq.vqgan import VQGAN, VQGANConfig
 from lanternpp.nn.checkpoints import save
 from lanternpp.nn.sources import blank
-from lanternpp.registry import unknown
-from lanternpp.targets.llamagen import KIND, LlamaGenConfig, LlamaGenTarget
-from lanternpp.vq.llamagen import save_tokenizer
-from lanternpp.vq.vqgan import VQGAN, VQGANConfig
+from lanternpp.util.registry import unknown
 
 SIZES = {  # width, layers, heads, hidden width, side of the grid of codes, codes (arXiv 2406.06525, table 1)
     "B": (768, 12, 12, 2048, 16, 16384),

@@ -16,17 +16,16 @@ from typing import Any
 
 import torch
 
-from lanternpp import runlog
-from lanternpp.devices import device_name
-from lanternpp.dials import DRAFT, PARTS, RULE, dials
+from lanternpp.api.dials import DRAFT, PARTS, RULE, dials
+from lanternpp.api.methods import BASELINE, check_method
+from lanternpp.api.picture import save_png
+from lanternpp.api.pipeline import Pipeline, Result, versions
 from lanternpp.engine.stopwatch import Stopwatch
 from lanternpp.errors import InputError
-from lanternpp.jsonfile import read_object
-from lanternpp.methods import BASELINE, check_method
-from lanternpp.nn import checkpoints
-from lanternpp.picture import save_png
-from lanternpp.pipeline import Pipeline, Result, versions
-from lanternpp.schema import checked
+from lanternpp.util import files, runlog
+from lanternpp.util.devices import device_name
+from lanternpp.util.jsonfile import read_object
+from lanternpp.util.schema import checked
 
 RUN, TURNS, PICTURES = "run.json", "turns.jsonl", "pictures"
 METHOD_DIALS = dials(PARTS, DRAFT, RULE)  # what an entry may override
@@ -208,7 +207,7 @@ def check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
     """Write `run.json`, or compare it with the one in the folder; InputError names what differs."""
     path = folder / RUN
     if not path.exists():
-        checkpoints.write_text(path, json.dumps(run, indent=2) + "\n")
+        files.write_text(path, json.dumps(run, indent=2) + "\n")
         return
     if not resume:
         raise InputError(

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from lanternpp.backend import StackForward, backend
-from lanternpp.devices import free_memory
 from lanternpp.errors import InputError
 from lanternpp.inplace.stack import rotary_table, stack_of
+from lanternpp.nn.backend import StackForward, backend
 from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig, additive_mask
 from lanternpp.nn.stack import Stack
-from lanternpp.registry import unknown
 from lanternpp.types import Nodes, on_host
+from lanternpp.util.devices import free_memory
+from lanternpp.util.registry import unknown
 
 NAME = "lanternpp"  # of the attention function, in the config of the replicas
 # bytes of a weight that is packed in this dtype, with the scales of int8

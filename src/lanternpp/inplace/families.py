@@ -19,7 +19,7 @@ from lanternpp.errors import InputError
 from lanternpp.inplace.decoder import replica
 from lanternpp.inplace.format import Format, Processors, first_end
 from lanternpp.inplace.target import InPlaceTarget, TokenHead, token_rows
-from lanternpp.registry import unknown
+from lanternpp.util.registry import unknown
 
 MODE = "generation_mode"
 

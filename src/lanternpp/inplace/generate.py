@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
-from lanternpp import arguments
+from lanternpp.api import arguments
+from lanternpp.api.keywords import MethodDials, listing
+from lanternpp.api.methods import AUTO
+from lanternpp.api.model import Model
+from lanternpp.api.pipeline import Pipeline
+from lanternpp.api.results import Partial
+from lanternpp.api.settings import Settings, network_needed
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
 from lanternpp.inplace.families import MODE, Call, family_of
 from lanternpp.inplace.format import Format, Processors, check_config
 from lanternpp.inplace.target import refused, token_rows
-from lanternpp.keywords import MethodDials, listing
-from lanternpp.methods import AUTO
-from lanternpp.models import Model
-from lanternpp.pipeline import Pipeline
-from lanternpp.registry import unknown
-from lanternpp.results import Partial
-from lanternpp.settings import Settings, network_needed
+from lanternpp.util.registry import unknown
 
 HELD = "_lanternpp"  # the attribute of a model that keeps what it is drawn with
 EMBEDDED = ("inputs_embeds", "pixel_values", "image")  # prompts that are more than tokens

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from lanternpp.errors import InputError
 from lanternpp.inplace.decoder import TransformersDecoder
 from lanternpp.inplace.format import Format
+from lanternpp.models.base import Target
+from lanternpp.models.tokens import STRIDE, left_padded
 from lanternpp.nn import llama
 from lanternpp.nn.rope import line_table
-from lanternpp.targets.base import Target
-from lanternpp.targets.tokens import STRIDE, left_padded
 from lanternpp.types import Prompt
 
 MOST = 1 << 15  # positions of the rotary table that drafters get

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lanternpp.backend import (
+from lanternpp.kernels import packed
+from lanternpp.kernels.chain import native_chain, native_inputs
+from lanternpp.kernels.decoder import KernelDecoder, unserved
+from lanternpp.kernels.linear import packable
+from lanternpp.kernels.loading import kernels
+from lanternpp.kernels.sampling import NativeHead, NativeSampling, native_head
+from lanternpp.kernels.threads import AdaptiveThreads
+from lanternpp.kernels.verify import NativeVerifier, native_laws
+from lanternpp.nn.backend import (
     Backend,
     DrafterInputs,
     HeadLogits,
@@ -22,14 +30,6 @@ from lanternpp.backend import (
     VerifyDraft,
     Weights,
 )
-from lanternpp.kernels import packed
-from lanternpp.kernels.chain import native_chain, native_inputs
-from lanternpp.kernels.decoder import KernelDecoder, unserved
-from lanternpp.kernels.linear import packable
-from lanternpp.kernels.loading import kernels
-from lanternpp.kernels.sampling import NativeHead, NativeSampling, native_head
-from lanternpp.kernels.threads import AdaptiveThreads
-from lanternpp.kernels.verify import NativeVerifier, native_laws
 from lanternpp.nn.stack import Stack
 
 

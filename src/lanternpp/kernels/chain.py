@@ -11,10 +11,10 @@ from ctypes import Structure, byref, c_double, c_float, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from lanternpp.backend import Weights
 from lanternpp.kernels.linear import Packed
 from lanternpp.kernels.loading import kernels
 from lanternpp.kernels.structs import BLOCK_N, Linear
+from lanternpp.nn.backend import Weights
 from lanternpp.nn.stores import quantised
 from lanternpp.types import Draft, Warping, on_host
 

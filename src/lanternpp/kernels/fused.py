@@ -14,7 +14,7 @@ from lanternpp.kernels.chain import NativeChain, NativeInputs
 from lanternpp.kernels.decoder import KernelDecoder
 from lanternpp.kernels.sampling import NativeHead
 from lanternpp.kernels.step import Method, NativeStep, Samples
-from lanternpp.targets.base import Target
+from lanternpp.models.base import Target
 
 MOST_EMBEDDINGS = 1 << 26  # numbers of a table of embeddings, which is kept once more
 _tables: WeakKeyDictionary[Target, Tensor] = WeakKeyDictionary()

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from lanternpp.errors import InputError
-from lanternpp.jsonfile import read_object
 from lanternpp.kernels.kinds import choose
+from lanternpp.util.jsonfile import read_object
 
 SWITCH = "LANTERNPP_KERNELS"
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lanternpp.backend import Threads
+from lanternpp.nn.backend import Threads
 
 # Of this thread: nanoseconds that it ran, and that it waited for a core.
 SCHEDSTAT = Path("/proc/thread-self/schedstat")

@@ -1,4 +1,4 @@
-"""A config file's fields as a frozen dataclass, whose annotations are the schema: see `lanternpp.schema`.
+"""A config file's fields as a frozen dataclass, whose annotations are the schema: see `lanternpp.util.schema`.
 
 The ranges are far beyond any published model, and small enough that a bad file cannot exhaust the machine.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from lanternpp.errors import InputError
-from lanternpp.schema import Between, Length, made
+from lanternpp.util.schema import Between, Length, made
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.backend import DecoderForward
+from lanternpp.nn.backend import DecoderForward
 from lanternpp.nn.configs import Epsilon, HeadDim, Heads, Hidden, Layers, Share, Width
 from lanternpp.nn.rope import rotate
 from lanternpp.nn.stack import Stack, StackLayer

@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.jsonfile import read_json
 from lanternpp.nn.pickled import is_zipped, read_pt
 from lanternpp.nn.stores import SCALE, restored, scaled, unpack_int6
+from lanternpp.util.jsonfile import read_json
 
 SAFE = ".safetensors"
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")

@@ -10,9 +10,9 @@ from torch import Tensor
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
+from lanternpp.models.base import Target
 from lanternpp.nn.decoder import AttentionCache
 from lanternpp.proposers.network import AutoregressiveProposer
-from lanternpp.targets.base import Target
 from lanternpp.types import Admission, Nodes
 
 LIKENESS = (

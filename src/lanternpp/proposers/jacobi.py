@@ -36,7 +36,7 @@ from lanternpp.engine.proposer import Guesses, Parts, Proposer
 from lanternpp.engine.sampling import Sampling, draw
 from lanternpp.engine.verify import without
 from lanternpp.errors import InputError
-from lanternpp.targets.base import Target
+from lanternpp.models.base import Target
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Admission, Draft, Front, TargetOutput
 

@@ -14,11 +14,11 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Guesses, Parts, Proposer
 from lanternpp.engine.sampling import Sampling, draws_of
+from lanternpp.models.base import Target
 from lanternpp.nn.decoder import AttentionCache
-from lanternpp.registry import imported
-from lanternpp.targets.base import Target
 from lanternpp.trees.base import Extend, TreeBuilder
 from lanternpp.types import Draft, Frontier, Nodes, TargetOutput
+from lanternpp.util.registry import imported
 
 
 class NetworkProposer(Proposer):

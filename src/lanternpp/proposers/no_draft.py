@@ -8,7 +8,7 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import ChainState, Parts, Proposer
 from lanternpp.engine.sampling import Sampling
-from lanternpp.targets.base import Target
+from lanternpp.models.base import Target
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Draft
 

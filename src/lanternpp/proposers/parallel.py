@@ -8,7 +8,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lanternpp.backend import SampleChain
 from lanternpp.drafters.base import QueryDrafter
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
@@ -16,8 +15,9 @@ from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import CacheState, ChainState, Parts
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
+from lanternpp.models.base import Target
+from lanternpp.nn.backend import SampleChain
 from lanternpp.proposers.network import NetworkProposer
-from lanternpp.targets.base import Target
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Admission, Draft, Frontier, TargetOutput, Tree, on_host

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from lanternpp.drafters.base import Drafter
+from lanternpp.models.base import Target
 from lanternpp.nn.decoder import AttentionCache
 from lanternpp.proposers.network import AutoregressiveProposer
-from lanternpp.targets.base import Target
 from lanternpp.types import Admission, Nodes
 
 

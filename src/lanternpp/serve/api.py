@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
+from lanternpp.models.base import prompt_warnings
 from lanternpp.serve import schemas
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.error_responses import error_response, response_for
@@ -20,7 +21,6 @@ from lanternpp.serve.schemas import ImagesRequest, Refusal
 from lanternpp.serve.server_config import ServerConfig
 from lanternpp.serve.streaming import PictureStream
 from lanternpp.serve.tickets import Cancelled, FinishedImage, Ticket, retrieve_error
-from lanternpp.targets.base import prompt_warnings
 
 REASONS = {
     400: "Something in the request is not valid",

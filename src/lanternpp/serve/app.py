@@ -6,14 +6,14 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lanternpp.arguments import DrawOptions
+from lanternpp.api.arguments import DrawOptions
+from lanternpp.api.pipeline import Pipeline, versions
+from lanternpp.api.pixels import check_output
 from lanternpp.errors import InputError
-from lanternpp.pipeline import Pipeline, versions
-from lanternpp.pixels import check_output
+from lanternpp.models.base import PromptWarning
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.server_config import ServerConfig
 from lanternpp.serve.startup import EXTRA
-from lanternpp.targets.base import PromptWarning
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from PIL import Image
 from torch import Tensor
 
+from lanternpp.api.settings import Settings
 from lanternpp.engine.batching import adaptive_threads
 from lanternpp.engine.decode import Engine
 from lanternpp.errors import InputError
 from lanternpp.serve.tickets import FinishedImage, Progress, Ticket
-from lanternpp.settings import Settings
 
 Pixels = Callable[[Tensor], list[Image.Image]]
 

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from lanternpp.api.pipeline import Pipeline
+from lanternpp.api.settings import Settings
 from lanternpp.errors import InputError
-from lanternpp.pipeline import Pipeline
 from lanternpp.serve.batch_runner import BatchRunner
 from lanternpp.serve.fair_queue import FairQueue
 from lanternpp.serve.scheduler import AllRunnersBusy, ClientAtLimit, Scheduler
@@ -27,7 +28,6 @@ from lanternpp.serve.tickets import (
     Progress,
     Ticket,
 )
-from lanternpp.settings import Settings
 
 __all__ = [
     "Batcher",

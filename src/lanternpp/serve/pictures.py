@@ -13,10 +13,10 @@ from PIL import Image
 from starlette.concurrency import run_in_threadpool
 from torch import Tensor
 
-from lanternpp.picture import notes as notes_of
-from lanternpp.picture import png_bytes
-from lanternpp.pipeline import Pipeline, versions
-from lanternpp.pixels import unfinished
+from lanternpp.api.picture import notes as notes_of
+from lanternpp.api.picture import png_bytes
+from lanternpp.api.pipeline import Pipeline, versions
+from lanternpp.api.pixels import unfinished
 from lanternpp.serve.fresh_thread import run_in_fresh_thread
 from lanternpp.serve.tickets import FinishedImage, ImageSpec
 

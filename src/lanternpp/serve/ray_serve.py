@@ -17,8 +17,8 @@ import torch
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lanternpp.cluster import LOCAL, Share, cluster, share
 from lanternpp.errors import InputError
+from lanternpp.jobs.cluster import LOCAL, Share, cluster, share
 from lanternpp.serve.app import ServerSpec
 from lanternpp.serve.error_responses import CODES, error_response
 from lanternpp.serve.fresh_thread import run_in_fresh_thread

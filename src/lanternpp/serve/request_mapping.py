@@ -8,16 +8,16 @@ from dataclasses import asdict
 from typing import Any
 
 from lanternpp.accept import RULES
+from lanternpp.api.settings import KINDS
 from lanternpp.errors import InputError
-from lanternpp.registry import unknown
 from lanternpp.serve import schemas
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.pictures import Previews, encode, picture_size, png_notes
 from lanternpp.serve.schemas import ImagesRequest
 from lanternpp.serve.server_config import ServerConfig
 from lanternpp.serve.tickets import FinishedImage, ImageSpec, Ticket
-from lanternpp.settings import KINDS
 from lanternpp.trees import TREES
+from lanternpp.util.registry import unknown
 
 SEEDS = 1 << 31  # a seed below this is drawn where a request gives none
 

@@ -24,9 +24,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lanternpp.api.settings import Settings
 from lanternpp.serve.batch_runner import BatchRunner
 from lanternpp.serve.tickets import Ticket
-from lanternpp.settings import Settings
 
 
 class AllRunnersBusy(Exception):  # noqa: N818 - a state, not a fault

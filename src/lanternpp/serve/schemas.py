@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from lanternpp.dials import DIALS, DRAFT, LONGEST, MEASURE, RULE, SAMPLING, Dial, dials
+from lanternpp.api.dials import DIALS, DRAFT, LONGEST, MEASURE, RULE, SAMPLING, Dial, dials
 
 Name = Annotated[str, Field(max_length=100)]
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lanternpp.dials import DRAFT, LONGEST, PARTS, RULE, names
+from lanternpp.api.dials import DRAFT, LONGEST, PARTS, RULE, names
+from lanternpp.api.methods import AUTO, check_method
+from lanternpp.api.pipeline import Pipeline
+from lanternpp.api.settings import Settings
 from lanternpp.errors import InputError
-from lanternpp.methods import AUTO, check_method
-from lanternpp.pipeline import Pipeline
 from lanternpp.serve.startup import check_keys
-from lanternpp.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import Protocol
 
 import torch
 
-from lanternpp.arguments import EMPTY
+from lanternpp.api.arguments import EMPTY
+from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
-from lanternpp.pipeline import Pipeline
 from lanternpp.serve.fair_queue import FairQueue
 from lanternpp.serve.fresh_thread import run_in_fresh_thread
 from lanternpp.serve.tickets import Closed, Full, ImageSpec, Ticket

@@ -13,7 +13,7 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from lanternpp.settings import Settings
+from lanternpp.api.settings import Settings
 from lanternpp.types import Prompt
 
 

@@ -16,7 +16,7 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
-from lanternpp.targets.base import Target
+from lanternpp.models.base import Target
 
 
 @dataclass(frozen=True)

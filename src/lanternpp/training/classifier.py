@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lanternpp.api.picture import Panel, comparison
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import (
     CLASSIFIER,
@@ -19,9 +20,9 @@ from lanternpp.evaluation.classifier import (
     write_reference,
 )
 from lanternpp.evaluation.pictures import Gallery, Item, squares
+from lanternpp.models.vq.model import channels_last
 from lanternpp.nn import checkpoints
 from lanternpp.nn.stores import Store, pack, unpack
-from lanternpp.picture import Panel, comparison
 from lanternpp.training import hardware
 from lanternpp.training.data import BatchSampler, Pictures, describe, read_rows
 from lanternpp.training.labelled import LabelledPictures, augment, label_pictures, vocabulary
@@ -30,7 +31,7 @@ from lanternpp.training.material.redrawn import redrawn
 from lanternpp.training.pictures import to_bytes
 from lanternpp.training.run import Task, TrainingOptions, averaged, run
 from lanternpp.training.task import check_rates
-from lanternpp.vq.model import channels_last
+from lanternpp.util import files
 
 SMALL_SIDE = 0.75  # of the side: half the work, so more pictures are seen in the same time
 SAMPLE_PICTURES = 8  # pictures of a sample sheet
@@ -180,7 +181,7 @@ class ClassifierTask(Task):
         for i, pixels in zip(worst.tolist(), images, strict=True):
             taken, truth = (self.config.labels[int(x)] for x in (scores[i].argmax(), split.labels[i]))
             panels.append(Panel([as_image(pixels)], taken, [f"is {truth}", f"{100 * sure[i]:.0f} % sure"]))
-        with checkpoints.replacing(path) as temporary:
+        with files.replacing(path) as temporary:
             comparison("Taken for, and what it is", panels, 192).save(temporary, format="PNG")
 
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -16,8 +16,9 @@ from lanternpp.continuous.diffusion import DiffusionConfig, DiffusionTarget
 from lanternpp.continuous.mixture import Mixture
 from lanternpp.continuous.target import KIND, ContinuousConfig, ContinuousTarget, LatentTarget
 from lanternpp.errors import InputError
-from lanternpp.schema import checked, hints
-from lanternpp.targets.prompted import PromptedTarget
+from lanternpp.models.prompted import PromptedTarget
+from lanternpp.models.vq.folder import read_kl
+from lanternpp.models.vq.kl import KL
 from lanternpp.training.first_weights import begin_target, init_weights, same_codes
 from lanternpp.training.material.codes import read_codes, tokenizer_of
 from lanternpp.training.run import TrainingOptions, run
@@ -29,8 +30,7 @@ from lanternpp.training.target import (
     read_start,
     vocabulary,
 )
-from lanternpp.vq.folder import read_kl
-from lanternpp.vq.kl import KL
+from lanternpp.util.schema import checked, hints
 
 TIMES = 4  # at which a diffusion head learns from a latent in a step
 FITTED = 32  # pictures by which the map of latents is fitted to that of another model

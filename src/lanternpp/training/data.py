@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.jsonfile import LINES, parse_json, read_text
-from lanternpp.nn.checkpoints import digest
+from lanternpp.util.files import digest
+from lanternpp.util.jsonfile import LINES, parse_json, read_text
 
 SUFFIXES = frozenset((".webp", ".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff"))
 MARGIN = 1.125  # pictures are kept with this much of the training size on their short side

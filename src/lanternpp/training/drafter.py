@@ -17,8 +17,8 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
+from lanternpp.models.base import Target
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.targets.base import Target
 from lanternpp.training import hardware
 from lanternpp.training.acceptance import measure_acceptance
 from lanternpp.training.data import BatchSampler, evenly_spaced

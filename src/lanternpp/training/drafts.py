@@ -34,7 +34,7 @@ from lanternpp.drafters.parallel import branches
 from lanternpp.engine.block import chain_weights
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling, draw
-from lanternpp.targets.base import Target
+from lanternpp.models.base import Target
 from lanternpp.training.features import slot_inputs
 
 FURTHEST = 60.0  # exp of more is not computed, as it may be infinite

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.targets.base import PromptWarning, Target
+from lanternpp.models.base import PromptWarning, Target
 from lanternpp.training.material.codes import Split
 
 

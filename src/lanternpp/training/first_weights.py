@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.targets.prompted import PromptedConfig, PromptedTarget
-from lanternpp.targets.words import WordsTarget
-from lanternpp.vq.model import Autoencoder
+from lanternpp.models.prompted import PromptedConfig, PromptedTarget
+from lanternpp.models.vq.model import Autoencoder
+from lanternpp.models.words import WordsTarget
 
 STACKS = ("channels", "encoder_blocks", "decoder_blocks", "thin")
 PROMPTS = ("word_table", "slot_table", "null_prefix")

@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from lanternpp.devices import half_width, pick_device
 from lanternpp.training.team import team
+from lanternpp.util.devices import half_width, pick_device
 
 
 def pick(name: str) -> torch.device:

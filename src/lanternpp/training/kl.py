@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from lanternpp.models.vq.folder import KIND
+from lanternpp.models.vq.kl import KL, KLConfig
 from lanternpp.training.tokenizer import TokenizerTask
-from lanternpp.vq.folder import KIND
-from lanternpp.vq.kl import KL, KLConfig
 
 
 class KLTask(TokenizerTask):

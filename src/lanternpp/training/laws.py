@@ -13,7 +13,7 @@ from lanternpp.continuous.mixture import Mixture, MixtureGuidance
 from lanternpp.drafters.eagle import EagleDrafter
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
-from lanternpp.targets.base import Target
+from lanternpp.models.base import Target
 from lanternpp.training import losses
 
 LOSSES: dict[str, Any] = {

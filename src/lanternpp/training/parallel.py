@@ -15,7 +15,7 @@ from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
-from lanternpp.targets.base import Target
+from lanternpp.models.base import Target
 from lanternpp.training import hardware
 from lanternpp.training.data import BatchSampler, evenly_spaced
 from lanternpp.training.drafts import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lanternpp.nn.checkpoints import replacing
+from lanternpp.util.files import replacing
 
 
 def to_bytes(images: Tensor) -> Tensor:

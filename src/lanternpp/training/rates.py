@@ -9,12 +9,12 @@ from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any
 
+from lanternpp.api.fit.rates import FILE, Counts, strength
+from lanternpp.api.pipeline import Pipeline
+from lanternpp.api.settings import Settings
 from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.observers import AcceptanceByRank
-from lanternpp.fit.rates import FILE, Counts, strength
-from lanternpp.nn.checkpoints import write_text
-from lanternpp.pipeline import Pipeline
-from lanternpp.settings import Settings
+from lanternpp.util.files import write_text
 
 DEEPEST = 16
 PASSES, BATCH = 500, 2

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from lanternpp import runlog
-from lanternpp.nn import checkpoints
-from lanternpp.progress import times
+from lanternpp.util import files, runlog
+from lanternpp.util.progress import times
 
 
 class Report:
@@ -103,7 +102,7 @@ class Report:
 
 def provenance(folder: Path, facts: Mapping[str, Any], device: torch.device) -> None:
     """Write `provenance.json`: the command, data, settings and versions that the weights beside it come from."""
-    checkpoints.write_text(
+    files.write_text(
         folder / "provenance.json",
         json.dumps(
             {

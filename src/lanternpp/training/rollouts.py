@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lanternpp.api.settings import resolve
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
+from lanternpp.models.base import Target
 from lanternpp.nn import checkpoints
-from lanternpp.nn.checkpoints import CONFIG, WEIGHTS, checksum, digest
+from lanternpp.nn.checkpoints import CONFIG, WEIGHTS, checksum
 from lanternpp.nn.sources import Source
-from lanternpp.settings import resolve
-from lanternpp.targets.base import Target
 from lanternpp.training.drafts import DraftBatch
 from lanternpp.training.features import CaptionPrompts, slot_inputs, spread_taps
 from lanternpp.training.material.codes import Codes, Split
@@ -36,6 +36,7 @@ from lanternpp.training.material.samples import (
 from lanternpp.training.parallel import ParallelSettings, ParallelTask
 from lanternpp.training.run import TrainingOptions, run
 from lanternpp.training.state import check_resumable
+from lanternpp.util.files import digest
 
 
 class RolloutTask(ParallelTask):

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from lanternpp import runlog
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
-from lanternpp.schema import made
 from lanternpp.training.task import Task, TrainingOptions, param_groups
+from lanternpp.util import files, runlog
+from lanternpp.util.schema import made
 
 STATE, LOG = "state.pt", "log.jsonl"
 MEANINGS = {
@@ -44,7 +44,7 @@ class _Row:
 def begin_or_resume(task: Task, options: TrainingOptions) -> State:
     """A fresh state, or the one saved in the folder; refused where that was trained with other settings."""
     path = options.folder / STATE
-    checkpoints.sweep(options.folder)
+    files.sweep(options.folder)
     if options.restart or not path.exists():
         for group in param_groups(task):
             group["initial_lr"] = group["lr"]

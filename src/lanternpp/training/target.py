@@ -13,18 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.accept.exact import Exact
+from lanternpp.api.model import pack_target, read_target
 from lanternpp.continuous.engine import engine_for
-from lanternpp.devices import half_width
 from lanternpp.engine.batching import generate
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
-from lanternpp.models import pack_target, read_target
-from lanternpp.nn.checkpoints import checksum, digest
+from lanternpp.models.prompted import PromptedConfig, PromptedTarget
+from lanternpp.models.vq.folder import read_vq
+from lanternpp.models.vq.model import VQ, Autoencoder
+from lanternpp.models.words import WordsConfig, WordsTarget
+from lanternpp.nn.checkpoints import checksum
 from lanternpp.nn.decoder import causal_mask
 from lanternpp.proposers.no_draft import NoDraft
-from lanternpp.targets.prompted import PromptedConfig, PromptedTarget
-from lanternpp.targets.words import WordsConfig, WordsTarget
 from lanternpp.training import hardware
 from lanternpp.training.captions import one_per_subject, vocabulary, word_ids
 from lanternpp.training.data import BatchSampler, evenly_spaced
@@ -33,8 +34,8 @@ from lanternpp.training.material.codes import Codes, VariantSampler, read_codes,
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Task, TrainingOptions, averaged, run
 from lanternpp.training.task import check_rates, muon_and_adamw
-from lanternpp.vq.folder import read_vq
-from lanternpp.vq.model import VQ, Autoencoder
+from lanternpp.util.devices import half_width
+from lanternpp.util.files import digest
 
 CHECK_PICTURES = 256  # validation pictures measured at a check; at the end all are
 SAMPLE_PICTURES = 4  # pictures drawn at a check

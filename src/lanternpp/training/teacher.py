@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lanternpp.devices import half_width
+from lanternpp.api.model import MODELS, drawing_dtype, model_folder, read_defaults, read_target
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
-from lanternpp.models import MODELS, drawing_dtype, model_folder, read_defaults, read_target
-from lanternpp.nn.checkpoints import CONFIG, checksum, digest
-from lanternpp.targets.base import Target
+from lanternpp.models.base import Target
+from lanternpp.nn.checkpoints import CONFIG, checksum
+from lanternpp.util.devices import half_width
+from lanternpp.util.files import digest
 
 SAMPLED = 1 << 16  # numbers of a tensor that are hashed to identify it
 

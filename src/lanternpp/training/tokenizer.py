@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import Classifier, fingerprint, has_classifier, read_classifier
-from lanternpp.jsonfile import read_object
-from lanternpp.nn.checkpoints import checksum, digest
+from lanternpp.models.vq.folder import read_tokenizer, read_vq
+from lanternpp.models.vq.model import VQ, Autoencoder, Stacks, VQConfig, channels_last, usage
+from lanternpp.nn.checkpoints import checksum
 from lanternpp.training import hardware, losses
 from lanternpp.training.adversarial import Discriminator, adaptive_weight, feature_matching, hinge_loss
 from lanternpp.training.data import BatchSampler, Pictures, describe
@@ -22,8 +23,8 @@ from lanternpp.training.perceptual import Perceptual
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Task, TrainingOptions, averaged, run
 from lanternpp.training.task import check_rates
-from lanternpp.vq.folder import read_tokenizer, read_vq
-from lanternpp.vq.model import VQ, Autoencoder, Stacks, VQConfig, channels_last, usage
+from lanternpp.util.files import digest
+from lanternpp.util.jsonfile import read_object
 
 CHECK_PICTURES = 512  # validation pictures measured at a check
 USAGE_PICTURES = 2048  # training pictures whose codes are counted at the end

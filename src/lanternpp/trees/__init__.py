@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from textwrap import shorten
 
-from lanternpp.jsonfile import parse_json, read_json
-from lanternpp.registry import Importable, check_class, find
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.shapes import SHAPES, Shape, check
 from lanternpp.trees.static import StaticTree
+from lanternpp.util.jsonfile import parse_json, read_json
+from lanternpp.util.registry import Importable, check_class, find
 
 PATHS = "a tree is a list of paths such as [[0], [0, 0], [1]]"
 

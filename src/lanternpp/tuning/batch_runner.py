@@ -8,13 +8,13 @@ from itertools import count, cycle
 import torch
 from torch import Tensor
 
-from lanternpp.devices import device_name
+from lanternpp.api.fit.store import machine_facts
+from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.stopwatch import now
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
-from lanternpp.fit.store import machine_facts
-from lanternpp.pipeline import Pipeline
+from lanternpp.util.devices import device_name
 
 Conditions = Sequence[str | None]
 

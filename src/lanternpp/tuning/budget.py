@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from lanternpp.api.methods import BASELINE
+from lanternpp.api.picture import save_png
+from lanternpp.api.settings import dials_read
 from lanternpp.errors import InputError
 from lanternpp.evaluation.draw import evaluation_requests
-from lanternpp.methods import BASELINE
-from lanternpp.picture import save_png
-from lanternpp.settings import dials_read
 from lanternpp.tuning.journal import PICTURES
 from lanternpp.tuning.trees import TreeTuner, Tuning
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lanternpp import runlog
 from lanternpp.errors import InputError
 from lanternpp.evaluation.speed import RUN, check_run
-from lanternpp.jsonfile import read_object
+from lanternpp.util import runlog
+from lanternpp.util.jsonfile import read_object
 
 LINES = "measurements.jsonl"
 RACE, PICTURES = "race", "pictures"

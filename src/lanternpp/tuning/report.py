@@ -7,12 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lanternpp.api.methods import BASELINE
+from lanternpp.api.pipeline import versions
+from lanternpp.api.settings import dials_read
+from lanternpp.api.tuned import CHOSEN
 from lanternpp.evaluation import plots
-from lanternpp.methods import BASELINE
-from lanternpp.pipeline import versions
-from lanternpp.settings import dials_read
 from lanternpp.trees.search import reaches
-from lanternpp.tuned import CHOSEN
 from lanternpp.tuning.budget import BudgetChoice
 from lanternpp.tuning.run import TUNED, T, Tuner
 from lanternpp.tuning.trees import Tuning

@@ -10,24 +10,24 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from lanternpp.devices import device_name
-from lanternpp.dials import ENGINE, SAMPLING, names
+from lanternpp.api.dials import ENGINE, SAMPLING, names
+from lanternpp.api.fit.store import machine_facts
+from lanternpp.api.methods import BASELINE
+from lanternpp.api.pipeline import Pipeline, versions
+from lanternpp.api.settings import Settings, dials_read
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.verifiers import TOKEN
 from lanternpp.errors import InputError
 from lanternpp.evaluation import report
 from lanternpp.evaluation.draw import evaluation_requests
 from lanternpp.evaluation.speed import Entry, Race
-from lanternpp.fit.store import machine_facts
-from lanternpp.methods import BASELINE
-from lanternpp.nn.checkpoints import digest
-from lanternpp.pipeline import Pipeline, versions
-from lanternpp.settings import Settings, dials_read
 from lanternpp.trees import build_tree
 from lanternpp.trees.shapes import Shape
 from lanternpp.trees.static import StaticTree
 from lanternpp.tuning.journal import RACE, Journal
 from lanternpp.tuning.probe import probe
+from lanternpp.util.devices import device_name
+from lanternpp.util.files import digest
 
 SHARED = names(ENGINE, SAMPLING)  # dials that every engine of a tuning shares, the plain one too
 TUNED = "tuned"  # the label of what was found

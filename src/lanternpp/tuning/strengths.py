@@ -8,11 +8,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lanternpp.dials import DIALS
+from lanternpp.api.dials import DIALS
+from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.errors import InputError
 from lanternpp.evaluation.draw import draw, evaluation_requests
 from lanternpp.evaluation.speed import Entry
-from lanternpp.pipeline import Pipeline, versions
 from lanternpp.tuning.budget import last_accepted
 from lanternpp.tuning.journal import Journal
 

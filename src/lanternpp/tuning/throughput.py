@@ -13,10 +13,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lanternpp.api.fit.choice import plain_settings
+from lanternpp.api.pipeline import Pipeline, versions
+from lanternpp.api.settings import Settings
 from lanternpp.evaluation.report import markdown_table
-from lanternpp.fit.choice import plain_settings
-from lanternpp.pipeline import Pipeline, versions
-from lanternpp.settings import Settings
 from lanternpp.tuning.batch_runner import BatchRunner, Conditions, machine
 from lanternpp.tuning.journal import Journal
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lanternpp.api.pipeline import Pipeline
+from lanternpp.api.settings import dials_read
 from lanternpp.errors import InputError
-from lanternpp.pipeline import Pipeline
-from lanternpp.settings import dials_read
 from lanternpp.trees.shapes import chain
 from lanternpp.tuning.cost import Curve, PictureCosts, rising
 from lanternpp.tuning.probe import Probe

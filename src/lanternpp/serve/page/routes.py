@@ -8,7 +8,7 @@ from pathlib import Path
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
-from lanternpp.pipeline import Pipeline
+from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve.page.setup import setup
 from lanternpp.serve.server_config import ServerConfig
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from lanternpp.accept import RULES
-from lanternpp.dials import EVERY, SAMPLING, Dial, dials, names
+from lanternpp.api.dials import EVERY, SAMPLING, Dial, dials, names
+from lanternpp.api.methods import BASELINE, METHODS
+from lanternpp.api.pipeline import Pipeline
+from lanternpp.api.settings import Settings, dials_read
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
-from lanternpp.methods import BASELINE, METHODS
-from lanternpp.pipeline import Pipeline
+from lanternpp.models.base import Target
 from lanternpp.serve.pictures import picture_size
 from lanternpp.serve.server_config import ServerConfig
-from lanternpp.settings import Settings, dials_read
-from lanternpp.targets.base import Target
 from lanternpp.trees import TREES
 
 EXAMPLES = 5  # prompts

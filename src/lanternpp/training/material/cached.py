@@ -9,12 +9,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lanternpp.nn.checkpoints import digest
-from lanternpp.targets.base import Target
+from lanternpp.models.base import Target
 from lanternpp.training import hardware
 from lanternpp.training.features import CaptionPrompts, drafter_inputs
 from lanternpp.training.material.codes import Split
 from lanternpp.training.material.shards import Shards, parts_of
+from lanternpp.util.files import digest
 
 SHARD = 1 << 28  # bytes of a shard, about
 BATCH = 8

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lanternpp.devices import half_width
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import CONFIG, digest
+from lanternpp.models.vq.folder import read_tokenizer
+from lanternpp.models.vq.reading import Reader
+from lanternpp.nn.checkpoints import CONFIG
 from lanternpp.training.data import BatchSampler, Pictures, Rows, describe, generator, read_rows
 from lanternpp.training.material.shards import Facts, Shards, Tensors, file_of, join, parts_of
-from lanternpp.vq.folder import read_tokenizer
-from lanternpp.vq.reading import Reader
+from lanternpp.util.devices import half_width
+from lanternpp.util.files import digest
 
 PART = 16  # batches of pictures in a shard
 

@@ -12,7 +12,7 @@ import torch
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
-from lanternpp.targets.base import Target
+from lanternpp.models.base import Target
 from lanternpp.training.material.codes import Codes, codes_key, codes_of, splits_of
 from lanternpp.training.material.samples import (
     SelfSampling,

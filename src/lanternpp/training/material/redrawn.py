@@ -7,14 +7,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lanternpp.devices import half_width
-from lanternpp.nn.checkpoints import checksum, digest
+from lanternpp.models.vq.folder import read_tokenizer
+from lanternpp.models.vq.model import Autoencoder, channels_last
+from lanternpp.nn.checkpoints import checksum
 from lanternpp.training.data import Pictures, evenly_spaced, generator
 from lanternpp.training.material.codes import PART, tokenizer_of
 from lanternpp.training.material.shards import Shards, file_of, join, parts_of
 from lanternpp.training.pictures import to_bytes
-from lanternpp.vq.folder import read_tokenizer
-from lanternpp.vq.model import Autoencoder, channels_last
+from lanternpp.util.devices import half_width
+from lanternpp.util.files import digest
 
 
 def redrawn(

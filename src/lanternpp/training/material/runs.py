@@ -13,7 +13,9 @@ from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
-from lanternpp.dials import RULE, names
+from lanternpp.api.dials import RULE, names
+from lanternpp.api.model import pack_target
+from lanternpp.api.settings import Settings, build_rule, build_verifier
 from lanternpp.drafters.base import QueryDrafter
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.batching import drawing
@@ -24,17 +26,15 @@ from lanternpp.engine.observers import Observer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import Verifier
 from lanternpp.errors import InputError
-from lanternpp.models import pack_target
-from lanternpp.nn.checkpoints import digest
+from lanternpp.models.base import Target
+from lanternpp.models.vq.neighbours import cache_folder, neighbours
 from lanternpp.proposers.parallel import Parallel
-from lanternpp.settings import Settings, build_rule, build_verifier
-from lanternpp.targets.base import Target
 from lanternpp.training.material.gather import LoadedTarget
 from lanternpp.training.material.shards import Shards, parts_of
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Admission, TargetOutput
-from lanternpp.vq.neighbours import cache_folder, neighbours
+from lanternpp.util.files import digest
 
 PART = 32  # runs in a file
 PARTS = ("codes", "kept", "features", "prompt")

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from lanternpp.accept.exact import Exact
+from lanternpp.api.model import pack_target
 from lanternpp.continuous.engine import engine_for
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
@@ -17,13 +18,12 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
-from lanternpp.models import pack_target
-from lanternpp.nn.checkpoints import digest
+from lanternpp.models.base import Target
 from lanternpp.proposers.no_draft import NoDraft
-from lanternpp.targets.base import Target
 from lanternpp.training.data import read_rows
 from lanternpp.training.material.codes import Codes, Split
 from lanternpp.training.material.shards import Shards, parts_of
+from lanternpp.util.files import digest
 
 HELD_OUT = 10  # one prompt of this many is held out for validation
 MIN_HELD_OUT, MAX_HELD_OUT = 4, 96  # validation pictures

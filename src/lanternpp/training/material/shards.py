@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import replacing, sweep
 from lanternpp.training.report import Report
 from lanternpp.training.team import team
+from lanternpp.util.files import replacing, sweep
 
 SPARE = 1 << 28  # bytes of a disk that a cache leaves free
 T = TypeVar("T")

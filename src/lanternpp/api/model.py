@@ -1,0 +1,321 @@
+"""Models by name, path or hub id: the target, and drafters, which are loaded when first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lanternpp.drafters import DRAFTERS
+from lanternpp.drafters.base import Drafter
+from lanternpp.errors import InputError
+from lanternpp.models import FAMILIES
+from lanternpp.models.base import Target
+from lanternpp.models.hub import STAGE, fetch, hub_id
+from lanternpp.nn.backend import backend
+from lanternpp.nn.checkpoints import CONFIG, load_config
+from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
+from lanternpp.nn.shards import INDEX, PICKLED, SAFE
+from lanternpp.nn.sources import Source
+from lanternpp.util.devices import INT8, pick_device, pick_dtype
+from lanternpp.util.jsonfile import read_object
+from lanternpp.util.registry import find, unknown
+from lanternpp.util.schema import made
+
+ASSETS = Path(__file__).parent.parent / "assets"
+MODELS = {
+    "nature-128": "128 px photos of flowers and landscapes from a prompt of words; shipped in this package"
+}
+DEFAULTS = "defaults.json"
+DRAWERS = {"drafter": "drafter", "parallel": "parallel drafter"}  # folders of a model, and what is in them
+USERS = {"drafter": "use --method eagle", "parallel": "use --method parallel"}
+UNDRAFTED = "without one, --method jacobi-coupled and --method ar draw"
+PROBE = 64  # codes over which rounding to 8 bits is measured
+
+
+def model_folder(model: str) -> Path:
+    """Where a model lies: a name of `MODELS`, a path, or an id of the hub, which is fetched.
+
+    Raises InputError naming what can be named.
+    """
+    path = ASSETS / model if model in MODELS else Path(model)
+    try:
+        if path.exists():
+            return path
+    except OSError as error:  # of the name itself, such as one that is too long
+        raise InputError(f"model {model!r} cannot be read: {error.strerror}") from None
+    hub_model = hub_id(model)
+    if hub_model is None:
+        raise InputError(unknown("model", model, MODELS) + "; or give a path, or a hub id")
+    return fetch(hub_model)
+
+
+def recognised(what: str, source: Source, table: Mapping[str, Any]) -> Any:
+    """The entry of a registry that reads a checkpoint: the one that its `kind` names, or the one that claims it.
+
+    Raises InputError that lists what is known.
+    """
+    kind = str(source.config.get("kind", ""))
+    if kind in table:
+        return find(what, kind, table)
+    entries = {name: find(what, name, table) for name in table}
+    for entry in entries.values():
+        if entry.claims(source):
+            return entry
+    called = f" (it calls itself {', '.join(map(repr, sorted(source.kinds)))})" if source.kinds else ""
+    known = "; ".join(f"{name}: {entry.about}" for name, entry in entries.items())
+    raise InputError(f"{source.path} is no {what} known here{called}; known are {known}")
+
+
+def target_source(model: Path, given: Mapping[str, Any] | None = None) -> tuple[Source, type[Target]]:
+    """The checkpoint of a model's target, and the family that reads it.
+
+    A model is a folder of ours with `target` in it, a published checkpoint, a pipeline of diffusers with one as its first stage, or a
+    folder that holds one among others; of one in shards no single file is tried. InputError where no target known here is there.
+    """
+    places = [model]
+    if (model / "target").is_dir():
+        places = [model / "target"]
+        load_config(places[0])  # written last: without it a training never ended
+    elif (model / STAGE).is_dir():
+        places = [model / STAGE]
+    elif model.is_dir() and not any(path.name.endswith(INDEX) for path in model.iterdir()):
+        places += sorted(path for path in model.iterdir() if path.suffix in (SAFE, *PICKLED))
+    faults = []
+    for place in places:
+        try:
+            source = Source.open(place, given)
+            return source, recognised("model family", source, FAMILIES)
+        except InputError as error:
+            faults.append(error)
+    raise (faults[1:] or faults)[0]
+
+
+def read_target(
+    model: Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    given: Mapping[str, Any] | None = None,
+) -> Target:
+    """The target of a model, ready to draw; `given` as a `Source` has it."""
+    source, family = target_source(model, given)
+    return family.read(source, dtype, device)
+
+
+def drawing_dtype(name: str, device: torch.device, folder: Path) -> torch.dtype:
+    """`pick_dtype` for drawing with a model, of which at most the shapes are read.
+
+    On a CPU without products of bfloat16 auto is float32, but bfloat16 for a model that the backend serves: it
+    reads half the bytes and multiplies as floats.
+    """
+    dtype = pick_dtype(name, device)
+    if name not in ("auto", INT8) or device.type != "cpu" or dtype != torch.float32:
+        return dtype
+    try:
+        source, _ = target_source(folder)
+        weights = sum(shape.numel() for shape in source.metas.values())
+    except InputError:  # which reading the model will raise
+        return dtype
+    return torch.bfloat16 if backend().serves(weights) else dtype
+
+
+def placed(
+    device: str | torch.device, dtype: str | torch.dtype, folder: Path
+) -> tuple[torch.device, torch.dtype, bool]:
+    """A device, the dtype that a model computes in there, and whether weights are kept in 8 bits. InputError.
+
+    auto keeps them so where the backend computes from them: that rounds less than PyTorch does in bfloat16, and takes half the time.
+    """
+    on, name = pick_device(str(device)), str(dtype).removeprefix("torch.")
+    kind = drawing_dtype(name, on, folder)
+    codes = name == "auto" and latent_family(folder) is None
+    return on, kind, name == INT8 or (codes and backend().packs_blocks(torch.empty(0, dtype=kind, device=on)))
+
+
+def pack_target(target: Target) -> None:
+    """Prepack a target's weights, its head's too, for passes over few rows; it is for inference from then on.
+
+    On a CPU without products of bfloat16 the VQ decoder is converted to float32, in which PyTorch is faster there.
+    """
+    used = backend()
+    target.pack()
+    target.native_head = used.head(target.head_linear)
+    vq: object = getattr(target, "vq", None)
+    if isinstance(vq, nn.Module):
+        used.pack(vq.to(used.gemm_dtype(next(vq.parameters()))))
+
+
+def holds(folder: Path, kind: str) -> bool:
+    """Whether a model's folder has a network of this kind to draft with."""
+    return (folder / kind).is_dir()
+
+
+def read_defaults(folder: Path) -> dict[str, Any]:
+    """The recommended settings in a model folder; {} where it has none."""
+    path = folder / DEFAULTS
+    if not path.is_file():
+        return {}
+    content = read_object(path)
+    try:
+        made(_Defaults, content)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    return content
+
+
+def latent_family(folder: Path) -> type[Target] | None:
+    """The family of a model of continuous latents in a folder of ours, by its config alone; None where it is another model."""
+    place = folder / "target"
+    kind = str(load_config(place).get("kind")) if (place / CONFIG).is_file() else ""
+    family: type[Target] | None = find("model family", kind, FAMILIES) if kind in FAMILIES else None
+    return family if family is not None and family.channels else None
+
+
+def known_defaults(folder: Path) -> dict[str, Any]:
+    """The recommended settings of a model that is not read yet: its folder's, else those of a family of latents."""
+    family = latent_family(folder)
+    return read_defaults(folder) or (dict(family.defaults) if family else {})
+
+
+@dataclass(frozen=True)
+class _Defaults:
+    """The layout of `defaults.json`; its settings are checked by `resolve`."""
+
+    method: str = ""
+    methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+class Model:
+    """The networks of a model folder on a device, for inference.
+
+    Their weights are packed for passes over few rows, on a CPU; where they are not `packed` they can be compiled, as
+    torch.compile chooses its own layout. `drafter` names a folder whose network drafts in place of the model's own;
+    `size`, as "768x512", is for families that draw more than one. `int8`: the target's weights are kept in 8 bits,
+    and `effect` is what that did to its logits.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        drafter: str | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        packed: bool = True,
+        size: str | None = None,
+        int8: bool = False,
+    ):
+        self.folder, self.device, self.dtype, self.packed = folder, device, dtype, packed
+        self.size, self.int8 = size, int8
+        self.effect: Effect | None = None
+        if int8 and not (packed and backend().packs_blocks(torch.empty(0, dtype=dtype, device=device))):
+            require()
+        self.other = model_folder(drafter) if drafter else None
+        self._drafters: dict[str, Drafter] = {}
+
+    @classmethod
+    def of(cls, target: Target, folder: Path, drafter: str | None = None) -> Model:
+        """A model whose target is in memory already; its own drafters and defaults, if any, lie in `folder`."""
+        like = next(target.parameters())
+        made = cls(folder, drafter, like.device, like.dtype)
+        made.target = target
+        return made
+
+    def changed(self, **changes: Any) -> Model:
+        """The same files, to be read with some other arguments of `Model`."""
+        given = {name: getattr(self, name) for name in ("device", "dtype", "packed", "size", "int8")}
+        other = Model(self.folder, None, **{**given, **changes})
+        other.other = self.other
+        return other
+
+    @cached_property
+    def target(self) -> Target:
+        """The target; InputError names what is wrong with a file."""
+        return self._read(self.folder, self.size, self.int8)
+
+    @cached_property
+    def smaller(self) -> Target:
+        """A smaller target to draft with: the other folder, or the model's own `independent`. InputError."""
+        source = self.other or self.folder / "independent"
+        if not source.exists():
+            raise InputError(
+                f"{source} holds no smaller target to draft with; name a model folder of the same codes with "
+                "--drafter: `lanternpp train target` makes one beside a copy of the tokenizer"
+            )
+        return self._read(source, self.size)
+
+    def _read(self, folder: Path, size: str | None, int8: bool = False) -> Target:
+        """The target of a model, prepared for inference."""
+        source, family = target_source(folder, {"size": size} if size else None)
+        if size and not family.any_size:
+            raise InputError(f"{folder.name} draws pictures of one size; leave out --size {size}")
+        self._pack_while_reading(source, int8)
+        target = family.read(source, self.dtype, self.device).eval().requires_grad_(False)
+        if int8 and source.pack is None:
+            self.effect = in_eight_bits(target)
+        if self.packed:
+            pack_target(target)
+        return target
+
+    def _pack_while_reading(self, source: Source, int8: bool) -> None:
+        """Have blocks packed as soon as they are read, where the backend does that, and 8 bits kept where it computes from them."""
+        used, like = backend(), torch.empty(0, dtype=self.dtype, device=self.device)
+        if self.packed and used.packs_blocks(like):
+            source.pack = partial(used.pack, int8=int8)
+        source.int8 = self.packed and (
+            used.gemm_dtype(like) != self.dtype or (int8 and source.pack is not None)
+        )
+
+    def holds(self, kind: str) -> bool:
+        """Whether there is a network of this kind to draft with; it is not read."""
+        return self.other is not None or holds(self.folder, kind)
+
+    def network(self, kind: str) -> Drafter | Target:
+        """What `Proposer.needs` names, read once: a smaller target, or the other folder's drafter or the model's own.
+
+        InputError names what is wrong with a file, or that it is another target's.
+        """
+        if kind == "independent":
+            return self.smaller
+        if kind not in self._drafters:
+            self._drafters[kind] = self._drafter(kind)
+        return self._drafters[kind]
+
+    def _drafter(self, kind: str) -> Drafter:
+        folder = self.other or self.folder
+        inside = folder / kind
+        if self.other and not inside.is_dir():
+            inside = folder / "drafter"
+        if not inside.is_dir() and folder == self.folder:
+            there = [other for other in DRAWERS if other != kind and (self.folder / other).is_dir()]
+            has = f"for the {DRAWERS[there[0]]} it has, {USERS[there[0]]}" if there else UNDRAFTED
+            raise InputError(
+                f"{self.folder} comes without a {DRAWERS[kind]}; name one with --drafter, or train one; {has}"
+            )
+        source = Source.open(inside if inside.is_dir() else folder)
+        self._pack_while_reading(source, int8=True)
+        drafter = recognised("drafter", source, DRAFTERS).read(source, self.target, self.dtype)
+        drafter.eval().requires_grad_(False).to(self.device)
+        if self.packed:
+            drafter.pack(self.target)
+        return drafter
+
+
+@torch.inference_mode()
+def in_eight_bits(target: Target) -> Effect:
+    """Quantise a target's layers to 8 bits; the change of its logits on the null prompt and some random codes."""
+    if target.channels:
+        raise InputError(
+            "dtype int8 is for models of codes, and this one draws continuous latents; leave it out"
+        )
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(target.vocab, (1, min(PROBE, target.length)), generator=generator)
+    codes, prompt = codes.to(target.decoder.rotary_table.device), target.prompt([None], 1).embeds
+    before, size = target.head(target.forward_sequence(prompt, codes)), weight_bytes(target.decoder)
+    quantise(target.decoder)
+    after = target.head(target.forward_sequence(prompt, codes))
+    return compared(before, after, (size, weight_bytes(target.decoder)))

@@ -1,0 +1,196 @@
+"""Grids of pictures, comparisons with figures under each side, and PNGs with text chunks. Needs only Pillow."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
+
+from lanternpp.util.files import replacing
+
+PAPER, INK, QUIET, ACCENT = "#ffffff", "#1a1a1a", "#5c5c5c", "#b3470e"
+MARGIN = 32  # pixels around everything, and between panels
+TITLE, HEADING, FIGURE = 26, 26, 20  # font sizes in pixels
+LEADING = 1.4  # line height over font size
+BAR = 10  # pixels that a bar under a figure is high
+PNG_END = bytes.fromhex("00 00 00 00 49 45 4E 44 AE 42 60 82")  # the chunk that closes a PNG
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One side of a comparison: pictures of one size, a heading and figures to print under them."""
+
+    images: Sequence[Image.Image]
+    heading: str
+    figures: Sequence[str]
+    highlight: str = ""  # printed last, in colour
+    shares: Sequence[float] = ()  # of the width, 0 to 1: a bar under each figure, to compare the sides by
+
+
+def grid(images: Sequence[Image.Image], gap: int = 2) -> Image.Image:
+    """Pictures of one size in a grid that is nearly square, row by row, `gap` pixels apart. One picture stays as it is."""
+    if len(images) == 1:
+        return images[0].convert("RGB")
+    columns = squarest(len(images))
+    width, height = images[0].size
+    rows = math.ceil(len(images) / columns)
+    sheet = Image.new("RGB", (columns * (width + gap) - gap, rows * (height + gap) - gap), PAPER)
+    for i, image in enumerate(images):
+        row, column = divmod(i, columns)
+        sheet.paste(image, (column * (width + gap), row * (height + gap)))
+    return sheet
+
+
+def squarest(count: int) -> int:
+    """Columns of a grid of so many pictures."""
+    return math.ceil(math.sqrt(count))
+
+
+def enlarged_grid(images: Sequence[Image.Image], side: int) -> Image.Image:
+    """A grid about `side` pixels wide at most, by a whole factor: every pixel stays a sharp square."""
+    factor = max(1, side // (squarest(len(images)) * max(images[0].size)))
+    sizes = [(image.width * factor, image.height * factor) for image in images]
+    return grid(
+        [image.resize(size, Image.Resampling.NEAREST) for image, size in zip(images, sizes, strict=True)],
+        gap=4,
+    )
+
+
+def comparison(title: str, panels: Sequence[Panel], side: int = 512) -> Image.Image:
+    """Panels side by side under a title, each picture or grid about `side` pixels wide."""
+    sheets = [enlarged_grid(panel.images, side) for panel in panels]
+    width = max(side, *(sheet.width for sheet in sheets))
+    height = max(sheet.height for sheet in sheets)
+    heading = wrap(title, TITLE, len(panels) * (width + MARGIN) - MARGIN)
+    top = MARGIN + round(len(heading) * TITLE * LEADING + TITLE * 0.6)
+    below = max(len(panel.figures) + bool(panel.highlight) for panel in panels)
+    bars = max(len(panel.shares) for panel in panels) * 2 * BAR
+    text = round((HEADING + below * FIGURE) * LEADING + FIGURE) + bars
+    canvas = Image.new("RGB", (len(panels) * (width + MARGIN) + MARGIN, top + height + text + MARGIN), PAPER)
+    draw = ImageDraw.Draw(canvas)
+    write(draw, heading, (MARGIN, MARGIN), TITLE, INK)
+    for i, (panel, sheet) in enumerate(zip(panels, sheets, strict=True)):
+        left = MARGIN + i * (width + MARGIN)
+        canvas.paste(sheet, (left, top))
+        at = write(draw, [fit(panel.heading, HEADING, width)], (left, top + height + FIGURE), HEADING, INK)
+        for line, share in zip_longest(panel.figures, panel.shares):
+            at = write(draw, [fit(line, FIGURE, width)], (left, at), FIGURE, QUIET)
+            if share is not None:
+                bar = (left, at, left + max(1, round(share * width)) - 1, at + BAR - 1)
+                draw.rectangle(bar, fill=ACCENT if panel.highlight else QUIET)
+                at += 2 * BAR
+        if panel.highlight:
+            write(draw, [fit(panel.highlight, FIGURE, width)], (left, at), FIGURE, ACCENT)
+    return canvas
+
+
+def notes(
+    prompt: str,
+    seed: int,
+    model: str,
+    settings: Mapping[str, Any],
+    versions: Mapping[str, str],
+    images: int = 1,
+) -> dict[str, str]:
+    """The text chunks of a PNG: what is needed to draw it again, and nothing that varies between equal runs.
+
+    settings: as `Pipeline.describe` gives them. versions: of the libraries that the result depends on.
+    """
+    return {
+        "prompt": prompt,
+        "seed": str(seed),
+        "images": str(images),
+        "model": model,
+        "settings": json.dumps(settings, sort_keys=True),
+        "versions": json.dumps(versions, sort_keys=True),
+    }
+
+
+def save_png(image: Image.Image, path: Path, notes: Mapping[str, str]) -> None:
+    """Write a picture as a PNG with `notes` as its text chunks, completely or not at all. It has no date.
+
+    Makes the folder where it is missing. Raises InputError where the file cannot be written.
+    """
+    with replacing(path) as temporary:
+        image.save(temporary, format="PNG", pnginfo=chunks(notes))
+
+
+def png_bytes(image: Image.Image, notes: Mapping[str, str]) -> bytes:
+    """What `save_png` writes."""
+    kept = io.BytesIO()
+    image.save(kept, format="PNG", pnginfo=chunks(notes))
+    return kept.getvalue()
+
+
+def chunks(notes: Mapping[str, str]) -> PngInfo:
+    """Notes as a PNG's text chunks."""
+    info = PngInfo()
+    for key, value in notes.items():
+        info.add_text(key, value)
+    return info
+
+
+def png_notes(path: Path) -> dict[str, str] | None:
+    """The text chunks of a PNG that can be decoded whole; None where it is no PNG, cut short or damaged."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-len(PNG_END), os.SEEK_END)
+            if file.read() != PNG_END:
+                return None
+        with Image.open(path, formats=["PNG"]) as image:
+            image.load()
+            return {str(key): value for key, value in image.info.items() if isinstance(value, str)}
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None
+
+
+def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Pillow's own font, at a size in pixels."""
+    return ImageFont.load_default(size)
+
+
+def write(draw: ImageDraw.ImageDraw, lines: Sequence[str], at: tuple[int, int], size: int, ink: str) -> int:
+    """Lines of text from a top left corner down; returns where the next line would begin."""
+    left, top = at
+    for line in lines:
+        draw.text((left, top), line, fill=ink, font=font(size))
+        top += round(size * LEADING)
+    return top
+
+
+def wrap(text: str, size: int, width: int, most: int = 3) -> list[str]:
+    """Text in at most `most` lines of at most `width` pixels; what does not fit ends in an ellipsis."""
+    lines, words = [""], text.split()
+    for i, word in enumerate(words):
+        longer = f"{lines[-1]} {word}".strip()
+        if not lines[-1] or font(size).getlength(longer) <= width:
+            lines[-1] = longer
+        elif len(lines) < most:
+            lines.append(word)
+        else:
+            lines[-1] = " ".join([lines[-1], *words[i:]])
+            break
+    return [fit(line, size, width) for line in lines]
+
+
+def fit(text: str, size: int, width: int) -> str:
+    """Text cut to `width` pixels, an ellipsis in place of what is cut."""
+    if font(size).getlength(text) <= width:
+        return text
+    low, high = 0, len(text)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if font(size).getlength(text[:middle].rstrip() + "…") <= width:
+            low = middle
+        else:
+            high = middle - 1
+    return text[:low].rstrip() + "…"

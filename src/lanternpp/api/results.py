@@ -1,0 +1,150 @@
+"""Results of drawing: pictures, also unfinished ones, and statistics of the run."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+import lanternpp
+from lanternpp.api.pixels import unfinished
+from lanternpp.engine.decode import FinishedSample
+from lanternpp.models.base import Target
+
+Pictures = TypeVar("Pictures")
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Statistics of a run. Seconds cover decoding and pixels, not loading."""
+
+    method: str
+    model: str
+    images: int
+    codes: int
+    passes: int
+    codes_per_pass: float
+    seconds: float
+    seconds_per_image: float
+    accepted_per_pass: list[int] = field(repr=False)
+    settings: dict[str, Any] = field(repr=False)
+    versions: dict[str, str] = field(repr=False)
+    tv_spent: float | None = None  # mean per picture of the total variation cost of relaxed acceptance
+    tv_spent_per_image: list[float] = field(default_factory=list, repr=False)  # empty: not measured
+    auto: str | None = None  # why method="auto" took this method; None: it was named
+
+    @classmethod
+    def of(
+        cls,
+        samples: Sequence[FinishedSample],
+        seconds: float,
+        model: str,
+        settings: dict[str, Any],
+        auto: str | None,
+    ) -> Stats:
+        """Of pictures that were drawn with these settings, as `Pipeline.describe` gives them."""
+        accepted = [count for s in samples for count in s.accepted]
+        costs = [s.tv_spent for s in samples if s.tv_spent is not None]
+        codes = sum(accepted)
+        return cls(
+            method=settings["method"],
+            model=model,
+            images=len(samples),
+            codes=codes,
+            passes=len(accepted),
+            codes_per_pass=codes / len(accepted),
+            seconds=seconds,
+            seconds_per_image=seconds / len(samples),
+            accepted_per_pass=accepted,
+            settings=settings,
+            versions=versions(),
+            tv_spent=sum(costs) / len(costs) if costs else None,
+            tv_spent_per_image=costs,
+            auto=auto,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Result(Generic[Pictures]):
+    """Pictures, their codes, and statistics of the run."""
+
+    images: Pictures  # a list of PIL images, or what `output_type` says
+    codes: Tensor  # [n, length] int64; of a continuous target latents, [n, length, C] float32
+    stats: Stats
+    seeds: list[int] = field(
+        default_factory=list
+    )  # of each picture, which is drawn again with its seed alone
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Pictures that are being drawn, after a prompt was read or a pass was made.
+
+    codes: for every picture, in the order of the result, those decided so far, [decided] int64; none of one that is not
+    begun. total: the codes of all pictures. result: with the last of a stream, as a call returns it.
+    """
+
+    codes: list[Tensor]
+    total: int
+    target: Target = field(repr=False)
+    result: Result[list[Image.Image]] | None = field(default=None, repr=False)
+
+    @property
+    def decided(self) -> int:
+        """Codes decided so far, of all pictures."""
+        return sum(map(len, self.codes))
+
+    @cached_property
+    def images(self) -> list[Image.Image]:
+        """The pictures so far, grey where nothing is decided yet. Takes as long as decoding finished ones."""
+        if self.result is not None:
+            return self.result.images
+        return [unfinished(self.target, codes) for codes in self.codes]
+
+
+class UnfinishedError(KeyboardInterrupt):
+    """Ctrl-C while pictures were drawn: `result` has those that were finished, `seeds` their seeds."""
+
+    def __init__(self, result: Result[Any], seeds: Sequence[int]):
+        super().__init__()
+        self.result, self.seeds = result, list(seeds)
+
+
+def versions() -> dict[str, str]:
+    """The versions a result depends on."""
+    return {
+        "lanternpp": lanternpp.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def drawn_with(method: str, auto: str | None, settings: Mapping[str, Any] | None = None) -> str:
+    """A method as users read it, with the reason where `auto` chose it, and the draft where settings say that it was fitted."""
+    if settings is not None and settings.get("fit"):
+        where = "this CPU" if str(settings["device"]).startswith("cpu") else "this device"
+        draft = draft_of(settings)
+        if draft is None:
+            return f"{method}, as plain decoding is the fastest on {where}"
+        return f"{drawn_with(method, auto)}, {draft}, fitted to {where}"
+    return method if auto is None else f"{method} (auto: {auto})"
+
+
+def draft_of(settings: Mapping[str, Any]) -> str | None:
+    """The draft of settings in words; None where there is none."""
+    if settings["window"] is not None:
+        return f"a window of {settings['window']}"
+    tree = settings["tree"]
+    if tree is None:
+        return None
+    return f"a chain of {tree.removeprefix('chain-')}" if tree.startswith("chain-") else f"the tree {tree}"

@@ -1,0 +1,212 @@
+"""Results of `lanternpp tune`: a file beside the model, whose settings are the defaults under the conditions measured.
+
+One entry per method and condition. An entry applies where all of CONDITIONS, and the weights of model and drafter,
+are those that it was measured with; elsewhere it is ignored. Threads and the processor's name are recorded and not
+compared. Entries of older versions are for token verification, the only kind there was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from lanternpp.api.dials import DRAFT, RULE, names
+from lanternpp.errors import InputError
+from lanternpp.models.vq.neighbours import cache_folder
+from lanternpp.nn.shards import PICKLED, SAFE
+from lanternpp.trees import build_tree
+from lanternpp.util.files import write_text
+from lanternpp.util.jsonfile import read_object
+from lanternpp.util.schema import made
+
+FILE = "tuned.json"
+CONDITIONS = ("device", "dtype", "batch_size", "compile", "proposer", "accept", "verify")
+UNSAID = {"verify": "token"}  # conditions that older versions did not record, and their value then
+DRAFTED = tuple(name for name in names(DRAFT) if name != "verify")
+CHOSEN = (*DRAFTED, *names(RULE))  # what an entry may set
+MADE = {"judge", "codes", "rollouts"}  # folders of files that are not used for drawing
+ENDS = 1 << 16  # bytes of a file's beginning and end that are hashed
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The entries of a tuned file."""
+
+    path: Path
+    model: Path
+    drafter: Path | None
+    entries: tuple[dict[str, Any], ...] = ()
+
+    @cached_property
+    def weights(self) -> str:
+        """A hash of the model and drafter at hand."""
+        return fingerprint(self.model, self.drafter)
+
+    @classmethod
+    def read(cls, model: Path, drafter: Path | None = None) -> Tuned:
+        """What was tuned for a model, given as a folder or file, and its drafter, if not its own.
+
+        Raises InputError where the file is damaged.
+        """
+        path = tuned_path(model)
+        return cls(path, model, drafter, _entries(path) if os.access(path, os.F_OK) else ())
+
+    def settings(self, method: str, conditions: Mapping[str, Any]) -> dict[str, Any]:
+        """The defaults that an entry sets for a method under these conditions; {} where none was measured so."""
+        mine = [e for e in self.entries if (e["method"], e["weights"]) == (method, self.weights)]
+        here = tuple(conditions[name] for name in CONDITIONS)
+        for entry in mine:
+            if _where(entry) == here:
+                return dict(entry["settings"])
+        older = [e for e in mine if e["where"].keys().isdisjoint(UNSAID)]
+        if any(_where({"where": {**conditions, **UNSAID}}) == _where(entry) for entry in older):
+            self._warn_of_older()
+        return {}
+
+    def _warn_of_older(self) -> None:
+        """Warn once that entries of an older version are not applied."""
+        if "warned" not in self.__dict__:
+            self.__dict__["warned"] = True
+            warnings.warn(
+                f"entries of {self.path} for verify token are ignored, as another verifier is the default now; "
+                "run `lanternpp tune` again, or draw with --verify token",
+                stacklevel=4,
+            )
+
+    def last_method(self) -> str | None:
+        """The method that was tuned last for this model and drafter, under any conditions."""
+        mine = [entry["method"] for entry in self.entries if entry["weights"] == self.weights]
+        return mine[-1] if mine else None
+
+    def knows(self, settings: Mapping[str, Any]) -> bool:
+        """Whether the tree or the window of settings is one that was found for their method."""
+        return any(
+            entry["method"] == settings["method"]
+            and all(settings[name] == value for name, value in entry["settings"].items() if name in DRAFTED)
+            for entry in self.entries
+        )
+
+    def check(self) -> None:
+        """InputError where the file could not be written."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path.parent):
+                return
+        except OSError as error:
+            raise InputError(
+                f"{self.path} cannot be written: {error.strerror}; with --no-save nothing is"
+            ) from None
+
+    def add(
+        self, method: str, conditions: Mapping[str, Any], settings: Mapping[str, Any], **more: Any
+    ) -> None:
+        """Write an entry in place of the one for the same method, weights and conditions. Raises InputError."""
+        entry = {"method": method, "weights": self.weights, "where": {k: conditions[k] for k in CONDITIONS}}
+        entry |= {"settings": dict(settings), **more}
+        now = _entries(self.path) if self.path.is_file() else ()
+        kept = [other for other in now if self._key(other) != self._key(entry)]
+        write_text(self.path, json.dumps({"tuned": [*kept, entry]}, indent=1) + "\n")
+
+    @staticmethod
+    def _key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+        return entry["method"], entry["weights"], *_where(entry)
+
+
+def _where(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The conditions of an entry."""
+    return tuple(entry["where"].get(name, UNSAID.get(name)) for name in CONDITIONS)
+
+
+def tuned_path(model: Path) -> Path:
+    """Beside the model where that is a folder of the user's; else in the user's cache, under the model's name there.
+
+    What the hub fetched is the hub's.
+    """
+    fetched = any(part.startswith("models--") for part in model.absolute().parts)
+    folder = cache_folder(Path(__file__)) if fetched or not model.is_dir() else cache_folder(model)
+    return folder / (FILE if folder == model else f"tuned-{fingerprint(model)}.json")
+
+
+def fingerprint(model: Path, drafter: Path | None = None) -> str:
+    """A hash of the names, sizes and ends of the weights of a model and its drafter; the classifier is left out."""
+    found = blake2b(digest_size=8)
+    for folder in (model, *([drafter] if drafter else [])):
+        for path in _weights(folder):
+            found.update(
+                f"{path.relative_to(folder) if path != folder else ''} {path.stat().st_size}\n".encode()
+            )
+            with path.open("rb") as file:
+                found.update(file.read(ENDS))
+                file.seek(max(path.stat().st_size - ENDS, 0))
+                found.update(file.read(ENDS))
+    return found.hexdigest()
+
+
+def _weights(folder: Path) -> Iterator[Path]:
+    if folder.is_file():
+        yield folder
+        return
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        made_here = MADE & set(parts) or path.name == "state.pt" or path.name.startswith("neighbours-")
+        if path.suffix in (SAFE, *PICKLED) and path.is_file() and not made_here:
+            yield path
+
+
+@dataclass(frozen=True)
+class _File:
+    """What a file of tunings holds."""
+
+    tuned: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What is read of an entry."""
+
+    method: str
+    weights: str
+    where: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The part of an entry's settings that is checked here, one of which it has; `resolve` checks the rest."""
+
+    tree: str | None = None
+    window: int | None = None
+
+
+def _entries(path: Path) -> tuple[dict[str, Any], ...]:
+    """The entries of a file; InputError unless each can be applied."""
+    remedy = "run `lanternpp tune` again, or remove it"
+    try:
+        entries = made(_File, read_object(path)).tuned
+        for entry in entries:
+            found = made(_Entry, entry)
+            extra = found.settings.keys() - set(CHOSEN)
+            if extra:
+                raise InputError(f"it sets {min(extra)}")
+            chosen = made(_Chosen, {k: v for k, v in found.settings.items() if k in ("tree", "window")})
+            if chosen.tree is None and chosen.window is None:
+                raise InputError("it sets neither a tree nor a window")
+            if chosen.tree is not None:
+                build_tree(chosen.tree)
+    except InputError as error:
+        raise InputError(f"{path} is damaged ({error}); {remedy}") from None
+    return entries
+
+
+def with_tuned(defaults: Mapping[str, Any], method: str, tuned: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's defaults with what was tuned for a method in place of theirs, which is then not fitted."""
+    rows = defaults.get("methods", {})
+    return {**defaults, "methods": {**rows, method: {**rows.get(method, {}), **tuned, "fit": False}}}

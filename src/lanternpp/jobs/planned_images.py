@@ -1,0 +1,113 @@
+"""The pictures of a job: which there are, which its folder lacks, and which were drawn with other settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lanternpp.api.dials import DRAFT, PARTS, RULE, names
+from lanternpp.api.methods import BASELINE
+from lanternpp.api.picture import notes, png_notes
+from lanternpp.api.settings import SHAPES
+from lanternpp.errors import InputError
+from lanternpp.util.jsonfile import parse_json
+from lanternpp.util.names import picture_name
+
+NOT_DECIDING = ("int8", "tuned")  # are noted beside the settings, but do not decide a picture
+
+
+@dataclass(frozen=True)
+class PlannedImage:
+    """A picture that a job has to draw."""
+
+    prompt: str
+    seed: int
+    bits: int = 64  # of the prompt's hash in the file name; earlier versions used 32
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        return picture_name(self.prompt, self.seed, self.bits)
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """What all pictures of a job have in common."""
+
+    method: str
+    model: str
+    settings: Mapping[str, Any]  # as Pipeline.describe gives them
+    versions: Mapping[str, str]
+    length: int  # codes of a picture
+    auto: str | None = None  # as `Stats.auto`
+
+    def notes(self, image: PlannedImage) -> dict[str, str]:
+        """The text chunks of the PNG of a picture."""
+        return notes(image.prompt, image.seed, self.model, self.settings, self.versions)
+
+
+def plan_images(prompts: Sequence[str], n: int, seed: int) -> list[PlannedImage]:
+    """n pictures of each different prompt, with seed, seed + 1, ... ."""
+    return [PlannedImage(prompt, seed + i) for prompt in dict.fromkeys(prompts) for i in range(n)]
+
+
+def missing(
+    folder: Path, planned: Sequence[PlannedImage], info: JobInfo, overwrite: bool = False
+) -> list[PlannedImage]:
+    """The pictures whose file is missing or damaged; with `overwrite`, also those drawn with other settings.
+
+    Without `overwrite`, such a file raises InputError.
+    """
+    found = []
+    for image in planned:
+        if not (folder / image.name).exists():
+            old_name = replace(image, bits=32)
+            if (png_notes(folder / old_name.name) or {}).get("prompt") != image.prompt:
+                found.append(image)
+                continue
+            image = old_name
+        path = folder / image.name
+        existing = png_notes(path)
+        differing = None if existing is None else differences(existing, info.notes(image), any_draft=True)
+        if existing is None or (differing and overwrite):
+            found.append(image)
+        elif differing:
+            raise InputError(
+                f"{path} was drawn with other settings ({differing}); choose another --out, or replace such "
+                "pictures with --overwrite"
+            )
+    return found
+
+
+def differences(old: Mapping[str, str], new: Mapping[str, str], any_draft: bool = False) -> str:
+    """The settings that differ between the notes of two PNGs, such as "cfg 2.0, now 3.0"; "" where none does.
+
+    Versions are noted but not compared, so that a job can go on after an update. any_draft: nor are drafts where the new one is
+    fitted to the machine, so that a job can go on after another fit.
+    """
+    was, now = _deciding(old), _deciding(new)
+    if any_draft and now.get("fit"):
+        plain = BASELINE in (was.get("method"), now.get("method"))
+        for key in ("fit", *SHAPES, "verify", *(("method", *names(PARTS, DRAFT, RULE)) if plain else ())):
+            for settings in (was, now):
+                settings.pop(key, None)
+    return ", ".join(
+        f"{key} {was.get(key)}, now {now.get(key)}"
+        for key in dict.fromkeys((*now, *was))
+        if was.get(key) != now.get(key)
+    )
+
+
+def _deciding(notes: Mapping[str, str]) -> dict[str, Any]:
+    """The part of the notes that decides a picture, as a dictionary; each setting is an entry."""
+    found: dict[str, Any] = {key: notes.get(key) for key in ("prompt", "seed", "images", "model")}
+    try:
+        settings = parse_json(notes.get("settings", "{}"), "the settings")
+    except InputError:
+        settings = None
+    for key, value in settings.items() if isinstance(settings, dict) else ():
+        if key not in NOT_DECIDING:
+            found[key] = value
+    return found

@@ -1,0 +1,58 @@
+"""A run's log: a file with a line of JSON for each thing done, so that a run stopped at any moment goes on from there.
+
+A kill while a line is written leaves a part of it at the end of the file, which is taken off when the log is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lanternpp.errors import InputError
+from lanternpp.util.files import write_text
+from lanternpp.util.jsonfile import LINES, parse_json, read_text
+
+T = TypeVar("T")
+
+
+def append(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a row to a log, which is made where it is missing."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(dict(row)) + "\n")
+
+
+def read_rows(path: Path, parse: Callable[[Any], T], remedy: str) -> list[T]:
+    """What `parse` makes of every row; none where there is no log. InputError names a damaged line and the remedy."""
+    rows = []
+    for number, line in enumerate(_whole_lines(path, remedy), 1):
+        try:
+            rows.append(parse(parse_json(line, "it")))
+        except (ValueError, TypeError, KeyError):
+            raise InputError(f"{path}, line {number}, is damaged: {remedy}") from None
+    return rows
+
+
+def keep_rows(path: Path, keep: Callable[[Any], bool]) -> None:
+    """Remove from a log every row for which `keep` is false, or that cannot be read."""
+    lines = _whole_lines(path, "remove it")
+    kept = []
+    for line in lines:
+        try:
+            if keep(parse_json(line, "it")):
+                kept.append(line)
+        except (ValueError, TypeError, AttributeError):
+            continue
+    if len(kept) < len(lines):
+        write_text(path, "".join(f"{line}\n" for line in kept))
+
+
+def _whole_lines(path: Path, remedy: str) -> list[str]:
+    if not path.exists():
+        return []
+    text = read_text(path, remedy, LINES)
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        write_text(path, whole)
+    return whole.splitlines()

@@ -1,0 +1,360 @@
+"""Drafts that are fitted to the machine: the choice from made-up steps, what is stored, and what is counted while drawing."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.models import write_model
+
+from lanternpp import InputError, Pipeline
+from lanternpp.api.fit import choice, store
+from lanternpp.api.fit.choice import PLAIN, plain_settings, shape_of
+from lanternpp.api.fit.rates import ENOUGH, FILE, Counts, read_rates, strength
+from lanternpp.api.fit.steps import Step, bound, disturbed, measure
+from lanternpp.api.picture import notes
+from lanternpp.api.settings import Settings
+from lanternpp.api.tuned import Tuned
+from lanternpp.engine.observers import AcceptanceByRank
+from lanternpp.jobs.planned_images import differences
+from lanternpp.serve.batcher import Batcher, ImageSpec
+from lanternpp.training.rates import record, strengths
+from lanternpp.trees.shapes import chain
+
+PROMPT = "a red tulip"
+HALVES = Counts(((8.0,),) * 8, ((4.0,),) * 8, 1000)  # every guess is accepted half of the time
+DEEPER = Counts(((8.0,),) * 9, ((4.0,),) * 9, 1000)
+STEPS = {PLAIN: 1.0, "chain-1": 1.2, "chain-2": 1.3, "chain-4": 2.0, "chain-8": 3.0}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and fits that are switched on."""
+    monkeypatch.setattr(store, "user_cache", lambda: tmp_path / "cache")
+    monkeypatch.delenv("LANTERNPP_FIT")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The tiny model, whose `parallel` is known to have every guess accepted half of the time."""
+    folder = write_model(tmp_path / "tiny")
+    settings = pipeline(folder).settings("parallel")
+    write_rates(folder / "parallel", settings, HALVES)
+    return folder
+
+
+def write_rates(folder: Path, settings: Settings, counts: Counts) -> None:
+    rows = [{"strength": strength(settings), "counts": asdict(counts)}]
+    (folder / FILE).write_text(json.dumps({"acceptance": rows}))
+
+
+def pipeline(folder: Path) -> Pipeline:
+    return Pipeline.from_pretrained(folder, device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Makes `measure` give these seconds by draft; returns the drafts of every measurement."""
+
+    def time(seconds: dict[str, float], spread: float = 1.0) -> list[list[str]]:
+        asked: list[list[str]] = []
+
+        def given(drafts, length: int) -> tuple[Step, ...]:
+            asked.append([name for name, _ in drafts])
+            return tuple(
+                Step(name, 2 + i, seconds.get(name, 100.0), 1.0, spread) for i, name in enumerate(asked[-1])
+            )
+
+        monkeypatch.setattr(choice, "measure", given)
+        return asked
+
+    return time
+
+
+def test_the_draft_with_the_most_codes_per_second_is_chosen(model: Path, timed) -> None:
+    asked = timed(STEPS)
+    pipe = pipeline(model)
+    fitted = pipe.fit(pipe.settings("parallel"))
+    # codes per pass: 1, 1.5, 1.75, 1.94, 2.0
+    assert (fitted.tree, fitted.method, fitted.fit) == ("chain-2", "parallel", True)
+    assert asked[0][:2] == [PLAIN, "chain-6"], "plain decoding and the method's own draft are measured first"
+    assert {"chain-1", "chain-8"} <= set(asked[0]) and "chain-10" not in asked[0], "rates end at 8 levels"
+    assert pipe.fit(pipe.settings("parallel")) == fitted and len(asked) == 1
+
+
+def test_plain_decoding_is_chosen_where_no_draft_is_faster(model: Path, timed) -> None:
+    timed({PLAIN: 1.0, "chain-1": 1.6, "chain-2": 1.8})
+    pipe = pipeline(model)
+    settings = pipe.settings("parallel")
+    fitted = pipe.fit(settings)
+    assert fitted == plain_settings(settings) and fitted.method == "ar" and fitted.fit
+    drawn = pipe(PROMPT, method="parallel")
+    assert torch.equal(drawn.codes, pipe(PROMPT, method="ar").codes) and drawn.stats.method == "ar"
+
+
+def test_a_draft_that_is_given_or_tuned_stays(model: Path, timed) -> None:
+    asked = timed(STEPS)
+    pipe = pipeline(model)
+    for given in ({"tree": "chain-5"}, {"fit": False}, {"compile": True}, {"cut": 0.0, "tree": "chain-3"}):
+        settings = pipe.settings("parallel", **given)
+        assert pipe.fit(settings) == replace(settings, fit=False)
+    Tuned.read(model).add("parallel", pipe.conditions(settings), {"tree": "chain-7"}, machine={})
+    again = pipeline(model)
+    assert again.fit(again.settings("parallel")).tree == "chain-7"
+    assert not asked
+
+
+def test_every_batch_size_is_measured_for_itself_and_the_server_draws_with_it(model: Path, timed) -> None:
+    asked = timed(STEPS)
+    pipe = pipeline(model)
+    with_two = pipe.at_batch(pipe.settings("parallel", batch_size=1), 2)
+    assert (with_two.tree, with_two.batch_size) == ("chain-2", 2) and len(asked) == 1
+    pipe.fit(pipe.settings("parallel"))
+    assert len(asked) == 2
+    batcher = Batcher(pipe, slots=2)
+    try:
+        drawn = batcher.submit(ImageSpec(PROMPT, 3, pipe.settings("parallel", batch_size=1))).result(300)
+    finally:
+        batcher.close(False, 0)
+    assert drawn.settings.tree == "chain-2" and len(asked) == 2
+    assert torch.equal(drawn.codes, pipe(PROMPT, seed=3, method="parallel").codes[0])
+
+
+def test_another_process_reads_what_was_measured(model: Path, timed, own_cache: Path) -> None:
+    asked = timed(STEPS)
+    first = pipeline(model)(PROMPT, method="parallel")
+    second = pipeline(model)(PROMPT, method="parallel")
+    assert len(asked) == 1 and torch.equal(first.codes, second.codes)
+    assert first.stats.settings["tree"] == "chain-2" and first.stats.settings == second.stats.settings
+    (file,) = own_cache.iterdir()
+    for name in ("processor", "flags", "threads", "dtype", "weights", "kernels", "torch", "lanternpp"):
+        assert json.loads(file.read_text())["facts"][name]
+
+
+def test_another_own_draft_is_measured_once_beside_what_is_known(model: Path, timed) -> None:
+    asked = timed(STEPS)
+    pipeline(model)(PROMPT, method="parallel")
+    defaults = {"methods": {"parallel": {"tree": "chain-9"}}}
+    (model / "defaults.json").write_text(json.dumps(defaults))
+    write_rates(model / "parallel", pipeline(model).settings("parallel"), DEEPER)
+    for _ in range(2):
+        pipe = pipeline(model)
+        assert pipe.fit(pipe.settings("parallel")).tree == "chain-2"
+    assert len(asked) == 2 and asked[1][1] == "chain-9"
+
+
+def test_of_two_processes_that_measure_at_once_the_first_to_write_is_right(model: Path, timed) -> None:
+    slow, fast = pipeline(model), pipeline(model)
+    assert slow._fit.store.content == fast._fit.store.content
+    timed(STEPS)
+    assert fast.fit(fast.settings("parallel")).tree == "chain-2"
+    timed(STEPS | {"chain-8": 0.1})
+    assert slow.fit(slow.settings("parallel")).tree == "chain-2"
+
+
+def test_what_was_measured_beside_other_work_is_not_kept(model: Path, timed, own_cache: Path) -> None:
+    asked = timed(STEPS, spread=1.6)
+    for _ in range(2):
+        pipe = pipeline(model)
+        assert (
+            pipe.fit(pipe.settings("parallel")).tree == pipe.fit(pipe.settings("parallel")).tree == "chain-2"
+        )
+    assert len(asked) == 2 and not own_cache.exists()
+
+
+@pytest.mark.parametrize("damage", ["{", '{"steps": 3}', '{"steps": {"a": [{"draft": "plain"}]}}', "[]"])
+def test_a_damaged_file_is_said_once_and_measured_anew(
+    model: Path, timed, own_cache: Path, damage: str
+) -> None:
+    asked = timed(STEPS)
+    pipe = pipeline(model)
+    pipe.fit(pipe.settings("parallel"))
+    (file,) = own_cache.iterdir()
+    file.write_text(damage)
+    other = pipeline(model)
+    with pytest.warns(UserWarning, match="this machine is measured again") as said:
+        assert other.fit(other.settings("parallel")).tree == "chain-2"
+        other.fit(other.settings("parallel", batch_size=2))
+    assert len(said) == 1 and len(asked) == 3 and json.loads(file.read_text())["steps"]
+
+
+def test_a_cache_that_cannot_be_written_is_said_once(model: Path, timed, own_cache: Path) -> None:
+    own_cache.write_text("a file")
+    timed(STEPS)
+    pipe = pipeline(model)
+    with pytest.warns(UserWarning, match="not kept for the next run") as said:
+        assert pipe.fit(pipe.settings("parallel")).tree == "chain-2"
+        assert pipe.fit(pipe.settings("parallel", batch_size=2)).tree == "chain-2"
+    assert len(said) == 1
+
+
+def test_rates_that_are_not_known_are_counted_while_drawing(model: Path, timed) -> None:
+    (model / "parallel" / FILE).unlink()
+    asked = timed(STEPS)
+    pipe = pipeline(model)
+    observer = AcceptanceByRank(pipe.target.length)
+    settings = pipe.fit(pipe.settings("parallel"))
+    assert (settings.tree, settings.fit) == ("chain-6", False) and not asked
+    engine = pipe.new_engine(settings)
+    engine.observers.append(observer)
+    seed = 0
+    while pipe._fit.counts(settings) is None:
+        pipe.draw(engine, settings, [PROMPT], [seed])
+        seed += 1
+    known = pipe._fit.counts(settings)
+    assert ENOUGH <= known.passes <= int(observer.passes)
+    assert known.codes(chain(6)) == pytest.approx(int(observer.codes) / int(observer.passes), rel=0.1)
+    assert known.codes(chain(2)) < known.codes(chain(6))
+    other = pipeline(model)  # what one process counted another one knows
+    assert other.fit(other.settings("parallel")).fit and len(asked) == 1
+    assert other.fit(other.settings("parallel", temperature=0.5)).fit is False, (
+        "another strength, not counted yet"
+    )
+
+
+def test_counts_of_processes_that_end_early_add_up(model: Path) -> None:
+    one = pipeline(model)._fit.store
+    assert one.add_counts("a", replace(HALVES, passes=ENOUGH - 1)) and one.counts("a") is None
+    other = pipeline(model)._fit.store
+    assert not other.add_counts("a", replace(HALVES, passes=2))
+    assert other.counts("a") == Counts(((16.0,),) * 8, ((8.0,),) * 8, ENOUGH + 1)
+    assert not one.add_counts("a", HALVES) and one.counts("a") == other.counts("a"), "enough stays as it is"
+
+
+def test_a_training_stores_the_rates_of_its_drafter(model: Path, timed) -> None:
+    pipe = pipeline(model)
+    methods = strengths(pipe, "parallel")
+    assert [(m.method, m.lam, m.tree) for m in methods] == [
+        ("parallel", None, "chain-4"),
+        *(("lantern++", lam, "chain-4") for lam in (1.5, 2.0, 3.0)),
+    ]
+    timed(STEPS)
+    path = record(pipe, methods[:2], model / "parallel", [PROMPT], 100)
+    (row, counts), relaxed = read_rates(path.parent)
+    assert row == strength(methods[0]) and relaxed[0]["lam"] == 1.5
+    shorter = pipe.settings("parallel", tree="chain-2", batch_size=8)
+    engine, observer = pipe.new_engine(shorter), AcceptanceByRank(pipe.target.length)
+    engine.observers.append(observer)
+    pipe.draw(engine, shorter, [PROMPT] * 64, range(500, 564))
+    assert counts.codes(chain(2)) == pytest.approx(int(observer.codes) / int(observer.passes), rel=0.08)
+    known = pipeline(model)
+    assert known.fit(pipe.settings("parallel")).fit and known._fit.counts(methods[1]) == relaxed[1]
+
+
+def test_drafts_that_fit_into_no_picture_have_no_rates(model: Path) -> None:
+    pipe = pipeline(model)
+    deep = pipe.settings("parallel", tree="chain-16", batch_size=2)  # a picture has 16 codes
+    path = record(pipe, [deep], model / "parallel", [PROMPT], 5)
+    assert json.loads(path.read_text()) == {"acceptance": []} and read_rates(model / "parallel") == ()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["[]", '{"acceptance": [{"strength": {}, "counts": {"tried": [[1]], "kept": [[2]], "passes": 3}}]}'],
+)
+def test_damaged_rates_are_refused(model: Path, damage: str) -> None:
+    (model / "parallel" / FILE).write_text(damage)
+    with pytest.raises(InputError, match="is damaged"):
+        pipeline(model)(PROMPT, method="parallel")
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "method",
+    ["eagle", "parallel", "lantern++", "lantern-static", "jacobi-coupled", "lantern-jacobi", "jacobi"],
+)
+def test_every_method_with_a_fixed_shape_can_be_measured(
+    model: Path, method: str, batch: int, monkeypatch
+) -> None:
+    """With real steps; what they say is not looked at, but for the choice being one of those measured."""
+    pipe = pipeline(model)
+    settings = pipe.settings(method, batch_size=batch, cfg=2.0)
+    sixteen = Counts(((8.0,) * 5,) * 16, ((4.0,) * 5,) * 16, 1000)
+    monkeypatch.setattr(type(pipe._fit), "counts", lambda self, settings: sixteen)
+    fitted = pipe.fit(settings)
+    steps = {step.draft: step for step in next(iter(pipe._fit.store.content.steps.values()))}
+    assert choice.draft_name(fitted) in steps and len(steps) >= 2
+    assert steps[PLAIN].rows == 2 * batch
+    assert all(
+        step.rows > 2 * batch and 0 < step.target < step.seconds
+        for name, step in steps.items()
+        if name != PLAIN
+    )
+    assert len(pipe(PROMPT, n=batch, method=method, cfg=2.0, batch_size=batch).images) == batch
+
+
+def test_methods_whose_drafts_have_no_fixed_shape_are_left_alone(model: Path) -> None:
+    pipe = pipeline(model)
+    for method in ("eagle2", "ddd", "ar"):
+        settings = pipe.settings(method)
+        assert shape_of(settings) is None and pipe.fit(settings) == replace(settings, fit=False)
+
+
+def test_a_measurement_ends_with_its_budget_but_knows_two_drafts(model: Path, monkeypatch) -> None:
+    pipe = pipeline(model)
+    made = []
+
+    def engine(tree: str):
+        made.append(tree)
+        return pipe.new_engine(pipe.settings("parallel", tree=tree))
+
+    drafts = [(f"chain-{n}", lambda n=n: engine(f"chain-{n}")) for n in (1, 2, 3, 4)]
+    monkeypatch.setattr("lanternpp.api.fit.steps.SECONDS", 0.0)
+    monkeypatch.setattr("lanternpp.api.fit.steps.SHARE", 0.0)
+    assert [step.draft for step in measure(drafts, 16)] == made == ["chain-1", "chain-2"]
+    monkeypatch.setattr("lanternpp.api.fit.steps.SECONDS", 1000.0)
+    assert len(measure(drafts, 16)) == 4
+
+
+def test_what_bounds_a_machine_is_read_from_its_passes() -> None:
+    def steps(*passes: tuple[int, float]) -> list[Step]:
+        return [Step(f"chain-{rows}", rows, 2 * seconds, seconds, 1.0) for rows, seconds in passes]
+
+    assert bound(steps((2, 1.0), (8, 1.1))) is None
+    assert bound(steps((2, 1.0), (8, 1.1), (26, 1.9))) == (
+        "memory bounds this machine: a pass over 26 rows takes at most twice as long as one over 2"
+    )
+    assert bound(steps((2, 1.0), (26, 7.0), (8, 1.9))) == (
+        "memory bounds passes over up to 8 rows on this machine, arithmetic larger ones"
+    )
+    assert bound(steps((2, 1.0), (8, 2.5), (26, 7.0))).startswith("arithmetic bounds this machine")
+    assert disturbed([Step("a", 2, 1, 1, spread) for spread in (1.0, 1.1, 1.4)])
+    assert not disturbed([Step("a", 2, 1, 1, spread) for spread in (1.0, 1.1, 1.3)])
+
+
+def test_the_shipped_drafters_know_their_rates() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe = Pipeline.from_pretrained("nature-128", device="cpu", tuned=False)
+        for method, dials in (
+            ("parallel", {}),
+            ("lantern++", {"lam": 1.5}),
+            ("lantern++", {}),
+            ("lantern++", {"lam": 3.0}),
+            ("eagle", {}),
+            ("jacobi-coupled", {}),
+        ):
+            assert pipe._fit.counts(pipe.settings(method, **dials)) is not None, method
+
+
+def test_a_job_goes_on_after_another_fit_and_not_with_another_method(model: Path, timed) -> None:
+    pipe = pipeline(model)
+
+    def noted(**given: object) -> dict[str, str]:
+        settings = pipe.describe(pipe.fit(pipe.settings(**{"method": "parallel", **given})))
+        return notes(PROMPT, 1, "tiny", settings, {})
+
+    timed(STEPS)
+    chain_2, own, eagle = noted(), noted(fit=False), noted(method="eagle", tree="chain-2")
+    plain = notes(PROMPT, 1, "tiny", pipe.describe(plain_settings(pipe.settings("parallel"))), {})
+    for before in (own, plain, noted(tree="chain-5")):
+        assert differences(before, chain_2, any_draft=True) == "" != differences(before, chain_2)
+    assert "tree chain-2, now chain-6" in differences(chain_2, own, any_draft=True)
+    assert "method eagle, now parallel" in differences(eagle, chain_2, any_draft=True)
+    assert "cfg" in differences(noted(cfg=2.5), chain_2, any_draft=True)

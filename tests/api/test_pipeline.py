@@ -1,0 +1,266 @@
+"""A pipeline's calls: from several threads, the memory that it keeps, and what a caller may give."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.models import write_model
+
+import lanternpp
+from lanternpp import InputError, Pipeline
+from lanternpp.accept.base import Acceptance
+from lanternpp.accept.cool import Cool
+from lanternpp.engine.batching import drawing, generate
+from lanternpp.proposers.no_draft import NoDraft
+from lanternpp.trees.dynamic import DynamicTree
+from lanternpp.trees.static import StaticTree
+from lanternpp.util import devices
+
+PROMPT = "a red tulip"
+WAYS = [
+    {"method": "parallel", "cfg": 1.0},
+    {"method": "lantern++", "lam": 4.0, "tree": "chain-2"},
+    {"method": "eagle", "temperature": 0.8, "cfg": 1.0},
+    {"method": "jacobi-coupled", "window": 4, "cfg": 1.0},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("pipeline") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: Path) -> Pipeline:
+    return Pipeline.from_pretrained(folder, device="cpu", dtype="float32")
+
+
+class StopError(Exception):
+    """What a progress bar of the tests raises."""
+
+
+def test_eight_threads_draw_what_each_would_draw_alone(folder: Path, pipe: Pipeline) -> None:
+    requested = list(product(range(10), WAYS))
+    alone = [pipe(PROMPT, seed=seed, **way) for seed, way in requested]
+    shared = Pipeline.from_pretrained(folder, device="cpu", dtype="float32")
+    together = threading.Barrier(8)
+
+    def stop(done: int, total: int) -> None:
+        if done > 3:
+            raise StopError
+
+    def draw(thread: int) -> int:
+        torch.set_num_threads(1)
+        together.wait()
+        for turn in range(25):
+            place = (7 * thread + turn) % len(requested)
+            seed, way = requested[place]
+            if turn == 12 + thread % 3:  # an error on the way must not be seen in anyone's pictures
+                with pytest.raises(StopError):
+                    shared(PROMPT, seed=seed + 100, progress=stop, **way)
+            result = shared(PROMPT, seed=seed, **way)
+            assert torch.equal(result.codes, alone[place].codes)
+            assert result.images[0].tobytes() == alone[place].images[0].tobytes()
+            assert result.stats.accepted_per_pass == alone[place].stats.accepted_per_pass
+        return 25
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(draw, range(8))) == 200
+
+
+def test_a_call_from_within_a_calls_progress_leaves_both_whole(pipe: Pipeline) -> None:
+    alone = [pipe(PROMPT, seed=seed, method="eagle").codes for seed in (1, 2)]
+    inner: list[torch.Tensor] = []
+
+    def progress(done: int, total: int) -> None:
+        if done > total // 2 and not inner:
+            inner.append(pipe(PROMPT, seed=2, method="eagle").codes)
+
+    outer = pipe(PROMPT, seed=1, method="eagle", progress=progress).codes
+    assert torch.equal(outer, alone[0]) and torch.equal(inner[0], alone[1])
+
+
+def test_two_generators_of_one_engine_are_refused_and_of_two_are_sound(pipe: Pipeline) -> None:
+    settings = pipe.settings("ar", batch_size=1)
+    first, second = pipe.new_engine(settings), pipe.new_engine(settings)
+    alone = [one.codes for one in generate(first, [PROMPT] * 2, [5, 6])]
+    one, other = drawing(first, [PROMPT] * 2, [5, 6]), drawing(second, [PROMPT] * 2, [5, 6])
+    drawn = [next(one), next(other), next(one), next(other)]
+    assert all(torch.equal(sample.codes, alone[place]) for place, sample in drawn)
+    one.close()
+    open_one = drawing(first, [PROMPT] * 2, [5, 6])
+    next(open_one)
+    with pytest.raises(RuntimeError, match="drawing already"):
+        next(drawing(first, [PROMPT], [7]))
+    open_one.close()
+    assert torch.equal(generate(first, [PROMPT], [5])[0].codes, alone[0])
+
+
+def test_engines_are_kept_up_to_a_number_of_bytes(folder: Path) -> None:
+    pipe = Pipeline.from_pretrained(folder, device="cpu", dtype="float32")
+    pipe(PROMPT, method="ar", temperature=0.5)
+    one = pipe._engines.bytes  # of an engine that has drawn
+    assert one > 0
+    small = Pipeline.from_pretrained(folder, device="cpu", dtype="float32", engine_bytes=3 * one)
+    for step in range(12):
+        small(PROMPT, method="ar", temperature=0.5 + step / 100)
+        assert 0 < small._engines.bytes <= 3 * one
+    assert len(small._engines) == 3
+    latest = small.settings("ar", batch_size=1, temperature=0.61)
+    engine = small.engine(latest)
+    small(PROMPT, method="ar", temperature=0.61)
+    assert small.engine(latest) is engine  # what was used last is still there
+    small(PROMPT, n=8, method="eagle")  # larger than the bound alone
+    assert len(small._engines) == 1
+    small.release()
+    assert small._engines.bytes == 0
+
+
+def test_progress_adds_no_host_read(pipe: Pipeline) -> None:
+    """It is told what the loop reads once a step."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        reads = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.reads += func._schema.name == "aten::_local_scalar_dense"
+            return func(*args, **(kwargs or {}))
+
+    counted, seen = [], []
+    pipe.new_engine(pipe.settings("eagle", batch_size=2))  # the drafter is read, which reads numbers too
+    for progress in (None, lambda done, total: seen.append((done, total))):
+        with Count() as count:
+            generate(pipe.new_engine(pipe.settings("eagle", batch_size=2)), [PROMPT] * 3, [1, 2, 3], progress)
+        counted.append(count.reads)
+    assert counted[0] == counted[1] and seen[-1] == (48, 48)
+
+
+def test_what_means_a_number_a_name_or_a_tree_is_taken(pipe: Pipeline, folder: Path) -> None:
+    usual = pipe(PROMPT, n=2, seed=3, method="eagle", cfg=3.0, tree="[[0]]")
+    others = [
+        {"seed": np.int64(3), "n": np.int32(2), "cfg": 3, "tree": [[0]]},
+        {"seed": torch.tensor(3), "n": 2, "cfg": np.float32(3), "tree": ((0,),)},
+        {"seed": np.array([3]), "n": 2, "cfg": torch.tensor(3.0), "tree": StaticTree(((0,),))},
+    ]
+    for given in others:
+        drawn = pipe((PROMPT,), method="eagle", **given)
+        assert torch.equal(drawn.codes, usual.codes)
+        json.dumps(drawn.stats.to_json())
+    assert torch.equal(pipe(PROMPT, n=None, seed=None, method=None).codes, pipe(PROMPT).codes)
+    placed = Pipeline.from_pretrained(folder, folder / "drafter", "cpu", torch.float32)
+    assert placed.name == "tiny" and placed.settings("eagle").tree == "eagle-25"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"prompt": None}, "prompt None is no text"),
+        ({"prompt": [PROMPT, 3]}, "prompt 3 is no text"),
+        ({"prompt": []}, "the prompt is empty"),
+        ({"n": "2"}, "n '2' is no whole number"),
+        ({"n": 1.5}, r"n 1\.5 is no whole number"),
+        ({"n": True}, "n True is no whole number"),
+        ({"seed": "3"}, "seed '3' is no whole number"),
+        ({"seed": [1, 2]}, "2 seeds do not go with 1 prompts"),
+        ({"seed": [None]}, "seed None is no whole number"),
+        ({"seed": -1}, "seed -1 is out of range"),
+        ({"cfg": "3"}, "cfg '3' is no number"),
+        ({"lam": [2.0]}, "lambda .* is no number"),
+        ({"top_k": 2.5}, r"top_k 2\.5 is no whole number"),
+        ({"batch_size": "8"}, "batch_size '8' is no whole number"),
+        ({"batch_size": 0}, "batch_size 0 is out of range"),
+        ({"batch_size": 10**9}, "batch_size 1000000000 is out of range"),
+        ({"method": "cactus", "delta": 1e308}, r"delta 1e\+308 is out of range"),
+        ({"method": "lantern++", "lam": 1e308}, r"lambda 1e\+308 is out of range"),
+        ({"method": "lantern++", "nu": 1e308}, r"nu 1e\+308 is out of range"),
+        ({"measure": "yes"}, "measure 'yes' is neither True nor False"),
+        ({"tree": [[0], "x"]}, "'x' is not a path"),
+        ({"tree": 7}, "tree 7 is no text|tree .* is no class"),
+        ({"accept": NoDraft}, "is no class of that kind"),
+        ({"proposer": 3}, "proposer 3 is no text"),
+        ({"method": 3}, "method 3 is no text"),
+    ],
+)
+def test_what_means_nothing_is_one_sentence(given: dict, says: str, pipe: Pipeline) -> None:
+    with pytest.raises(InputError, match=says):
+        pipe(**{"prompt": PROMPT} | given)
+
+
+def test_a_large_batch_has_at_most_a_slot_for_each_picture(pipe: Pipeline) -> None:
+    plain = pipe([PROMPT] * 2, seed=[3, 4], method="ar", batch_size=2)
+    large = pipe([PROMPT] * 2, seed=[3, 4], method="ar", batch_size=1_000_000)
+    assert large.stats.settings["batch_size"] == 2 and torch.equal(large.codes, plain.codes)
+    spare = pipe(
+        PROMPT, seed=3, method="ar", batch_size=4
+    )  # as a picture of a batch of 4 is drawn again alone
+    assert spare.stats.settings["batch_size"] == 4
+
+
+@pytest.mark.parametrize("method", ["ar", "eagle"])
+def test_a_batch_without_memory_for_it_is_refused_with_the_figures(
+    method: str, pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = pipe.settings(method, batch_size=100)
+    one = pipe.new_engine(replace(settings, batch_size=1)).cache.kv.nbytes
+    monkeypatch.setattr(devices, "free_memory", lambda device: 100 * one - 1)
+    with pytest.raises(InputError, match=r"needs [\d.]+ GB of memory, and [\d.]+ GB are free on cpu"):
+        pipe.new_engine(settings)
+
+
+@pytest.mark.parametrize(
+    "given", [{"model": 3}, {"drafter": 4}, {"size": 1.5}, {"device": 3}, {"dtype": None}]
+)
+def test_what_no_model_can_be_read_from_is_one_sentence(given: dict, folder: Path) -> None:
+    with pytest.raises(InputError):
+        Pipeline.from_pretrained(**{"model": folder} | given)
+
+
+class Scaled(Acceptance):
+    """Judges a code by a share of its probability."""
+
+    dials = frozenset({"delta"})
+
+    def __init__(self, share: float):
+        self.share = share
+
+    @classmethod
+    def build(cls, dials):
+        return cls(dials.delta)
+
+    def relax(self, p, code):
+        before = p.gather(-1, code[..., None])
+        after = (before * self.share).where(before < 1, before)
+        others = (p / (1 - before)).where(before < 1, 0) * (1 - after)
+        return others.scatter(-1, code[..., None], after)
+
+
+def test_a_rule_may_be_a_class_or_an_object(pipe: Pipeline) -> None:
+    made = pipe(PROMPT, 4, method="eagle", accept=Scaled(0.9))
+    by_class = pipe(PROMPT, 4, method="eagle", accept=Scaled, delta=0.9)
+    assert torch.equal(made.codes, by_class.codes)
+    other = pipe(PROMPT, 4, method="eagle", accept=Scaled(0.02))
+    assert other.stats.passes > made.stats.passes  # two objects of one class are two rules
+    assert by_class.stats.settings["accept"] == f"{__name__}:Scaled"
+    assert made.stats.settings["accept"] == f"{__name__}:Scaled (an object)"
+    json.dumps([asdict(made.stats), asdict(by_class.stats)])
+    assert type(made.stats.settings["accept"]) is str
+    known = pipe(PROMPT, method="eagle", accept=Cool, delta=2.0)
+    assert torch.equal(known.codes, pipe(PROMPT, method="eagle", accept="cool", delta=2.0).codes)
+    with pytest.raises(InputError, match=r"delta 0\.5 would change nothing"):
+        pipe(PROMPT, method="eagle", accept=Scaled(0.9), delta=0.5)
+    grown = pipe(PROMPT, method="eagle", tree=DynamicTree(3, 2, 8), accept=Scaled(0.9))
+    assert grown.stats.codes == 16
+
+
+def test_the_package_names_what_it_offers() -> None:
+    assert set(lanternpp.__all__) <= set(dir(lanternpp))
+    assert {"chain-4", "deep-8", "eagle-25", "lantern-57", "eagle2", "ddd"} <= set(lanternpp.TREES)

@@ -1,0 +1,174 @@
+"""What a method's settings say: which dials its parts read, and what becomes of the others."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from lanternpp.api.methods import METHODS
+from lanternpp.api.settings import DIALS, dials_read, resolve, with_tree
+from lanternpp.api.tuned import with_tuned
+from lanternpp.errors import InputError
+from lanternpp.trees.static import StaticTree
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_the_dials_its_parts_read_and_no_other(name: str) -> None:
+    row = METHODS[name]
+    read = dials_read(row.proposer, row.accept)
+    settings = resolve(name, {}, {})
+    for dial in set(DIALS) - {"verify"}:
+        said = getattr(row, dial)
+        assert getattr(settings, dial) == said and (dial in read or said is None), dial
+
+
+def test_a_dial_of_the_row_goes_with_the_part_that_read_it() -> None:
+    settings = resolve("lantern++", {}, {"accept": "exact"})
+    assert (settings.neighbours, settings.lam, settings.tree) == (None, None, "lantern-57")
+    settings = resolve("lantern++", {"methods": {"lantern++": {"lam": 5.0}}}, {"proposer": "jacobi"})
+    assert (settings.lam, settings.tree) == (5.0, None)
+    assert resolve("jacobi", {}, {"proposer": "tree"}).tree == "eagle-25"
+    assert resolve("lantern", {"methods": {"lantern": {"lam": 3.0}}}, {}).lam is None
+
+
+def test_a_draft_is_fitted_unless_its_shape_is_given() -> None:
+    assert resolve("eagle", {}, {}).fit and resolve("jacobi", {"methods": {"jacobi": {"window": 9}}}, {}).fit
+    for method, given in (
+        ("eagle", {"tree": "chain-3"}),
+        ("jacobi", {"window": 4}),
+        ("ar", {}),
+        ("eagle", {"fit": False}),
+    ):
+        assert not resolve(method, {}, given).fit
+    assert not resolve("eagle", with_tuned({}, "eagle", {"tree": "chain-5"}), {}).fit, "what was tuned wins"
+
+
+def test_a_dial_that_is_asked_for_and_read_by_no_part_is_refused() -> None:
+    with pytest.raises(InputError, match=r"lambda 2.0 would change nothing.*they take tree, verify$"):
+        resolve("eagle", {}, {"lam": 2.0})
+    with pytest.raises(InputError, match="tree chain-2 would change nothing"):
+        resolve("jacobi", {}, {"tree": "chain-2"})
+    assert resolve("eagle", {}, {"lam": None}).lam is None
+    with pytest.raises(InputError, match="option 'lamda' is unknown; did you mean 'lam'"):
+        resolve("lantern++", {}, {"lamda": 2.0})
+
+
+def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
+    best = {name: resolve(name, {}, {}).verify for name in METHODS}
+    chains = ["parallel", "independent", "jacobi"]
+    assert {name for name, verify in best.items() if verify == "block"} == {*chains}
+    assert {name for name, verify in best.items() if verify == "traversal"} == {
+        "eagle",
+        "jacobi-coupled",
+        "lantern-jacobi",
+    }
+    assert resolve("eagle", {}, {"tree": "chain-4"}).verify == "block"
+    for changed in ({"temperature": 0.0}, {"tree": "eagle2"}):
+        assert resolve("parallel", {}, changed).verify == "token"
+    relaxed = {"proposer": "parallel", "tree": "chain-4"}
+    assert resolve("lantern++", {}, relaxed).verify == "block"
+    assert resolve("lantern++", {}, relaxed | {"residual": "paper"}).verify == "token"
+    assert resolve("jacobi", {}, {"coupling": "maximal"}).verify == "block"
+    assert resolve("jacobi", {}, {"coupling": "gumbel"}).verify == "token"
+    assert resolve("jacobi-coupled", {}, {"siblings": 0}).verify == "block"
+    assert resolve("lantern-jacobi", {}, {"residual": "paper"}).verify == "token"
+    assert resolve("parallel", {}, {"verify": "token"}).verify == "token"
+    reported = {"methods": {"parallel": {"verify": "block"}}}
+    assert resolve("parallel", reported, {"tree": "eagle-25"}).verify == "traversal", (
+        "a default that no longer fits"
+    )
+    assert resolve("cool", {}, {"verify": "traversal"}).verify == "traversal"
+    assert resolve("cool", {}, {"accept": "exact"}).verify == "traversal"
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "why"),
+    [
+        ("parallel", {"temperature": 0.0}, "at temperature 0 every verifier keeps the same"),
+        (
+            "jacobi",
+            {"coupling": "gumbel"},
+            "the proposer keeps the noise of its guesses .* .coupling gumbel.",
+        ),
+        ("jacobi", {"siblings": 1}, "the tree branches; use verify traversal or token"),
+        ("eagle", {}, "the tree branches; use verify traversal or token"),
+        ("lantern-static", {"residual": "paper"}, "the papers' residual is that of a walk; use verify token"),
+        ("eagle2", {}, "offers the likeliest codes instead of drawing them"),
+        ("lantern++", {"tree": "chain-4", "residual": "paper"}, "use verify token, or residual optimal"),
+        ("ar", {}, "would change nothing"),
+    ],
+)
+def test_block_verification_is_refused_where_the_law_would_change_or_nothing_be_gained(
+    method, given, why
+) -> None:
+    with pytest.raises(InputError, match=why):
+        resolve(method, {}, given | {"verify": "block"})
+    default = {"ar": None, "eagle": "traversal"} | ({"jacobi": "traversal"} if "siblings" in given else {})
+    assert resolve(method, {}, given).verify == default.get(method, "token")
+
+
+class Drawn(StaticTree):
+    """A tree that is drawn, and says nothing about its shape."""
+
+    fixed = False
+
+    def __init__(self) -> None:
+        super().__init__(((0,), (1,)))
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "why"),
+    [
+        ("eagle", {"temperature": 0.0}, "at temperature 0 every verifier keeps the same"),
+        ("eagle2", {}, "offers the likeliest codes instead of drawing them"),
+        ("jacobi-coupled", {"coupling": "gumbel"}, "keeps the noise of its guesses from pass to pass"),
+        ("cool", {"residual": "paper"}, "use verify token, or residual optimal"),
+        ("eagle", {"tree": Drawn}, "the shape of the tree is decided while it is drawn; use verify token"),
+    ],
+)
+def test_traversal_is_refused_where_the_law_would_change_or_nothing_be_gained(method, given, why) -> None:
+    with pytest.raises(InputError, match=why):
+        resolve(method, {}, given | {"verify": "traversal"})
+    assert resolve(method, {}, given).verify == "token"
+
+
+def test_traversal_of_a_chain_is_block_verification_and_not_its_default() -> None:
+    for method in ("parallel", "jacobi"):
+        assert resolve(method, {}, {"verify": "traversal"}).verify == "traversal"
+        assert resolve(method, {}, {}).verify == "block"
+    asked = resolve("eagle", {}, {"verify": "token"})
+    assert with_tree(asked, "chain-4").verify == with_tree(asked, "deep-8").verify == "token"
+    assert with_tree(resolve("eagle", {}, {}), "chain-4").verify == "block"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_settings_given_back_are_the_same_settings(name: str) -> None:
+    settings = resolve(name, {}, {})
+    given = {field: value for field, value in asdict(settings).items() if field != "method"}
+    assert resolve(name, {}, given) == replace(settings, fit=False), (
+        "a draft that is given is not fitted again"
+    )
+
+
+def test_a_verifier_nobody_knows_is_refused() -> None:
+    with pytest.raises(InputError, match="verifier 'blok' is unknown; did you mean 'block'"):
+        resolve("parallel", {}, {"verify": "blok"})
+
+
+def test_a_cut_is_for_chains_of_passes_of_any_length() -> None:
+    """One that was asked for is refused elsewhere; a default is dropped."""
+    default = {"methods": {"parallel": {"cut": 0.3}}}
+    assert resolve("parallel", default, {}).cut == 0.3
+    for given, why in (
+        ({"tree": "eagle-25"}, "the tree branches; use a chain"),
+        ({"compile": True}, "--compile needs passes of one"),
+    ):
+        with pytest.raises(InputError, match=f"cut 0.4 .*{why}"):
+            resolve("parallel", default, given | {"cut": 0.4})
+        assert resolve("parallel", default, given).cut is None
+        assert resolve("parallel", {}, given | {"cut": 0.0}).cut == 0.0
+    with pytest.raises(InputError, match=r"cut 0.4 would change nothing"):
+        resolve("eagle", {}, {"cut": 0.4})
+    assert with_tree(resolve("parallel", default, {}), "deep-8").cut is None
+    assert with_tree(resolve("parallel", default, {}), "chain-4").cut == 0.3

@@ -1,0 +1,22 @@
+"""What tests share.
+
+* `bodies`: tiny random bodies of language models by transformers' own classes, one for every kind of layer that a `Stack` describes.
+* `cases`: tiny models of transformers that draw pictures, and calls of their `generate` that ask for one.
+* `checkpoints`: tiny checkpoints in the layouts that others publish, with weights that a formula gives.
+* `classifiers`: a classifier with random weights, small enough to be made in a moment, and pictures for it.
+* `documents`: the project's Markdown pages, and what is in them.
+* `drafts`: every draft of a small tree, siblings drawn without replacement, and the law that verifying all of them has.
+* `families`: tiny random checkpoints in the layouts of published models, written by transformers' own classes.
+* `hub`: a stand-in for the hub on this machine: repositories are folders, and every request is written down.
+* `killed`: commands of a process that may be killed, on a tiny model: states after every step, shards of a few pictures.
+* `latents`: tiny targets over latents, drafters that know nothing of them, and the distance between two samples of pictures.
+* `laws`: the laws the library must follow, written a second time, in plain Python, from the papers alone.
+* `models`: model folders with random weights, small enough to be made in a moment.
+* `parity`: our targets beside the implementation they come from: the same weights, the same logits.
+* `processes`: processes that a test started, to kill some of them.
+* `relaxed`: relaxed rules over three to five codes, small enough to enumerate what they do.
+* `served`: for tests of the server: a real one in this process, and a pipeline whose steps wait to be allowed.
+* `shared`: a tiny drafter's training as one of several processes.
+* `stacks`: passes of a `Stack` by plain PyTorch operations, in the dtype of their inputs: what kernels are compared with.
+* `toys`: small stand-ins with the interfaces of the real thing: two targets and two drafters.
+"""

@@ -1,0 +1,129 @@
+"""Tiny models of transformers that draw pictures, and calls of their `generate` that ask for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import ChameleonForConditionalGeneration, GenerationConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from helpers.families import CODES, write_chameleon, write_emu3, write_glm_image, write_janus
+
+HEIGHT = WIDTH = 4
+
+
+class DrawingChameleon(ChameleonForConditionalGeneration):
+    """transformers' Chameleon without the line that forbids image tokens, so that its `generate` can draw."""
+
+    def forward(self, input_ids: Any = None, logits_to_keep: int = 0, **more: Any) -> CausalLMOutputWithPast:
+        out = self.model(input_ids=input_ids, **more)
+        logits = self.lm_head(out.last_hidden_state[:, -logits_to_keep:])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=out.past_key_values)
+
+
+@dataclass
+class Case:
+    """A tiny model, the arguments of a call of three prompts that draws a picture, and those that add guidance."""
+
+    model: Any
+    arguments: dict[str, Any]
+    guidance: dict[str, Any] = field(default_factory=dict)
+    rows: list[list[int]] = field(default_factory=list)
+
+    def inputs(self, count: int) -> dict[str, Any]:
+        """The arguments for the first `count` prompts."""
+        width = max(map(len, self.rows[:count]))
+        ids = torch.tensor([[1] * (width - len(row)) + row for row in self.rows[:count]])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in self.rows[:count]])
+        cut = {
+            k: v[: 2 * count] if k == "image_grid_thw" else v[:count] if isinstance(v, Tensor) else v
+            for k, v in self.arguments.items()
+        }
+        return {"input_ids": ids, "attention_mask": mask, **cut}
+
+    def negative(self, count: int) -> dict[str, Any]:
+        """The arguments of guidance for `count` prompts."""
+        return {k: v[:count] if isinstance(v, Tensor) else v for k, v in self.guidance.items()}
+
+
+def emu3(folder: Path) -> Case:
+    """Rows of 4 codes with a row end behind each, then three tokens that end the picture, as its documentation has it."""
+    model = write_emu3(folder).double()
+    vocab = model.model.vocabulary_mapping.vocab_map
+    visual = model.vocabulary_mapping.image_tokens
+    start = vocab["<|image token|>"]
+    row_end, eof, end, eos, pad = (
+        vocab[token]
+        for token in ("<|extra_200|>", "<|extra_201|>", "<|image end|>", "<|extra_204|>", "<|endoftext|>")
+    )
+
+    def allowed(batch: int, tokens: Tensor) -> Any:
+        offset = len(tokens) - int(torch.nonzero(tokens == start)[0][0])
+        last = (WIDTH + 1) * HEIGHT
+        if offset > last:
+            return ({1: eof, 2: end, 3: eos}.get(offset - last, pad),)
+        return (row_end,) if offset % (WIDTH + 1) == 0 else visual
+
+    tail = [vocab["<|image start|>"], vocab["4*4"], start]
+    rows = [[vocab["<|extra_203|>"], *(vocab[word] for word in text.split()), *tail] for text in PROMPTS]
+    negative = torch.tensor([[vocab["lowres"], *tail]] * 3)
+    arguments = {
+        "prefix_allowed_tokens_fn": allowed,
+        "max_new_tokens": 500,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+    }
+    guidance = {"guidance_scale": 3.0, "negative_prompt_ids": negative}
+    return Case(
+        model, arguments, guidance | {"negative_prompt_attention_mask": torch.ones_like(negative)}, rows
+    )
+
+
+PROMPTS = ("a photo of the red tulip", "red sea", "the sea at sunset")
+
+
+def chameleon(folder: Path) -> Case:
+    """Anole: 16 codes."""
+    model = write_chameleon(folder).double()
+    model.__class__ = DrawingChameleon
+    vocab = model.model.vocabulary_mapping.vocab_map
+    codes = model.model.vocabulary_mapping.image_tokens
+    rows = [
+        [vocab["<s>"], *(vocab[word] for word in text.split()), vocab["<racm3:break>"]] for text in PROMPTS
+    ]
+    arguments = {"prefix_allowed_tokens_fn": lambda batch, tokens: codes, "max_new_tokens": 16}
+    negative = torch.tensor([[vocab[word] for word in ("<s>", "sea", "at", "<racm3:break>")]] * 3)
+    guidance = {"guidance_scale": 3.0, "negative_prompt_ids": negative}
+    return Case(model, arguments | {"eos_token_id": None, "pad_token_id": 1}, guidance, rows)
+
+
+def janus(folder: Path) -> Case:
+    """Its own image mode, which always guides."""
+    model = write_janus(folder).double()
+    rows = [[0, *(5 + n for n in range(size)), 2] for size in (6, 2, 4)]
+    model.generation_config = GenerationConfig(
+        bos_token_id=0, pad_token_id=1, generation_kwargs={"boi_token_id": 2}, max_length=64
+    )
+    return Case(model, {"generation_mode": "image", "guidance_scale": 5.0}, {}, rows)
+
+
+def glm_image(folder: Path) -> Case:
+    """A small picture of 2 x 3 codes, then one of 4 x 3, any token anywhere until one ends the sequence."""
+    model = write_glm_image(folder).double()
+    rows = [[70 + n for n in range(size)] + [CODES] for size in (6, 2, 4)]
+    grids = torch.tensor([[1, 4, 3], [1, 2, 3]] * 3)
+    arguments = {"image_grid_thw": grids, "images_per_sample": torch.tensor([2, 2, 2]), "max_new_tokens": 19}
+    return Case(model, arguments, {}, rows)
+
+
+CASES: dict[str, Callable[[Path], Case]] = {
+    "janus": janus,
+    "emu3": emu3,
+    "chameleon": chameleon,
+    "glm-image": glm_image,
+}

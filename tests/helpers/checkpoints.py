@@ -1,0 +1,219 @@
+"""Tiny checkpoints in the layouts that others publish, with weights that a formula gives.
+
+The formula needs no generator and no file: the same names and shapes give the same numbers everywhere, so
+what upstream code said of such a checkpoint can be kept without the checkpoint (`golden/`).
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+VOCAB, CLASSES, CAPTION = 48, 10, 24
+
+
+def numbers(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Uniform-looking float32 numbers: matrices of unit gain, norms near 1, biases small."""
+    count = torch.Size(shape).numel()
+    seed = zlib.crc32(name.encode()) % 10007
+    x = (torch.sin(torch.arange(count, dtype=torch.float64) * 12.9898 + seed * 0.731) * 43758.5453).frac()
+    if len(shape) == 1:
+        x = x * 0.2 + (1.0 if name.endswith("weight") else 0.0)
+    else:
+        x = x * (3 / torch.Size(shape[1:]).numel()) ** 0.5
+    return x.float().view(shape)
+
+
+def made(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """A checkpoint of these shapes."""
+    return {name: numbers(name, shape) for name, shape in shapes.items()}
+
+
+def llamagen(
+    text: bool = False,
+    dim: int = 64,
+    layers: int = 2,
+    hidden: int = 96,
+    vocab: int = VOCAB,
+    slots: int = 6,
+    kv_rows: int | None = None,
+) -> dict[str, Tensor]:
+    """LlamaGen's own layout; `text`: of 24 features a token, else of ten classes."""
+    wide = dim + 2 * (kv_rows or dim)
+    shapes: dict[str, tuple[int, ...]] = {}
+    if text:
+        shapes["cls_embedding.uncond_embedding"] = (slots, CAPTION)
+        shapes["cls_embedding.cap_proj.fc1.weight"] = (dim, CAPTION)
+        shapes["cls_embedding.cap_proj.fc2.weight"] = (dim, dim)
+    else:
+        shapes["cls_embedding.embedding_table.weight"] = (CLASSES + 1, dim)
+    shapes["tok_embeddings.weight"] = (vocab, dim)
+    for i in range(layers):
+        shapes |= {
+            f"layers.{i}.attention.wqkv.weight": (wide, dim),
+            f"layers.{i}.attention.wo.weight": (dim, dim),
+            f"layers.{i}.feed_forward.w1.weight": (hidden, dim),
+            f"layers.{i}.feed_forward.w3.weight": (hidden, dim),
+            f"layers.{i}.feed_forward.w2.weight": (dim, hidden),
+            f"layers.{i}.attention_norm.weight": (dim,),
+            f"layers.{i}.ffn_norm.weight": (dim,),
+        }
+    tensors = made(shapes | {"norm.weight": (dim,), "output.weight": (vocab, dim)})
+    tensors["output.weight"] *= 2  # some codes are clearly more probable than others
+    return tensors
+
+
+def llama_named(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same target under the names of transformers' Llama, projections apart."""
+    names = {
+        "attention.wo": "self_attn.o_proj",
+        "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w3": "mlp.up_proj",
+        "feed_forward.w2": "mlp.down_proj",
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "tok_embeddings": "embed_tokens",
+    }
+    copied = {}
+    for name, tensor in tensors.items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        if name.endswith("attention.wqkv.weight"):
+            dim = tensor.shape[1]
+            keys = (len(tensor) - dim) // 2
+            for which, part in zip("qkv", tensor.split([dim, keys, keys]), strict=True):
+                copied[f"model.{name.replace('attention.wqkv', f'self_attn.{which}_proj')}"] = part.clone()
+        elif name == "output.weight":
+            copied["lm_head.weight"] = tensor
+        else:
+            copied[f"model.{name}"] = tensor
+    return copied
+
+
+def published_drafter(target: dict[str, Tensor], hidden: int = 96) -> dict[str, Tensor]:
+    """An EAGLE drafter as its own code names it, for a target in the official layout."""
+    table = target["tok_embeddings.weight"]
+    dim = table.shape[1]
+    layer = "layers.0"
+    shapes = {f"{layer}.self_attn.{x}_proj.weight": (dim, dim) for x in "qkvo"}
+    shapes |= {f"{layer}.mlp.{x}_proj.weight": (hidden, dim) for x in ("gate", "up")}
+    shapes |= {f"{layer}.mlp.down_proj.weight": (dim, hidden), "fc.weight": (dim, 2 * dim), "fc.bias": (dim,)}
+    return made(shapes | {f"{layer}.post_attention_layernorm.weight": (dim,)}) | {
+        "embed_tokens.weight": table
+    }
+
+
+def write_drafter(folder: Path, text: bool = False) -> Path:
+    """A published drafter's folder for the tiny LlamaGen."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(published_drafter(llamagen(text)), folder / "pytorch_model.bin")
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_attention_heads": 1,
+        "rms_norm_eps": 1e-6,
+        "input_type": "t2i",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def vq16(
+    codes: int = VOCAB,
+    dim: int = 4,
+    channels: int = 32,
+    multiples: tuple[int, ...] = (1, 1, 1, 1, 2),
+    latent: int = 16,
+    blocks: int = 3,
+) -> dict[str, Tensor]:
+    """LlamaGen's tokenizer: its decoder, and a little of what drawing does not need."""
+    shapes: dict[str, tuple[int, ...]] = {"quantize.embedding.weight": (codes, dim)}
+
+    def conv(name: str, outputs: int, inputs: int, size: int = 3) -> None:
+        shapes[f"{name}.weight"] = (outputs, inputs, size, size)
+        shapes[f"{name}.bias"] = (outputs,)
+
+    def norm(name: str, width: int) -> None:
+        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (width,)
+
+    def residual(name: str, inputs: int, outputs: int) -> None:
+        norm(f"{name}.norm1", inputs)
+        conv(f"{name}.conv1", outputs, inputs)
+        norm(f"{name}.norm2", outputs)
+        conv(f"{name}.conv2", outputs, outputs)
+        if inputs != outputs:
+            conv(f"{name}.nin_shortcut", outputs, inputs, 1)
+
+    def attention(name: str, width: int) -> None:
+        norm(f"{name}.norm", width)
+        for part in ("q", "k", "v", "proj_out"):
+            conv(f"{name}.{part}", width, width, 1)
+
+    widths = [channels * multiple for multiple in reversed(multiples)]
+    conv("quant_conv", dim, latent, 1)
+    conv("encoder.conv_in", channels, 3)
+    conv("post_quant_conv", latent, dim, 1)
+    conv("decoder.conv_in", widths[0], latent)
+    residual("decoder.mid.0", widths[0], widths[0])
+    attention("decoder.mid.1", widths[0])
+    residual("decoder.mid.2", widths[0], widths[0])
+    before = widths[0]
+    for i, width in enumerate(widths):
+        for j in range(blocks):
+            residual(f"decoder.conv_blocks.{i}.res.{j}", before, width)
+            before = width
+            if i == 0:
+                attention(f"decoder.conv_blocks.{i}.attn.{j}", width)
+        if i + 1 < len(widths):
+            conv(f"decoder.conv_blocks.{i}.upsample.conv", width, width)
+    norm("decoder.norm_out", before)
+    conv("decoder.conv_out", 3, before)
+    tensors = made(shapes) | {"quantize.codebook_used": torch.zeros(16)}
+    tensors["decoder.conv_out.weight"] *= 0.2  # most pixels within [-1, 1]
+    return tensors
+
+
+def t5(folder: Path, width: int = CAPTION) -> Path:
+    """A T5 of random weights with a tokenizer of ten words, as a folder that transformers reads."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+    from lanternpp.models.text import quiet
+
+    words = ["<pad>", "</s>", "<unk>", "a", "red", "blue", "tulip", "of", "photo", "the"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    )
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    shape = T5Config(
+        vocab_size=len(words), d_model=width, d_kv=8, d_ff=32, num_layers=2, num_heads=2, is_gated_act=True
+    )
+    with quiet():
+        T5EncoderModel(shape).save_pretrained(folder)
+    return folder
+
+
+def write_llamagen(folder: Path, text: bool = False, layout: str = "official", grid: int = 4) -> Path:
+    """A folder as a user would fill it: target, tokenizer and, for texts, the encoder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = llamagen(text)
+    if layout == "official":
+        torch.save({"model": tensors, "steps": 7}, folder / "t2i_XL_tiny.pt")
+        config = {"block_size": grid * grid}
+    else:
+        save_file(llama_named(tensors), folder / "model.safetensors")
+        config = {"block_size": grid * grid, "model_type": "llama", "num_attention_heads": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.save({"model": vq16()}, folder / "vq_ds16.pt")
+    if text:
+        t5(folder / "flan-t5-xl")
+    return folder

@@ -1,0 +1,94 @@
+"""Commands of a process that may be killed, on a tiny model: states after every step, shards of a few pictures."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # what an optimizer would import; here, once for all processes
+from safetensors import safe_open
+
+from lanternpp.cli import main
+from lanternpp.nn import checkpoints
+from lanternpp.training import drafter, parallel, rollouts  # noqa: F401 (once)
+from lanternpp.training.material import cached, codes, runs, samples  # noqa: F401
+from lanternpp.tuning import run  # noqa: F401
+
+JOURNALS = ("measurements.jsonl", "turns.jsonl")
+HERE = str(Path(__file__).parents[1])
+TRAIN = "train drafter --model tiny --warmup 2 --checks 2 --save-minutes 0"
+COMMANDS = {
+    "own": f"{TRAIN} --self --prompts mine --samples 12 --sample-batch 1 --cache-features --loss guided "
+    "--steps 26 --batch-size 3",
+    "pictures": f"{TRAIN} --data photos --kind parallel --steps 26 --batch-size 4",
+    "rollouts": f"{TRAIN} --self --prompts mine --kind parallel --rollouts 12 --steps 26 --batch-size 3",
+    "tune": "tune --model tiny --prompts mine --nodes 5 --depth 3 --rounds 2 -n 2 --no-plots --dtype float32",
+}
+
+
+def start(work: Callable[..., None], *args: object) -> Any:
+    """A process that begins with everything imported.
+
+    Python 3.11 and 3.12 do not tell the process that forks it where these modules lie, so its environment does.
+    """
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if HERE not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, *paths]))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["helpers.killed", "helpers.shared"])
+    process = context.Process(target=work, args=args)
+    process.start()
+    return process
+
+
+def obey(name: str, folder: str, life: float | None = None) -> None:
+    """Run a command in a folder; `work` then holds the seconds that it took of the processor.
+
+    After `life` seconds of its own work, whatever else the machine does, the system ends the process.
+    """
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
+    cached.SHARD, codes.PART, runs.PART = 1 << 14, 1, 2
+    began = time.process_time()
+    if life is not None:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # nothing of ours runs when it comes, as with SIGKILL
+        signal.setitimer(signal.ITIMER_PROF, life)
+    try:
+        main(COMMANDS[name].split())
+    except SystemExit as end:
+        if end.code:
+            sys.exit(end.code)
+    Path("work").write_text(str(time.process_time() - began))
+
+
+def check_files(folder: Path) -> None:
+    """Every file that has its final name is whole; of a journal, all lines but the last."""
+    for path in folder.rglob("*"):
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                assert list(file.keys())
+        elif path.suffix == ".pt":
+            checkpoints.read_pt(path)
+        elif path.suffix == ".json":
+            json.loads(path.read_text())
+        elif path.suffix == ".jsonl":
+            for line in path.read_text().split("\n")[:-1]:
+                json.loads(line)
+
+
+def measured(folder: Path) -> list[str]:
+    """The whole lines of all journals."""
+    found = []
+    for path in sorted(path for name in JOURNALS for path in folder.rglob(name)):
+        text = path.read_text()
+        found += [f"{path} {line}" for line in text[: text.rfind("\n") + 1].splitlines()]
+    return found

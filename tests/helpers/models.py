@@ -1,0 +1,73 @@
+"""Model folders with random weights, small enough to be made in a moment."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
+from lanternpp.models.vq.model import VQ, VQConfig
+from lanternpp.models.words import WordsConfig, WordsTarget
+from lanternpp.nn import checkpoints
+from lanternpp.nn.decoder import DecoderConfig
+
+VOCAB, LENGTH, SIDE = 32, 16, 16
+SMALLER = {
+    "words": ("red", "tulip"),
+    "subjects": ("tulip",),
+    "dim": 16,
+    "layers": 1,
+    "heads": 2,
+    "hidden": 24,
+    "grid": 4,
+    "vocab": VOCAB,
+    "code_dim": 4,
+    "slots": 4,
+}
+
+
+def write_smaller(folder: Path, words: WordsConfig, vq: VQ) -> Path:
+    """Another target of the same codes, to draft with."""
+    checkpoints.save(folder / "tokenizer", {"kind": "vq", **asdict(vq.config)}, vq.weights())
+    weights = WordsTarget(words, vq).folded()[1]
+    checkpoints.save(folder / "target", {"kind": "words", **asdict(words)}, weights)
+    return folder
+
+
+def write_model(folder: Path, grid: int = 4, layers: int = 2) -> Path:
+    """A model of 32 codes on a grid of 4 x 4, 16 px, that knows a red tulip. A larger grid takes longer to draw."""
+    torch.manual_seed(0)
+    vq_shape = VQConfig(
+        SIDE * grid // 4, VOCAB, 4, channels=(16, 16), encoder_blocks=(1, 1), decoder_blocks=(1, 1)
+    )
+    vq = VQ(vq_shape)
+    checkpoints.save(folder / "tokenizer", {"kind": "vq", **asdict(vq_shape)}, vq.weights())
+    words = WordsConfig(
+        words=("red", "tulip"),
+        subjects=("tulip",),
+        dim=32,
+        layers=layers,
+        heads=2,
+        hidden=48,
+        grid=grid,
+        vocab=VOCAB,
+        code_dim=4,
+        slots=4,
+    )
+    target = WordsTarget(words, vq)
+    checkpoints.save(folder / "target", {"kind": "words", **asdict(words)}, target.folded()[1])
+    write_smaller(folder / "independent", WordsConfig(**SMALLER | {"grid": grid}), vq)
+    eagle = EagleConfig.like(DecoderConfig(32, 1, 2, 48))
+    drafter = EagleDrafter(eagle, target.decoder.rotary_table)
+    checkpoints.save(folder / "drafter", {"kind": "eagle", **eagle.flat()}, drafter.state_dict())
+    shape = ParallelConfig.like(DecoderConfig(32, 1, 2, 48), queries=3, turn=16)
+    parallel = ParallelDrafter(shape, target.decoder.rotary_table)
+    checkpoints.save(folder / "parallel", {"kind": "parallel", **shape.flat()}, parallel.state_dict())
+    (folder / "defaults.json").write_text(
+        '{"cfg": 2.0, "method": "lantern++", "methods": {"lantern": {"neighbours": 8}, "lantern++": {"neighbours": 8},'
+        ' "lantern-static": {"neighbours": 8}, "lantern-jacobi": {"neighbours": 8}}}'
+    )
+    return folder

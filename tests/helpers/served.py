@@ -1,0 +1,210 @@
+"""For tests of the server: a real one in this process, and a pipeline whose steps wait to be allowed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import uvicorn
+from PIL import Image
+
+from lanternpp import Pipeline
+from lanternpp.api.default_method import Chosen
+from lanternpp.api.methods import AUTO
+from lanternpp.api.settings import Settings, resolve
+from lanternpp.engine.decode import FinishedSample
+from lanternpp.errors import InputError
+from lanternpp.serve.batcher import Batcher, ImageSpec
+from lanternpp.serve.connections import Limits
+from lanternpp.serve.server import configured
+from lanternpp.serve.startup import bind, url
+
+LENGTH = 4
+PROMPT = "a red tulip"
+
+
+def settings(method: str = "ar", **overrides: object) -> Settings:
+    """Of a method, for a model without defaults."""
+    return resolve(method, {}, overrides)
+
+
+def spec(seed: int = 0, client: str = "", prompt: str = PROMPT, **more: object) -> ImageSpec:
+    """One picture by plain decoding."""
+    return ImageSpec(prompt, seed, settings(), client=client, **more)
+
+
+class SlowEngine:
+    """Decides a code per step, and a step only when its pipeline allows one."""
+
+    def __init__(self, pipe: SlowPipe, rows: int):
+        self.pipe, self.batch = pipe, rows
+        self.guidance, self.proposer = SimpleNamespace(branches=1), SimpleNamespace(size=1)
+        self.target = SimpleNamespace(decoder=SimpleNamespace(native=None))
+        self.count = torch.full((rows,), LENGTH)
+        self.codes = torch.zeros(rows, LENGTH, dtype=torch.int64)
+        self.passes, self.accepted = torch.zeros_like(self.count), torch.ones_like(self.codes)
+
+    def admit(self, slot: int, condition: str, seed: int, prompt: object = None) -> None:
+        if seed == 666:
+            raise RuntimeError("out of memory")
+        self.codes[slot] = seed
+        self.count[slot] = self.passes[slot] = 1
+        self.pipe.admitted.append(seed)
+
+    def step(self) -> None:
+        self.pipe.allowed.acquire()
+        if (self.codes == 13).any():
+            raise RuntimeError("a step broke")
+        self.passes += self.count < LENGTH
+        self.count += self.count < LENGTH
+
+    def done(self) -> list[int]:
+        return (self.count >= LENGTH).nonzero()[:, 0].tolist()
+
+    def collect(self, slot: int) -> FinishedSample:
+        return FinishedSample(slot, self.codes[slot].clone(), [1] * LENGTH, None)
+
+    def drop(self, slot: int) -> None:
+        self.count[slot] = LENGTH
+        self.pipe.dropped.append(int(self.codes[slot, 0]))
+
+
+class SlowPipe:
+    """A pipeline of slow engines; `allow` lets them step."""
+
+    name, length, width, device = "slow", LENGTH, 2, torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.allowed = threading.Semaphore(0)
+        self.admitted: list[int] = []
+        self.dropped: list[int] = []
+        self.engines: list[Settings] = []
+        self.target = self
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return iter([torch.zeros(1)])
+
+    def examples(self, count: int) -> torch.Tensor:
+        return torch.arange(count)
+
+    def chosen(self, method: str) -> Chosen:
+        return Chosen("ar" if method == AUTO else method)
+
+    def settings(self, method: str, **overrides: object) -> Settings:
+        return settings(self.chosen(method).method, **overrides)
+
+    def at_batch(self, settings: Settings, rows: int) -> Settings:
+        return replace(settings, batch_size=rows)
+
+    def describe(self, settings: Settings) -> dict[str, object]:
+        return asdict(settings)
+
+    def prompt(self, conditions: list[str], branches: int) -> None:
+        if "spaceship" in conditions[0]:
+            raise InputError("prompt 'a spaceship' names no subject this model knows")
+
+    def new_engine(self, settings: Settings) -> SlowEngine:
+        self.engines.append(settings)
+        return SlowEngine(self, settings.batch_size)
+
+    def images(self, codes: torch.Tensor) -> list[Image.Image]:
+        return [Image.new("L", (2, 2), int(codes[0, 0]) % 256)]
+
+    def allow(self, steps: int = 10_000) -> None:
+        self.allowed.release(steps)
+
+
+class PacedPipe:
+    """A real pipeline whose engines step when they are allowed to."""
+
+    def __init__(self, pipe: Pipeline):
+        self.pipe, self.allowed = pipe, threading.Semaphore(0)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.pipe, name)
+
+    def new_engine(self, settings: Settings) -> object:
+        engine = self.pipe.new_engine(settings)
+        step = engine.step
+
+        def wait() -> None:
+            self.allowed.acquire()
+            step()
+
+        engine.step = wait
+        return engine
+
+    def allow(self, steps: int = 10_000) -> None:
+        self.allowed.release(steps)
+
+
+def until(true: Callable[[], object], seconds: float = 120) -> None:
+    """Wait for something that must come true."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.002)
+
+
+@contextmanager
+def batcher_of(pipe: object, **options: object) -> Iterator[Batcher]:
+    """A batcher that is closed in the end, whatever happens."""
+    made = Batcher(pipe, **options)
+    try:
+        yield made
+    finally:
+        if isinstance(pipe, SlowPipe | PacedPipe):
+            pipe.allow()
+        made.close(drain=False, timeout=0)
+
+
+def tiny(folder: Path) -> Pipeline:
+    """The tiny model, in float32."""
+    return Pipeline.from_pretrained(str(folder), device="cpu", dtype="float32", tuned=False)
+
+
+@contextmanager
+def listening(app: object, limits: Limits | None = None, proxies: Sequence[str] = ()) -> Iterator[str]:
+    """A real server of an app on a free port of this machine; its address."""
+    bound = bind("127.0.0.1", 0)
+    server = uvicorn.Server(configured(app, proxies, limits))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield url(bound)
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        bound.close()
+
+
+COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve"]
+
+
+@contextmanager
+def serving(model: Path, *options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`lanternpp serve` as a process of its own, once it answers, and its address."""
+    process = subprocess.Popen(
+        [*COMMAND, "--port", "0", "--model", str(model), "--device", "cpu", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("http://"), process.stderr.read()
+        yield process, line.split(": ")[0]
+    finally:
+        process.kill()
+        process.communicate()

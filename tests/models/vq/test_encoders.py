@@ -1,0 +1,107 @@
+"""Pictures as codes by published encoders, beside transformers; and what is said where there is none."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import write_llamagen
+from helpers.families import CODES, rewrite, write_chameleon, write_emu3, write_janus
+from safetensors.torch import load_file, save_file
+
+from lanternpp.api.model import read_target
+from lanternpp.errors import InputError
+
+IMAGES = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(1)) * 2 - 1
+
+
+def chameleon(folder: Path, **more: Any) -> Any:
+    model = write_chameleon(folder, **more)
+    book = load_file(folder / "model.safetensors")["model.vqmodel.quantize.embedding.weight"]
+    model.model.vqmodel.quantize.embedding.weight.data = book  # written with the decoder
+    return model.model.vqmodel, None
+
+
+def janus(folder: Path, **more: Any) -> Any:
+    model = write_janus(folder, **more)
+    book = model.model.vqmodel.quantize.embedding.weight  # as its authors look it up: of unit length
+    book.data = torch.nn.functional.normalize(book, dim=-1)
+    name = "gen_vision_model" if more.get("authors") else "model.vqmodel"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{name}.quantize.embedding.weight"] = book.detach().clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return model.model.vqmodel, None
+
+
+def emu3(folder: Path) -> Any:
+    model = write_emu3(folder, size="64")
+    return model.model.vqmodel, torch.tensor([[64, 64]] * 2)
+
+
+PEERS: dict[str, Callable[[Path], Any]] = {
+    "anole": chameleon,
+    "janus": janus,
+    "janus-authors": lambda folder: janus(folder, authors=True),
+    "emu3": emu3,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", PEERS)
+def test_latents_and_codes_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    peer, sizes = PEERS[name](tmp_path)
+    target = read_target(tmp_path, torch.float32)
+    reader = target.reader()
+    assert (reader.size, reader.codes, reader.length) == (64, CODES, target.length)
+    vq = target._vq[0]
+    hidden = peer.encoder(IMAGES if sizes is None else IMAGES[:, None].repeat(1, 4, 1, 1, 1))
+    hidden = hidden if sizes is None else hidden.transpose(1, 2)
+    expected = peer.quant_conv(hidden)
+    expected = expected if sizes is None else expected[:, :, 0]
+    assert expected.std() > 0.05
+    assert (vq.encoder()(IMAGES) - expected).abs().max() < 1e-3
+    out = peer.encode(IMAGES) if sizes is None else peer.encode(IMAGES, sizes)
+    grid = out.image_tokens.view(2, 4, 4) if sizes is None else torch.stack(list(out.image_tokens))
+    assert len(grid.unique()) > 3
+    codes = reader.encode(IMAGES)
+    assert codes.shape == (2, target.length)
+    assert torch.equal(target.raster.grid(codes), grid)
+    ends = codes[:, target.width - 1 :: target.width]
+    assert not target.raster.ends or (ends == CODES).all()
+
+
+def test_llamagens_published_tokenizer_reads_the_same(tmp_path: Path) -> None:
+    """Its layout is that of Janus's authors, whose weights serve here."""
+    vq, _ = janus(tmp_path / "janus", authors=True)
+    tensors = load_file(tmp_path / "janus" / "model.safetensors")
+    part = "gen_vision_model."
+    found = {k.removeprefix(part): v for k, v in tensors.items() if k.startswith(part)}
+    found |= {"quantize.codebook_used": torch.zeros(4)}
+    write_llamagen(tmp_path / "llamagen")
+    (tmp_path / "llamagen" / "vq_ds16.pt").unlink()
+    from lanternpp.models.vq.llamagen import read_tokenizer
+    from lanternpp.nn.sources import Source
+
+    save_file(found, tmp_path / "vq_ds16.safetensors")
+    ours = read_tokenizer(Source.open(tmp_path / "vq_ds16.safetensors"), 4, torch.float32, "cpu")
+    assert ours.encoder is not None
+    with torch.no_grad():
+        expected = vq.quant_conv(vq.encoder(IMAGES))
+        assert (ours.encoder()(IMAGES) - expected).abs().max() < 1e-3
+
+
+def test_a_tokenizer_without_an_encoder_names_the_other_way(tmp_path: Path) -> None:
+    write_llamagen(tmp_path / "llamagen")  # the first layer of an encoder is all it has
+    with pytest.raises(InputError, match=r"vq_ds16.pt has no encoder.*use --self instead of --data"):
+        read_target(tmp_path / "llamagen", torch.float32).reader()
+    write_janus(tmp_path / "janus")
+    target = read_target(tmp_path / "janus", torch.float32)
+    target.save(tmp_path / "ours", "float32")
+    with pytest.raises(InputError, match=r"kept without its encoder.*use --self"):
+        read_target(tmp_path / "ours", torch.float32).reader()
+    shutil.copytree(tmp_path / "janus", tmp_path / "broken")
+    rewrite(tmp_path / "broken", {r"vqmodel\.encoder\.conv_out": "vqmodel.encoder.other"})
+    with pytest.raises(InputError, match=r"does not fit VQGANEncoder: missing exit\.2"):
+        read_target(tmp_path / "broken", torch.float32).reader()

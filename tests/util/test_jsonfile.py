@@ -1,0 +1,117 @@
+"""JSON that anyone may have written is read whole or refused in a sentence; values are what a schema says."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from lanternpp.errors import MOST, InputError
+from lanternpp.util import jsonfile
+from lanternpp.util.jsonfile import DEEPEST, read_json, read_object
+from lanternpp.util.schema import Between, Length, made
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[" * 100_000 + b"]" * 100_000, f"nests lists and objects more than {DEEPEST} deep"),
+        (b"[" * 70 + b"]" * 70, f"nests lists and objects more than {DEEPEST} deep"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "a number of too many digits"),
+        (b'{"a": "\xff"}', "no text in UTF-8 (byte 7)"),
+        ("{}".encode("utf-16"), "no text in UTF-8"),
+        (b"{", "is not valid JSON"),
+        (b"", "is not valid JSON"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(content: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        read_json(path)
+    assert said in str(caught.value) and str(path) in str(caught.value)
+    assert str(caught.value).endswith("restore it from its source.") and str(caught.value).isprintable()
+
+
+def test_a_file_is_a_plain_one_of_sane_size_and_name(tmp_path: Path, monkeypatch) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    for path in (tmp_path / "pipe.json", tmp_path, tmp_path / "none.json"):
+        with pytest.raises(InputError, match=r"is missing|is no plain file"):
+            read_json(path)
+    with pytest.raises(InputError, match="File name too long"):
+        read_json(tmp_path / f"{'x' * 5000}.json")
+    (tmp_path / "list.json").write_text("[1, 2]")
+    with pytest.raises(InputError, match="holds a list, where a JSON object is expected"):
+        read_object(tmp_path / "list.json")
+    monkeypatch.setattr(jsonfile.read_text, "__defaults__", (jsonfile.REMEDY, 3))
+    with pytest.raises(InputError, match="larger than"):
+        read_object(tmp_path / "list.json")
+
+
+def test_a_sentence_is_one_line_that_a_terminal_can_show() -> None:
+    said = str(InputError("a name \x1b[2J\nof \ud800 two\r\nlines\t!" + "x" * 10_000 + " the end"))
+    assert said.startswith("a name \\x1b[2J of \\ud800 two lines !") and said.endswith("the end")
+    assert len(said) < MOST + 50 and said.isprintable()
+
+
+@dataclass(frozen=True)
+class Inner:
+    side: Annotated[int, Between(1, 8)]
+
+
+@dataclass(frozen=True)
+class Outer:
+    width: Annotated[int, Between(1, 64)]
+    rate: float = 0.5
+    name: Annotated[str, Length(1, 5)] | int | None = None
+    kind: Literal["one", "two"] = "one"
+    stages: Annotated[tuple[Annotated[int, Between(0, 9)], ...], Length(1, 3)] = (1,)
+    inner: Inner | None = None
+    loud: bool = False
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, "Outer lacks width"),
+        ({"width": None}, "Outer lacks width"),
+        ({"width": "32"}, "width '32' cannot be used; use a whole number"),
+        ({"width": True}, "width True cannot"),
+        ({"width": 2.0}, "width 2.0 cannot"),
+        ({"width": 0}, "width 0 cannot be used; use 1 to 64"),
+        ({"width": 10**4000}, "cannot be used; use 1 to 64"),
+        ({"width": 1, "rate": float("nan")}, "use a finite number"),
+        ({"width": 1, "rate": 1e999}, "use a finite number"),
+        ({"width": 1, "rate": 10**400}, "use a finite number"),
+        ({"width": 1, "name": "123456"}, "name '123456' cannot be used; use a whole number"),
+        ({"width": 1, "kind": "three"}, "use one of one, two"),
+        ({"width": 1, "kind": []}, "use one of one, two"),
+        ({"width": 1, "stages": 3}, "stages 3 cannot be used; use a list"),
+        ({"width": 1, "stages": [1, -1]}, "stages[1] -1 cannot be used; use 0 to 9"),
+        ({"width": 1, "stages": []}, "stages has 0 entries; use 1 to 3"),
+        ({"width": 1, "inner": 3}, "inner 3 cannot be used; use an object"),
+        ({"width": 1, "inner": {}}, "Inner lacks inner.side"),
+        ({"width": 1, "inner": {"side": 9}}, "inner.side 9 cannot be used; use 1 to 8"),
+        ({"width": 1, "loud": 1}, "loud 1 cannot be used; use true or false"),
+    ],
+)
+def test_a_value_that_the_schema_does_not_take_is_named(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        made(Outer, values)
+    assert said in str(caught.value)
+
+
+def test_what_the_schema_takes_becomes_the_dataclass() -> None:
+    given = {
+        "width": 8,
+        "rate": 2,
+        "name": "abc",
+        "stages": [1, 2],
+        "inner": {"side": 4},
+        "unknown": 1,
+        "loud": None,
+    }
+    assert made(Outer, given) == Outer(8, 2, "abc", "one", (1, 2), Inner(4))
