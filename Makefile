@@ -36,7 +36,7 @@ continuous: $(STAMP)
 	$(BIN)/lanternpp train target --data "$(DATA)" --model "$(MODEL)" --head mixture --weights-of nature-128 --crops 1 \
 	    --batch-size 16 --steps $(TARGET_STEPS) --warmup 10 --muon-lr 1e-3 --lr 5e-4 --store bfloat16
 	$(BIN)/lanternpp train drafter --data "$(DATA)" --model "$(MODEL)" --steps $(DRAFTER_STEPS) --store bfloat16
-	cp -R $(NATURE)/judge $(NATURE)/prompts.txt "$(MODEL)/"
+	cp -R $(NATURE)/classifier $(NATURE)/prompts.txt "$(MODEL)/"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -117,7 +117,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-CONFIGS = ("target", "tokenizer", "drafter", "parallel", "independent/target", "judge")
+CONFIGS = ("target", "tokenizer", "drafter", "parallel", "independent/target", "classifier")
 SMALL = ("defaults.json", "tuned.json")
 
 

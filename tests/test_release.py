@@ -164,7 +164,7 @@ def run_verbs(python: Path, home: Path, env: dict[str, str]) -> dict:
         ["train", "tokenizer", *learn, "--size", "16", "--codes", "16"],
         ["train", "target", *learn, "--dim", "16", "--heads", "2", "--layers", "1", "--hidden", "16"],
         ["train", "drafter", *learn],
-        ["train", "judge", *learn],
+        ["train", "classifier", *learn],
         ["eval", "many", "--model", "own", "--json"],
         ["serve"],
     ]

@@ -124,8 +124,8 @@ def test_what_cannot_be_done_is_refused_before_anything_is_drawn(run, model, pro
 def test_pictures_too_few_to_measure_are_refused_if_asked_for_and_else_only_timed(
     run, model, prompts, tmp_path
 ):
-    judged = write_classifier(Path(shutil.copytree(model, tmp_path / "judged")))
-    requested = ("--model", judged, "--prompts", prompts, "--methods", "ar", "--no-plots", "--no-measure")
+    own = write_classifier(Path(shutil.copytree(model, tmp_path / "own")))
+    requested = ("--model", own, "--prompts", prompts, "--methods", "ar", "--no-plots", "--no-measure")
     (tmp_path / "red").mkdir()
     refused = run("bench", *requested, "-n", 1, "-o", "few", "--reference", tmp_path / "red")
     assert refused.code == 2 and "2 pictures of each method are too few" in refused.err

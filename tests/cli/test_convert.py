@@ -153,12 +153,12 @@ def test_what_is_no_tokenizer_or_encoder_is_refused(run, tmp_path: Path) -> None
 
 
 def test_a_classifier_comes_along_with_the_reference_it_made(run, model: Path, tmp_path: Path) -> None:
-    source = write_classifier(Path(shutil.copytree(model, tmp_path / "judged")))
+    source = write_classifier(Path(shutil.copytree(model, tmp_path / "own")))
     (source / "prompts.txt").write_text("a red tulip\n")
-    (source / "judge" / "state.pt").write_bytes(b"of the training")
+    (source / "classifier" / "state.pt").write_bytes(b"of the training")
     done = run("convert", source, tmp_path / "small")
-    assert done.code == 0 and "judge" in done.out
-    names = {path.name for path in (tmp_path / "small" / "judge").iterdir()}
+    assert done.code == 0 and "classifier" in done.out
+    names = {path.name for path in (tmp_path / "small" / "classifier").iterdir()}
     assert names == {"config.json", "model.safetensors", "reference.safetensors"}
     classifier = read_classifier(tmp_path / "small")
     assert len(read_reference(tmp_path / "small", classifier).features) == 24  # refused if it were another's

@@ -19,9 +19,9 @@ DRAW = ("-n", 6, "--batch-size", 3)
 
 
 @pytest.fixture(scope="module")
-def judged(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with a classifier."""
-    folder = tmp_path_factory.mktemp("judged") / "tiny"
+    folder = tmp_path_factory.mktemp("measured") / "tiny"
     shutil.copytree(model, folder)
     return write_classifier(folder)
 
@@ -32,28 +32,28 @@ def saved(folder: Path, images: list[Image.Image], **notes: str) -> Path:
     return folder
 
 
-def test_a_folder_of_pictures(run, judged, elsewhere: Path) -> None:
+def test_a_folder_of_pictures(run, measured, elsewhere: Path) -> None:
     saved(elsewhere / "mine", splashes("red", 6), prompt="a red tulip")
-    outcome = run("eval", "mine", "--model", judged, "--json")
+    outcome = run("eval", "mine", "--model", measured, "--json")
     assert (outcome.code, outcome.err) == (0, "")
     row = json.loads(outcome.out)
     assert row["images"] == 6 and row["folder"] == "mine" and row["prompt_accuracy"] == 1
-    assert row["features"] == "judge" and row["reference_images"] == 24
+    assert row["features"] == "classifier" and row["reference_images"] == 24
     assert row["frechet"] >= 0 and 0 <= row["precision"] <= 1 and 0 <= row["recall"] <= 1
-    table = run("eval", "mine", "--model", judged)
+    table = run("eval", "mine", "--model", measured)
     assert table.code == 0 and "Fréchet distance" in table.out and "100.0 %" in table.out
 
 
-def test_a_reference_folder_of_the_same_pictures_is_at_no_distance(run, judged, elsewhere: Path) -> None:
+def test_a_reference_folder_of_the_same_pictures_is_at_no_distance(run, measured, elsewhere: Path) -> None:
     for name in ("mine", "photos/val"):
         saved(elsewhere / name, splashes("blue", 6))
-    row = json.loads(run("eval", "mine", "--model", judged, "--reference", "photos", "--json").out)
+    row = json.loads(run("eval", "mine", "--model", measured, "--reference", "photos", "--json").out)
     assert row["frechet"] == pytest.approx(0, abs=1e-6) and row["precision"] == row["recall"] == 1
     assert row["reference"] == "photos/val" and "prompt_accuracy" not in row
 
 
-def test_a_method_is_drawn_kept_and_measured(run, judged, elsewhere: Path) -> None:
-    outcome = run("eval", "lantern++", "--model", judged, *DRAW, "--seed", 5, "-o", "kept", "--json")
+def test_a_method_is_drawn_kept_and_measured(run, measured, elsewhere: Path) -> None:
+    outcome = run("eval", "lantern++", "--model", measured, *DRAW, "--seed", 5, "-o", "kept", "--json")
     assert (outcome.code, outcome.err) == (0, "")
     row = json.loads(outcome.out)
     assert row["method"] == "lantern++" and row["images"] == 6 and row["codes"] == 6 * 16
@@ -61,14 +61,14 @@ def test_a_method_is_drawn_kept_and_measured(run, judged, elsewhere: Path) -> No
     files = sorted((elsewhere / "kept").iterdir())
     with Image.open(files[2]) as image:
         assert image.text["prompt"] == "a red tulip" and image.text["seed"] == "7"  # the captions' prompt
-    again = json.loads(run("eval", "kept", "--model", judged, "--json").out)
+    again = json.loads(run("eval", "kept", "--model", measured, "--json").out)
     for figure in ("frechet", "precision", "recall", "prompt_accuracy"):
         assert again[figure] == pytest.approx(row[figure]), figure
 
 
-def test_prompts_of_a_file_are_taken_in_turn(run, judged, elsewhere: Path) -> None:
+def test_prompts_of_a_file_are_taken_in_turn(run, measured, elsewhere: Path) -> None:
     (elsewhere / "prompts.txt").write_text("a tulip\n\na red tulip\n")
-    arguments = ("--model", judged, "--prompts", "prompts.txt", "-o", "kept")
+    arguments = ("--model", measured, "--prompts", "prompts.txt", "-o", "kept")
     assert run("eval", "ar", *arguments, "-n", 5).code == 0
     reported = [Image.open(path).text for path in sorted((elsewhere / "kept").iterdir())]
     pairs = [(text["prompt"], text["seed"]) for text in reported]
@@ -81,9 +81,9 @@ def test_prompts_of_a_file_are_taken_in_turn(run, judged, elsewhere: Path) -> No
     ]
 
 
-def test_a_kept_picture_is_the_one_that_generate_draws(run, judged, elsewhere: Path) -> None:
-    assert run("eval", "ar", "--model", judged, "-n", 4, "--batch-size", 1, "-o", "kept").code == 0
-    generate = ("generate", "a red tulip", "--method", "ar", "--model", judged)
+def test_a_kept_picture_is_the_one_that_generate_draws(run, measured, elsewhere: Path) -> None:
+    assert run("eval", "ar", "--model", measured, "-n", 4, "--batch-size", 1, "-o", "kept").code == 0
+    generate = ("generate", "a red tulip", "--method", "ar", "--model", measured)
     assert run(*generate, "--seed", 2, "-o", "two.png").code == 0
     one, two = (Image.open(elsewhere / name).tobytes() for name in ("kept/00002.png", "two.png"))
     assert one == two
@@ -114,10 +114,10 @@ def test_more_prompts_than_pictures_are_spread_evenly() -> None:
     ],
     ids=lambda v: " ".join(v)[-24:],
 )
-def test_refused_before_anything_is_drawn(args, names, run, judged, elsewhere, monkeypatch) -> None:
+def test_refused_before_anything_is_drawn(args, names, run, measured, elsewhere, monkeypatch) -> None:
     saved(elsewhere / "mine", splashes("red", 3))
     monkeypatch.setattr(Pipeline, "from_pretrained", lambda **_: pytest.fail("a model was read"))
-    args = args if "--model" in args else [*args, "--model", judged]
+    args = args if "--model" in args else [*args, "--model", measured]
     outcome = run("eval", *args)
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.startswith("lanternpp: error: ") and outcome.err.count("\n") == 1
@@ -131,7 +131,7 @@ def test_a_model_without_a_classifier_says_so_in_one_sentence(run, model, elsewh
 
 
 @pytest.mark.skipif(
-    not (ASSETS / "nature-128" / "judge").is_dir(), reason="this checkout holds no classifier"
+    not (ASSETS / "nature-128" / "classifier").is_dir(), reason="this checkout holds no classifier"
 )
 def test_the_shipped_classifier_knows_what_the_shipped_model_drew(run, elsewhere: Path) -> None:
     prompts = (

@@ -154,7 +154,7 @@ def test_a_windows_dials_are_chosen_by_codes_and_by_what_passes_take(run, own, m
         (("--method", "eagle", "--budget-tv", 5), "'exact' does not read"),
         (("--prompts", "absent.txt"), "absent.txt"),
         (("--budget-frechet", 5, "--budget-pictures", 2), "2 are too few"),
-        (("--budget-frechet", 5), "judge"),
+        (("--budget-frechet", 5), "classifier"),
         (("--drafter", "nowhere"), "nowhere"),
     ],
 )

@@ -47,7 +47,7 @@ def test_the_reference_of_other_weights_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_and_a_broken_reference_are_refused(tmp_path: Path) -> None:
     classifier = read_classifier(write_classifier(tmp_path))
-    path = tmp_path / "judge" / "reference.safetensors"
+    path = tmp_path / "classifier" / "reference.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(InputError, match="cannot be read"):
         read_reference(tmp_path, classifier)

@@ -88,7 +88,7 @@ def test_a_model_without_a_classifier_has_no_figures_of_it(tmp_path: Path) -> No
     bare = tmp_path / "bare"
     bare.mkdir()
     for reference in (None, pictures):
-        with pytest.raises(InputError, match=r"model bare has no classifier; .*lanternpp train judge"):
+        with pytest.raises(InputError, match=r"model bare has no classifier; .*lanternpp train classifier"):
             Quality.for_model(bare, reference, None, None, CPU)
     quality = Quality.for_model(bare, pictures, OWN, None, CPU)
     assert quality.columns == ("frechet", "precision", "recall")
@@ -98,7 +98,7 @@ def test_a_model_without_a_classifier_has_no_figures_of_it(tmp_path: Path) -> No
 def test_what_cannot_be_measured_is_refused_before_anything_is_drawn(folder: Path, tmp_path: Path) -> None:
     few = saved(tmp_path / "few", splashes("red", 3))
     for arguments, names in (
-        ((None, "jugde", None), "did you mean 'judge'"),
+        ((None, "clasifier", None), "did you mean 'classifier'"),
         ((None, OWN, None), "need --reference DIR"),
         ((tmp_path / "none", None, None), "reference .*none is no folder"),
         ((few, None, None), "holds 3 pictures; at least 4 are needed"),

@@ -24,7 +24,7 @@ SHAPE = {"stem": 16, "channels": (32, 48), "blocks": (1, 1)}
 
 
 def go(data: Path, model: Path, steps: int = 8, stop: int | None = None, **settings: Any) -> bool:
-    options = TrainingOptions(model / "judge", steps, stop_after=stop, log_steps=1, checks=2, store="int8")
+    options = TrainingOptions(model / "classifier", steps, stop_after=stop, log_steps=1, checks=2, store="int8")
     return train(
         data, model, SHAPE, ClassifierSettings(**{"batch_size": 6, "redrawn": 5, **settings}), options
     )
@@ -36,11 +36,11 @@ def weights(model: Path) -> dict[str, torch.Tensor]:
 
 def test_it_tells_red_squares_from_blue_ones_and_says_how_it_came_about(data: Path, model: Path) -> None:
     assert go(data, model, steps=60, redrawn=0)
-    facts = json.loads((model / "judge" / "provenance.json").read_text())
+    facts = json.loads((model / "classifier" / "provenance.json").read_text())
     assert facts["validation"]["accuracy"] == 1
     assert facts["validation"]["accuracy_of_each_label"] == {"blue": 1, "red": 1}
     assert facts["data"]["train"] == 12 and facts["store"] == "int8"
-    assert list((model / "judge" / "samples").glob("*.png"))
+    assert list((model / "classifier" / "samples").glob("*.png"))
     classifier = ClassifierFeatures.open(model, CPU)
     photos = Gallery.read(data / "val")
     taken = [
@@ -66,7 +66,7 @@ def test_the_reference_is_what_the_stored_weights_see_in_the_validation_pictures
 def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(data: Path, model: Path, twin: Path) -> None:
     assert go(data, model)
     assert not go(data, twin, stop=5)
-    assert not (twin / "judge" / "config.json").exists()
+    assert not (twin / "classifier" / "config.json").exists()
     assert go(data, twin)
     one, two = weights(model), weights(twin)
     assert all(torch.equal(one[name], two[name]) for name in one)

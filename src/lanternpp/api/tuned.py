@@ -32,7 +32,7 @@ CONDITIONS = ("device", "dtype", "batch_size", "compile", "proposer", "accept", 
 UNSAID = {"verify": "token"}  # conditions that older versions did not record, and their value then
 DRAFTED = tuple(name for name in names(DRAFT) if name != "verify")
 CHOSEN = (*DRAFTED, *names(RULE))  # what an entry may set
-MADE = {"judge", "codes", "rollouts"}  # folders of files that are not used for drawing
+MADE = {"classifier", "codes", "rollouts"}  # folders of files that are not used for drawing
 ENDS = 1 << 16  # bytes of a file's beginning and end that are hashed
 
 

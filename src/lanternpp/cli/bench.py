@@ -213,7 +213,7 @@ def make_measurer(
     from lanternpp.evaluation.quality import LEAST, Quality
 
     if not (reference or features or clip):
-        if count < LEAST or not (pipe.folder / "judge").is_dir():
+        if count < LEAST or not (pipe.folder / "classifier").is_dir():
             return None
     elif count < LEAST:
         raise InputError(

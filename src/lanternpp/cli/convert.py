@@ -19,7 +19,7 @@ from lanternpp.util import files
 from lanternpp.util.jsonfile import read_object
 
 PARTS = ("tokenizer", "target", "drafter", "parallel")
-REST = ("independent", "judge", "text")  # other parts that a model may have
+REST = ("independent", "classifier", "text")  # other parts that a model may have
 FILES = ("defaults.json", "embeddings.safetensors", "prompts.txt", "synonyms.txt")
 STORES = ("float32", "bfloat16", "int8", "int6")
 

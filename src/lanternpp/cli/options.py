@@ -139,7 +139,7 @@ Features = Annotated[
     str | None,
     _quality(
         metavar="NAME",
-        help="The network whose features are compared: judge (the model's own classifier, the default), inception, or module:Class.",
+        help="The network whose features are compared: classifier (the model's own classifier, the default), inception, or module:Class.",
     ),
 ]
 Clip = Annotated[str | None, _quality(metavar="DIR|HUB_ID", help="Also the CLIP score, by this CLIP model.")]

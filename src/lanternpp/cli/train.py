@@ -236,7 +236,7 @@ def target(
 
 @app.command()
 @plans(12, "int8")
-def judge(
+def classifier(
     data: Data,
     model: Model,
     batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 64,
@@ -255,5 +255,5 @@ def judge(
     from lanternpp.training.classifier import ClassifierSettings, train
 
     settings = ClassifierSettings(batch_size, lr, seed, redrawn, decay=decay, warmup=warmup)
-    where = plan(model / "judge")
+    where = plan(model / "classifier")
     leave(train(data, model, {}, settings, where, limit))

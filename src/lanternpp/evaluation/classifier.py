@@ -27,7 +27,7 @@ from lanternpp.util import files
 from lanternpp.util.jsonfile import parse_json
 from lanternpp.util.schema import Between, checked
 
-CLASSIFIER = "judge"  # the part of a model folder
+CLASSIFIER = "classifier"  # the part of a model folder
 REFERENCE = "reference.safetensors"
 
 
@@ -137,8 +137,8 @@ class Reference:
 
 
 def write_reference(folder: Path, classifier: nn.Module, features: Tensor, texts: Sequence[str]) -> None:
-    """`folder`/judge/reference.safetensors: features in 16 bits, captions, and which classifier they are of."""
-    note = {"judge": fingerprint(classifier), "texts": json.dumps(list(texts))}
+    """`folder`/classifier/reference.safetensors: features in 16 bits, captions, and which classifier they are of."""
+    note = {"classifier": fingerprint(classifier), "texts": json.dumps(list(texts))}
     with files.replacing(folder / CLASSIFIER / REFERENCE) as temporary:
         temporary.write_bytes(serialise({"features": features.half().cpu().contiguous()}, metadata=note))
 
@@ -155,6 +155,6 @@ def read_reference(folder: Path, classifier: nn.Module) -> Reference:
         texts = checked("texts", parse_json(note.get("texts", "[]"), "texts"), tuple[str, ...])
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({error}); give --reference DIR") from None
-    if note.get("judge") != fingerprint(classifier):
+    if note.get("classifier") != fingerprint(classifier):
         raise InputError(f"{path} was made by other weights than {path.parent}'s; give --reference DIR")
     return Reference(features, texts)

@@ -43,7 +43,7 @@ class ClassifierFeatures(Extractor):
         """The classifier of a model folder."""
         if not has_classifier(folder):
             raise InputError(
-                f"model {folder.name} has no classifier; make one with `lanternpp train judge`, "
+                f"model {folder.name} has no classifier; make one with `lanternpp train classifier`, "
                 "or use --features inception with --reference DIR"
             )
         return cls(folder, device)
@@ -60,7 +60,7 @@ class ClassifierFeatures(Extractor):
 
 
 EXTRACTORS: dict[str, type[Extractor] | str] = {
-    "judge": ClassifierFeatures,
+    "classifier": ClassifierFeatures,
     "inception": "lanternpp.evaluation.inception:Inception",
 }
 

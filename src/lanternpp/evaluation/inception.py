@@ -32,7 +32,7 @@ class Inception(Extractor):
         except ImportError as error:
             raise InputError(
                 f"features inception need a package ({error}); "
-                "pip install torch-fidelity torchvision, or use --features judge"
+                "pip install torch-fidelity torchvision, or use --features classifier"
             ) from None
         try:
             network = package.FeatureExtractorInceptionV3("inception-v3-compat", ["2048"])
@@ -41,7 +41,7 @@ class Inception(Extractor):
             raise InputError(
                 f"the weights of features inception cannot be had ({error}); put "
                 f"weights-inception-2015-12-05-6726825d.pth of torch-fidelity's release v0.2.0 into {where}, "
-                "or use --features judge"
+                "or use --features classifier"
             ) from None
         return cls(network.eval().requires_grad_(False).to(device), device)
 

@@ -85,7 +85,7 @@ class Quality:
         scorer = Clip.open(clip, on) if clip else None
         if classifier is None and features is None and reference is None and scorer is not None:
             return cls(None, None, None, None, scorer)
-        name = features or "judge"
+        name = features or "classifier"
         kind = find("features", importable(name), EXTRACTORS)
         extractor = classifier if classifier and kind is ClassifierFeatures else kind.open(folder, on)
         against = reference_for(folder, reference, name, extractor, classifier, progress)

@@ -65,7 +65,7 @@ class ClassifierSettings:
 class ClassifierTask(Task):
     """A classifier on photos and redrawn photos."""
 
-    name = "judge"
+    name = "classifier"
     keep = "loss"
 
     def __init__(
@@ -209,7 +209,7 @@ def train(
     options: TrainingOptions,
     limit: int | None = None,
 ) -> bool:
-    """Train `model/judge` on the labelled pictures of `data`; False if interrupted. `shape`: channels, blocks.
+    """Train `model/classifier` on the labelled pictures of `data`; False if interrupted. `shape`: channels, blocks.
 
     It looks at pictures of the tokenizer's size. At the end the features of the validation photos are
     written beside it: what pictures are compared with by default.
