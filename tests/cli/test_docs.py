@@ -15,7 +15,7 @@ from lanternpp import Pipeline
 from lanternpp.cli import app
 from lanternpp.models import FAMILIES
 
-RUN = [ROOT / "README.md", DOCS / "quickstart.md", DOCS / "python.md", DOCS / "extending.md"]
+RUN = [ROOT / "README.md", DOCS / "quickstart.md", DOCS / "extending.md"]
 ELSEWHERE = {"--help", "--num_processes", "--pid"}  # of every verb, and of other programs
 
 

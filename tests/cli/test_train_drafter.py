@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.checkpoints import write_llamagen
-from helpers.documents import DOCS, blocks
 from helpers.families import write_janus
-from helpers.models import write_model
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -194,25 +192,6 @@ def test_options_of_the_other_kind_and_a_method_without_runs_are_refused(run, sh
         run(*train, "--kind", "parallel", "--taps", 2), "--taps 2 is too many: the target has 1 layers below"
     )
     assert not (shelf / "janus" / "parallel" / "state.pt").exists()
-
-
-def test_every_row_of_the_table_of_drafters_can_be_trained(run, elsewhere: Path) -> None:
-    """The commands of docs/drafters.md, on a tiny model with a small budget."""
-    write_model(elsewhere / "tiny", layers=4)
-    (elsewhere / "tiny" / "prompts.txt").write_text("a red tulip\nthe tulip\na tulip\n")
-    (block,) = (block for block in blocks(DOCS / "drafters.md", "sh") if "runs/chain/" in block.text)
-    rows = list(block.commands)
-    assert len(rows) == 10
-    small = ("--model", "tiny", "--steps", 1, "--checks", 1, "--batch-size", 2)
-    for args in rows:
-        if "runs/chain/all" in args and "--rollouts" in args:
-            assert "cp -r runs/chain/all runs/chain/relaxed" in block.text
-            shutil.copytree("runs/chain/all", "runs/chain/relaxed")
-        done = run(*args, *small, *(("--rollouts", 4) if "--rollouts" in args else ("--samples", 4)))
-        assert done.code == 0 and "codes" in done.err, done.err
-    assert {path.name for path in (elsewhere / "runs/chain").iterdir()} == {
-        args[args.index("--out") + 1][11:] for args in rows
-    }
 
 
 def weights(folder: Path) -> dict[str, list[float]]:
