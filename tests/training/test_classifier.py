@@ -24,7 +24,9 @@ SHAPE = {"stem": 16, "channels": (32, 48), "blocks": (1, 1)}
 
 
 def go(data: Path, model: Path, steps: int = 8, stop: int | None = None, **settings: Any) -> bool:
-    options = TrainingOptions(model / "classifier", steps, stop_after=stop, log_steps=1, checks=2, store="int8")
+    options = TrainingOptions(
+        model / "classifier", steps, stop_after=stop, log_steps=1, checks=2, store="int8"
+    )
     return train(
         data, model, SHAPE, ClassifierSettings(**{"batch_size": 6, "redrawn": 5, **settings}), options
     )
