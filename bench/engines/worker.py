@@ -34,6 +34,7 @@ from openvino_graph import OpenVINO
 from torch import Tensor, nn
 
 from lanternpp.engine import cache
+from lanternpp.nn.backend import backend
 from lanternpp.nn.decoder import Decoder
 from lanternpp.types import Nodes
 
@@ -110,22 +111,12 @@ class Ours(PyTorch):
 
     def __init__(self, weights: Path, dtype: str):
         super().__init__(weights)
-        self.decoder.native, self.head = packed(self.decoder, self.head, dtype)
-
-
-def packed(decoder: Decoder, head: nn.Linear, dtype: str) -> tuple[Any, Callable[[Tensor], Tensor]]:
-    """The passes and the head of our kernels: all that depends on how the package packs them."""
-    from lanternpp.kernels import library
-    from lanternpp.kernels.sampling import native_head
-    from lanternpp.nn.int8 import quantise
-
-    library.MOST_WEIGHTS = 1 << 40
-    if dtype == "int8":
-        quantise(decoder)
-    passes, logits = library.native(decoder), native_head((head.weight, None))
-    if passes is None or logits is None:
-        raise UnavailableError("our kernels take no such decoder, or are not there")
-    return passes, partial(logits, scale=1.0, branches=1)
+        kernels = backend()
+        kernels.pack(self.decoder, int8=dtype == "int8")
+        logits = kernels.head(self.head)
+        if self.decoder.native is None or logits is None:
+            raise UnavailableError("our kernels do not serve this decoder, or are not installed")
+        self.head = partial(logits, scale=1.0, branches=1)
 
 
 ENGINES: dict[str, Callable[..., Any]] = {
