@@ -48,8 +48,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "ddd": {"method": "ddd", "tree": DepthTree(4, 4, 14, threshold=math.log(0.6))},
     "parallel, block": {"method": "parallel"},
     "parallel, token": {"method": "parallel", "verify": "token"},
-    "parallel, block, cut": {"method": "parallel", "cut": 0.25},
-    "parallel, token, cut": {"method": "parallel", "cut": 0.25, "verify": "token"},
+    "parallel, block, cut": {"method": "parallel", "min_survival": 0.25},
+    "parallel, token, cut": {"method": "parallel", "min_survival": 0.25, "verify": "token"},
     "independent, block": {"method": "independent"},
     "jacobi, block": {"method": "jacobi", "window": 6},
     "jacobi-coupled, traversal": {"method": "jacobi-coupled", "window": 6},
@@ -168,7 +168,7 @@ def test_first_codes_follow_the_law_of_plain_decoding(
     codes, per_pass = draw(method, turn)
     assert not differ(name, codes, plain, per_pass)
     assert per_pass == 1 if method["method"] == "ar" else per_pass > 1.5
-    whole = method["method"] in ("ar", "parallel") and "cut" not in method
+    whole = method["method"] in ("ar", "parallel") and "min_survival" not in method
     expected = {KernelDecoder, NativeHead, NativeSampling, NativeStep if whole else NativeVerifier}
     assert expected <= asked.keys() and (NativeChain in asked) == (
         method["method"] == "parallel" and not whole

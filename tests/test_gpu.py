@@ -68,7 +68,7 @@ def test_compiled_steps_are_cuda_graphs_and_draw_the_same_codes(folder, method, 
 
 
 def test_a_profile_names_the_operations_whose_kernels_take_longest(pipe, tmp_path):
-    race = Race(pipe, parse_methods("ar, eagle tree=chain-2"), PROMPTS, 1, 0, {}, measure=False)
+    race = Race(pipe, parse_methods("ar, eagle tree=chain-2"), PROMPTS, 1, 0, {}, measure_tv=False)
     table = report.rows(race.run(tmp_path), race.describe(), {})
     for row in profile_race(race, table, tmp_path):
         assert "aten::" in row[2] and "pass" not in row[2]

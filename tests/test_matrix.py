@@ -15,13 +15,13 @@ from lanternpp.accept.cool import Cool
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
-from lanternpp.accept.mixture import Mixture
+from lanternpp.accept.mixture import DraftMixture
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import VERIFIERS
-from lanternpp.proposers.independent import Independent
+from lanternpp.proposers.draft_model import DraftModel
 from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.parallel import Parallel
@@ -32,7 +32,7 @@ from lanternpp.trees.shapes import EAGLE, chain
 from lanternpp.trees.static import StaticTree
 
 PROPOSERS = {
-    "nothing": lambda target: NoDraft(),
+    "none": lambda target: NoDraft(),
     "eagle chain": lambda target: TreeProposer(eagle(target), StaticTree(chain(4))),
     "eagle tree": lambda target: TreeProposer(eagle(target), StaticTree(EAGLE)),
     "oracle chain": lambda target: TreeProposer(OracleDrafter(target), StaticTree(chain(4))),
@@ -41,12 +41,12 @@ PROPOSERS = {
     "ddd": lambda target: TreeProposer(eagle(target), DepthTree(3, 4, 10, 1, math.log(0.7))),
     "parallel chain": lambda target: Parallel(parallel(target), StaticTree(chain(4))),
     "parallel tree": lambda target: Parallel(parallel(target, 2), StaticTree(BUSHY)),
-    "parallel taps chain": lambda target: Parallel(parallel(target, 13, (0,)), StaticTree(chain(12))),
+    "parallel aux chain": lambda target: Parallel(parallel(target, 13, (0,)), StaticTree(chain(12))),
     "parallel eagle2": lambda target: Parallel(parallel(target), DynamicTree(3, 3, 9)),
-    "independent chain": lambda target: Independent(smaller(target), StaticTree(chain(4))),
-    "independent tree": lambda target: Independent(smaller(target), StaticTree(BUSHY)),
-    "independent eagle2": lambda target: Independent(smaller(target), DynamicTree(3, 3, 9)),
-    "independent oracle": lambda target: Independent(target, StaticTree(BUSHY)),
+    "independent chain": lambda target: DraftModel(smaller(target), StaticTree(chain(4))),
+    "independent tree": lambda target: DraftModel(smaller(target), StaticTree(BUSHY)),
+    "independent eagle2": lambda target: DraftModel(smaller(target), DynamicTree(3, 3, 9)),
+    "independent oracle": lambda target: DraftModel(target, StaticTree(BUSHY)),
     "jacobi": lambda target: Jacobi(5),
     "jacobi maximal last": lambda target: Jacobi(5, "maximal", "last"),
     "jacobi gumbel above": lambda target: Jacobi(5, "gumbel", "above"),
@@ -58,7 +58,7 @@ BUSHY = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
 OTHERWISE = {  # the same drafts, not verified by a walk: name and verifier, parted by a comma
     f"{name}, {verify}": PROPOSERS[name]
     for verify, names in {
-        "block": ("oracle chain", "parallel chain", "parallel taps chain", "jacobi", "jacobi maximal mixed"),
+        "block": ("oracle chain", "parallel chain", "parallel aux chain", "jacobi", "jacobi maximal mixed"),
         "traversal": ("oracle tree", "parallel tree", "independent tree", "jacobi siblings", "jacobi rows"),
     }.items()
     for name in names
@@ -78,7 +78,7 @@ RULES = {
     "lantern++ optimal": lambda target: LanternPlusPlus(neighbours(target.codebook, 8), 10.0, "optimal"),
     "cool": lambda target: Cool(2.6, 0.2),  # above 1 at every level here: below it, even an oracle is refused
     "cool paper": lambda target: Cool(2.6, 0.2, "paper"),
-    "mixture": lambda target: Mixture(0.3, 0.2),
+    "mixture": lambda target: DraftMixture(0.3, 0.2),
 }
 WAYS_TO_DRAW = [
     "eagle tree",
@@ -113,7 +113,7 @@ def combinations():
     for proposer, rule, sampling, cfg in product(PROPOSERS, RULES, SAMPLINGS, CFG):
         thorough = rule in ("exact", "lantern++")
         fits = (thorough and (cfg == 3 or sampling == "T=1")) or (
-            cfg == 3 and sampling in ("greedy", "T=1") and proposer != "nothing"
+            cfg == 3 and sampling in ("greedy", "T=1") and proposer != "none"
         )
         if rule in OTHER_RESIDUALS:
             fits = fits and sampling == "T=1" and proposer in WAYS_TO_DRAW
@@ -152,7 +152,7 @@ def test_neither_the_batch_nor_when_a_sample_enters_matters_and_passes_add_up(pr
         assert 0 <= sample.codes.min() and sample.codes.max() < model.vocab
         assert sample.accepted[0] == 1 and sum(sample.accepted) == model.length
         assert all(1 <= kept <= most for kept in sample.accepted)
-        assert proposer != "nothing" or len(sample.accepted) == model.length
+        assert proposer != "none" or len(sample.accepted) == model.length
         if proposer in ORACLES:  # all that it drafts is kept
             full, rest = divmod(model.length - 1, most)
             assert sample.accepted == [1] + [most] * full + [rest] * (rest > 0)
@@ -161,7 +161,7 @@ def test_neither_the_batch_nor_when_a_sample_enters_matters_and_passes_add_up(pr
 @every_proposer
 @every_cfg
 def test_greedy_exact_is_plain_ar_code_by_code(proposer, cfg):
-    plain = codes(draw("nothing", "exact", "greedy", cfg, 1))
+    plain = codes(draw("none", "exact", "greedy", cfg, 1))
     assert codes(draw(proposer, "exact", "greedy", cfg, 3)) == plain
 
 
@@ -206,10 +206,10 @@ def test_relaxed_rules_keep_more_than_the_exact_one():
 
 @every_cfg
 def test_guidance_and_the_prompt_reach_the_picture(cfg):
-    first = codes(draw("nothing", "exact", "T=1", cfg, 3))
+    first = codes(draw("none", "exact", "T=1", cfg, 3))
     assert len({tuple(c) for c in first}) == 4
     other = CFG[1 - CFG.index(cfg)]
-    assert codes(draw("nothing", "exact", "T=1", other, 3))[1] != first[1]
+    assert codes(draw("none", "exact", "T=1", other, 3))[1] != first[1]
 
 
 def test_progress_reaches_all_codes_and_never_falls():

@@ -47,7 +47,7 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class UnverifiedNodes:
     """Guesses that the target's pass computes behind a draft's nodes, without verifying them; nothing of them is committed."""
 
     codes: Tensor  # [B, M] int64
@@ -65,7 +65,7 @@ class Draft:
     survival: Tensor | None = None
     """[B, levels] of a chain: the predicted probability that a guess and all before it are kept, 0 where no more guesses were
     drawn; None where that is not predicted."""
-    front: Front | None = None
+    unverified: UnverifiedNodes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,13 @@ class Verdict:
     next_codes: Tensor  # [B, P] int64 the code decided after each kept node; the last of them is the bonus
     bonus: Tensor  # [B] int64 the code drawn after the path: the next root
     tv_cost: Tensor | None = None  # [B, P] total variation cost of each kept node's children, if measured
-    law: Tensor | None = None
+    distribution: Tensor | None = None
     """[B, N, V] what the codes behind every node were made to follow, where all guesses together decided how many are kept;
     None where the decision looked at no guess behind the first one that was refused."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lending:
+class NeighbourBudget:
     """A rule whose candidate gets the probability of its nearest codes, as numbers, for verification outside of PyTorch."""
 
     table: Tensor | None  # [V, k] int32 the nearest codes of every code, nearest first; None: nothing is lent
@@ -106,7 +106,9 @@ class TargetOutput:
     """The output of one pass of the target over a draft, and the verdict on it."""
 
     draft: Draft
-    features: Tensor  # [R, N, D] after the final norm; [R, N, (1 + taps) D] where the proposer has `taps`
+    features: (
+        Tensor  # [R, N, D] after the final norm; [R, N, (1 + aux) D] where the proposer has `aux_layers`
+    )
     logits: Tensor  # [B, N, V] guided and constrained, before temperature; [B, N + M, V] where the draft has a front
     verdict: Verdict
 

@@ -82,7 +82,7 @@ def test_spent_is_the_distance_of_the_enumerated_law(rule, residual):
     made = MAKE[rule](residual)
     enumerated = torch.stack([one_child(made, p, q) for p, q in zip(P, Q, strict=True)])
     assert torch.allclose(enumerated.sum(-1), torch.ones(len(P)).double())
-    assert torch.allclose(made.output_law(P, Q), enumerated, atol=1e-12)
+    assert torch.allclose(made.output_distribution(P, Q), enumerated, atol=1e-12)
     assert torch.allclose(tv_cost(made, P, Q), distance(enumerated, P), atol=1e-12)
 
 
@@ -92,7 +92,9 @@ def test_the_fast_forms_agree_with_the_general_ones(rule, residual):
     made = MAKE[rule](residual)
     own = torch.where(Q > 0, made.accept_mass(P, Q), 0)
     assert torch.allclose(own, torch.where(Q > 0, Acceptance.accept_mass(made, P, Q), 0), atol=1e-12)
-    assert torch.allclose(tv_cost(made, P, Q), distance(Acceptance.output_law(made, P, Q), P), atol=1e-12)
+    assert torch.allclose(
+        tv_cost(made, P, Q), distance(Acceptance.output_distribution(made, P, Q), P), atol=1e-12
+    )
     single = tv_cost(made, P.float(), Q.float())
     assert torch.allclose(single.double(), tv_cost(made, P, Q), atol=1e-5)
 
@@ -152,7 +154,7 @@ def judged(rule, p, q, children, draws, sampling=None, dtype=torch.float64):
         lambda rows, count, level: sampling.children(rows, count, noise, Noise.DRAFT + level),
     )
     logits = p.to(dtype).log().expand(draws, children + 1, -1)
-    verdict = verify(draft, logits, sampling, rule, noise, measure=True)
+    verdict = verify(draft, logits, sampling, rule, noise, measure_tv=True)
     return verdict.next_codes[:, 0], verdict.tv_cost
 
 
@@ -196,7 +198,7 @@ def test_a_greedy_choice_costs_one_where_it_is_not_the_most_probable():
     table = torch.tensor([[1], [0], [0], [0], [0], [0], [0]])
     noise = Noise(torch.arange(2), torch.ones(2, dtype=torch.int64))
     rule = Lantern(table, 0.5)
-    verdict = verify(draft, p.log().expand(2, 3, -1), Sampling(0), rule, noise, measure=True)
+    verdict = verify(draft, p.log().expand(2, 3, -1), Sampling(0), rule, noise, measure_tv=True)
     assert verdict.kept.tolist() == [3, 3]
     assert verdict.tv_cost.tolist() == [[1, 1, 0], [0, 1, 0]]
 
@@ -255,9 +257,9 @@ def test_weights_of_at_most_one_are_lossless_through_the_loop():
 # Through the engine.
 
 
-def finished(target, rule, builder, sampling, batch, measure=True):
+def finished(target, rule, builder, sampling, batch, measure_tv=True):
     engine = Engine(
-        target, TreeProposer(eagle(target), builder), rule, sampling, Guidance(3.0), batch, measure
+        target, TreeProposer(eagle(target), builder), rule, sampling, Guidance(3.0), batch, measure_tv
     )
     return generate(engine, ["a", "sea", None, "hill"], [3, 1, 4, 5])
 
@@ -277,23 +279,23 @@ def test_a_picture_carries_what_it_cost_and_measuring_changes_nothing(tree, resi
     ):
         four = finished(target, rule, tree(), sampling, 4)
         alone = finished(target, rule, tree(), sampling, 1)
-        quiet = finished(target, rule, tree(), sampling, 4, measure=False)
+        quiet = finished(target, rule, tree(), sampling, 4, measure_tv=False)
         assert [h.codes.tolist() for h in four] == [h.codes.tolist() for h in quiet]
         assert [h.accepted for h in four] == [h.accepted for h in alone] == [h.accepted for h in quiet]
-        assert [h.tv_spent for h in four] == pytest.approx([h.tv_spent for h in alone], abs=1e-5)
-        assert [h.tv_spent for h in quiet] == [None] * 4
-        assert all(h.tv_spent >= 0 for h in four)
+        assert [h.tv_cost for h in four] == pytest.approx([h.tv_cost for h in alone], abs=1e-5)
+        assert [h.tv_cost for h in quiet] == [None] * 4
+        assert all(h.tv_cost >= 0 for h in four)
         if not isinstance(rule, Cool) or not sampling.greedy:
-            assert sum(h.tv_spent for h in four) > 0
+            assert sum(h.tv_cost for h in four) > 0
 
 
 def test_the_exact_rule_reports_zero_measured_or_not():
     target = ToyTarget(grid=3)
-    for measure in (False, True):
-        assert [h.tv_spent for h in finished(target, Exact(), StaticTree(EAGLE), Sampling(), 4, measure)] == [
-            0.0
-        ] * 4
+    for measure_tv in (False, True):
+        assert [
+            h.tv_cost for h in finished(target, Exact(), StaticTree(EAGLE), Sampling(), 4, measure_tv)
+        ] == [0.0] * 4
     engine = Engine(
         target, NoDraft(), Lantern(neighbours(target.codebook, 5), 0.4), Sampling(), Guidance(), 1, True
     )
-    assert generate(engine, ["a"], [1])[0].tv_spent == 0.0
+    assert generate(engine, ["a"], [1])[0].tv_cost == 0.0

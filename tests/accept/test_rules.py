@@ -15,7 +15,7 @@ from lanternpp.accept.cactus import Cactus
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
-from lanternpp.accept.mixture import Mixture
+from lanternpp.accept.mixture import DraftMixture
 from lanternpp.accept.variation import tv_cost
 from lanternpp.errors import InputError
 
@@ -110,13 +110,13 @@ def test_a_code_the_format_forces_is_never_relaxed(name, delta):
         assert tv_cost(rule, forced, laws(VOCAB, 0.1)).max() < 1e-12
 
 
-NOTHING = [Exact(), Lantern(TABLE, 0.0), LanternPlusPlus(TABLE, 1.0), Cactus(0.0), Mixture(0.0)]
+NOTHING = [Exact(), Lantern(TABLE, 0.0), LanternPlusPlus(TABLE, 1.0), Cactus(0.0), DraftMixture(0.0)]
 
 
 @pytest.mark.parametrize("rule", NOTHING, ids=lambda rule: type(rule).__name__)
 def test_a_budget_of_nothing_changes_nothing(rule):
     assert torch.allclose(rule.relax(P, CODE), P, atol=1e-15)
-    assert torch.allclose(rule.output_law(P, laws(len(P), 2.0)), P, atol=1e-15)
+    assert torch.allclose(rule.output_distribution(P, laws(len(P), 2.0)), P, atol=1e-15)
 
 
 @pytest.mark.parametrize("delta", [1e-4, 1e-2, 0.3])
@@ -141,11 +141,11 @@ def test_a_mixture_is_one_and_costs_its_share_of_the_distance():
     q[0, :30] = 0
     q[0] /= q[0].sum()
     for level, share in ((0, 0.3), (2, 0.3 * math.exp(-0.8))):
-        rule, p, q = Mixture(0.3, 0.4).at(level), P[:120], q[:120]
-        assert torch.allclose(rule.output_law(p, q), (1 - share) * p + share * q)
+        rule, p, q = DraftMixture(0.3, 0.4).at(level), P[:120], q[:120]
+        assert torch.allclose(rule.output_distribution(p, q), (1 - share) * p + share * q)
         assert torch.allclose(tv_cost(rule, p, q), share * (p - q).abs().sum(-1) / 2)
         assert torch.allclose(
-            torch.minimum(rule.output_law(p, q), q), torch.minimum(rule.accept_mass(p, q), q)
+            torch.minimum(rule.output_distribution(p, q), q), torch.minimum(rule.accept_mass(p, q), q)
         )
 
 
@@ -157,11 +157,11 @@ def test_every_relaxation_can_fall_with_the_level(name):
     assert rule.at(0).relax(p, CODE[:120]).equal(rule.relax(p, CODE[:120]))
     assert all(b <= a for a, b in pairwise(spent)) and spent[4] < 0.6 * spent[0]
     levels = torch.arange(5).view(5, 1).expand(5, 120)
-    together = rule.output_laws(p.expand(5, -1, -1), q.expand(5, -1, -1), levels, 5)
-    by_level = Acceptance.output_laws(rule, p.expand(5, -1, -1), q.expand(5, -1, -1), levels, 5)
+    together = rule.output_distributions(p.expand(5, -1, -1), q.expand(5, -1, -1), levels, 5)
+    by_level = Acceptance.output_distributions(rule, p.expand(5, -1, -1), q.expand(5, -1, -1), levels, 5)
     assert torch.allclose(together, by_level, atol=1e-12)
     for level in range(5):
-        assert torch.allclose(together[level], rule.at(level).output_law(p, q), atol=1e-12)
+        assert torch.allclose(together[level], rule.at(level).output_distribution(p, q), atol=1e-12)
     flat = NAMED[name].build(replace(made, nu=None))
     assert flat.at(3) is flat
     with pytest.raises(InputError, match="nu"):

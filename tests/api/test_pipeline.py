@@ -182,7 +182,7 @@ def test_what_means_a_number_a_name_or_a_tree_is_taken(pipe: Pipeline, folder: P
         ({"method": "cactus", "delta": 1e308}, r"delta 1e\+308 is out of range"),
         ({"method": "lantern++", "lam": 1e308}, r"lambda 1e\+308 is out of range"),
         ({"method": "lantern++", "nu": 1e308}, r"nu 1e\+308 is out of range"),
-        ({"measure": "yes"}, "measure 'yes' is neither True nor False"),
+        ({"measure_tv": "yes"}, "measure_tv 'yes' is neither True nor False"),
         ({"tree": [[0], "x"]}, "'x' is not a path"),
         ({"tree": 7}, "tree 7 is no text|tree .* is no class"),
         ({"accept": NoDraft}, "is no class of that kind"),

@@ -71,7 +71,7 @@ def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
     assert resolve("lantern++", {}, relaxed | {"residual": "paper"}).verify == "token"
     assert resolve("jacobi", {}, {"coupling": "maximal"}).verify == "block"
     assert resolve("jacobi", {}, {"coupling": "gumbel"}).verify == "token"
-    assert resolve("jacobi-coupled", {}, {"siblings": 0}).verify == "block"
+    assert resolve("jacobi-coupled", {}, {"alternatives": 0}).verify == "block"
     assert resolve("lantern-jacobi", {}, {"residual": "paper"}).verify == "token"
     assert resolve("parallel", {}, {"verify": "token"}).verify == "token"
     reported = {"methods": {"parallel": {"verify": "block"}}}
@@ -91,7 +91,7 @@ def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
             {"coupling": "gumbel"},
             "the proposer keeps the noise of its guesses .* .coupling gumbel.",
         ),
-        ("jacobi", {"siblings": 1}, "the tree branches; use verify traversal or token"),
+        ("jacobi", {"alternatives": 1}, "the tree branches; use verify traversal or token"),
         ("eagle", {}, "the tree branches; use verify traversal or token"),
         ("lantern-static", {"residual": "paper"}, "the papers' residual is that of a walk; use verify token"),
         ("eagle2", {}, "offers the likeliest codes instead of drawing them"),
@@ -104,7 +104,9 @@ def test_block_verification_is_refused_where_the_law_would_change_or_nothing_be_
 ) -> None:
     with pytest.raises(InputError, match=why):
         resolve(method, {}, given | {"verify": "block"})
-    default = {"ar": None, "eagle": "traversal"} | ({"jacobi": "traversal"} if "siblings" in given else {})
+    default = {"ar": None, "eagle": "traversal"} | (
+        {"jacobi": "traversal"} if "alternatives" in given else {}
+    )
     assert resolve(method, {}, given).verify == default.get(method, "token")
 
 
@@ -158,17 +160,17 @@ def test_a_verifier_nobody_knows_is_refused() -> None:
 
 def test_a_cut_is_for_chains_of_passes_of_any_length() -> None:
     """One that was asked for is refused elsewhere; a default is dropped."""
-    default = {"methods": {"parallel": {"cut": 0.3}}}
-    assert resolve("parallel", default, {}).cut == 0.3
+    default = {"methods": {"parallel": {"min_survival": 0.3}}}
+    assert resolve("parallel", default, {}).min_survival == 0.3
     for given, why in (
         ({"tree": "eagle-25"}, "the tree branches; use a chain"),
         ({"compile": True}, "--compile needs passes of one"),
     ):
-        with pytest.raises(InputError, match=f"cut 0.4 .*{why}"):
-            resolve("parallel", default, given | {"cut": 0.4})
-        assert resolve("parallel", default, given).cut is None
-        assert resolve("parallel", {}, given | {"cut": 0.0}).cut == 0.0
-    with pytest.raises(InputError, match=r"cut 0.4 would change nothing"):
-        resolve("eagle", {}, {"cut": 0.4})
-    assert with_tree(resolve("parallel", default, {}), "deep-8").cut is None
-    assert with_tree(resolve("parallel", default, {}), "chain-4").cut == 0.3
+        with pytest.raises(InputError, match=f"min_survival 0.4 .*{why}"):
+            resolve("parallel", default, given | {"min_survival": 0.4})
+        assert resolve("parallel", default, given).min_survival is None
+        assert resolve("parallel", {}, given | {"min_survival": 0.0}).min_survival == 0.0
+    with pytest.raises(InputError, match=r"min_survival 0.4 would change nothing"):
+        resolve("eagle", {}, {"min_survival": 0.4})
+    assert with_tree(resolve("parallel", default, {}), "deep-8").min_survival is None
+    assert with_tree(resolve("parallel", default, {}), "chain-4").min_survival == 0.3

@@ -49,7 +49,7 @@ class FakePipeline:
             [],
             shared,
             {},
-            tv_spent=1.25 if options.get("measure") else None,
+            tv_cost=1.25 if options.get("measure_tv") else None,
             auto="the model's own default" if requested == "auto" else None,
         )
         return Result([Image.new("RGB", (8, 8), "teal")] * n, None, stats)
@@ -86,17 +86,17 @@ def test_plain_ar_gets_the_methods_sampling_and_none_of_its_dials(fake, run) -> 
 
 
 def test_measuring_is_a_run_of_its_own(fake, run) -> None:
-    outcome = run("compare", PROMPT, "--measure", "--json")
-    assert [call.get("measure") for call in fake.calls] == [None] * 8 + [True]
+    outcome = run("compare", PROMPT, "--measure-tv", "--json")
+    assert [call.get("measure_tv") for call in fake.calls] == [None] * 8 + [True]
     ar, method = json.loads(outcome.out)["methods"]
-    assert (method["tv_spent"], method["seconds"], ar["tv_spent"]) == (1.25, 4.0, None)
+    assert (method["tv_cost"], method["seconds"], ar["tv_cost"]) == (1.25, 4.0, None)
     assert fake.calls[-1]["method"] == "lantern++"
 
 
 def test_what_is_measured_is_in_the_table(fake, run, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    out = run("compare", PROMPT, "--measure").out
-    assert "TV spent / picture" in out and "1.25" in out
+    out = run("compare", PROMPT, "--measure-tv").out
+    assert "TV cost / picture" in out and "1.25" in out
 
 
 def test_json_has_medians_and_the_speed_up(fake, run, elsewhere: Path) -> None:

@@ -56,12 +56,12 @@ def test_every_method_draws(method: str, cfg: int, run, model, elsewhere: Path) 
                 5,
                 "--coupling",
                 "gumbel",
-                "--fresh",
+                "--init",
                 "above",
-                "--siblings",
+                "--alternatives",
                 2,
             ],
-            {"window": 5, "coupling": "gumbel", "fresh": "above", "siblings": 2, "tree": None},
+            {"window": 5, "coupling": "gumbel", "init": "above", "alternatives": 2, "tree": None},
         ),
         (["--method", "jacobi", "--proposer", "tree"], {"proposer": "tree", "window": None}),
         (["--method", "independent", "--tree", "eagle-25"], {"tree": "eagle-25", "window": None}),
@@ -76,12 +76,12 @@ def test_every_part_can_be_overridden(options, said, run, model) -> None:
 
 def test_what_was_spent_is_told_where_it_was_measured(run, model) -> None:
     args = ["generate", PROMPT, "--model", model, "-n", 2, "--lambda", 20]
-    quiet, loud = run(*args), run(*args, "--measure")
+    quiet, loud = run(*args), run(*args, "--measure-tv")
     assert "total variation" not in quiet.out
     spent = float(loud.out.split("spent ")[1].split()[0])
-    figures = json.loads(run(*args, "--measure", "--json").out)
-    assert spent == pytest.approx(figures["tv_spent"], abs=0.005) and spent > 0
-    assert figures["settings"]["measure"] is True
+    figures = json.loads(run(*args, "--measure-tv", "--json").out)
+    assert spent == pytest.approx(figures["tv_cost"], abs=0.005) and spent > 0
+    assert figures["settings"]["measure_tv"] is True
 
 
 def test_a_target_that_drafts_for_itself_is_always_right(run, model) -> None:

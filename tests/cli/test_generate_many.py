@@ -243,10 +243,10 @@ def test_a_full_disk_leaves_whole_pictures(job, elsewhere: Path, monkeypatch) ->
 
 
 def test_the_figures_of_a_job(job) -> None:
-    figures = json.loads(job("--out", "out", "--json", "--measure", "--lambda", 20).out)
+    figures = json.loads(job("--out", "out", "--json", "--measure-tv", "--lambda", 20).out)
     assert figures["images"] == 10 and figures["codes"] == sum(figures["accepted_per_pass"]) == 160
     assert figures["codes_per_pass"] == pytest.approx(160 / figures["passes"])
-    assert figures["settings"]["batch_size"] == 8 and figures["folder"] == "out" and figures["tv_spent"] > 0
+    assert figures["settings"]["batch_size"] == 8 and figures["folder"] == "out" and figures["tv_cost"] > 0
 
 
 @pytest.mark.parametrize(

@@ -70,12 +70,12 @@ def test_it_draws(method: str, own_rules, run, model) -> None:
     ]
     passes = []
     for floor in (0.0, 0.9):
-        outcome = run(*args, "--delta", floor, "--measure")
+        outcome = run(*args, "--delta", floor, "--measure-tv")
         assert (outcome.code, outcome.err) == (0, "")
         figures = json.loads(outcome.out)
         assert figures["settings"]["accept"] == "my_rules:Half" and figures["codes"] == 96
         passes.append(figures["passes"])
-        assert (figures["tv_spent"] > 0.1) == (floor > 0)
+        assert (figures["tv_cost"] > 0.1) == (floor > 0)
     assert passes[1] <= passes[0]
 
 

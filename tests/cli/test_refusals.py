@@ -36,8 +36,11 @@ BEFORE_ANY_MODEL = [
     ([PROMPT, "--method", "jacobi", "--window", "0"], "--window 0"),
     ([PROMPT, "--method", "jacobi", "--window", "257"], "--window 257 is out of range; use 1 to 256"),
     ([PROMPT, "--method", "jacobi", "--coupling", "minimal"], "coupling 'minimal' is unknown"),
-    ([PROMPT, "--method", "jacobi", "--siblings", "17"], "--siblings 17 is out of range; use 0 to 16"),
-    ([PROMPT, "--method", "jacobi", "--fresh", "old"], "fresh 'old' is unknown"),
+    (
+        [PROMPT, "--method", "jacobi", "--alternatives", "17"],
+        "--alternatives 17 is out of range; use 0 to 16",
+    ),
+    ([PROMPT, "--method", "jacobi", "--init", "old"], "init 'old' is unknown"),
     ([PROMPT, "--proposer", "jakobi"], "did you mean 'jacobi'?"),
     ([PROMPT, "--accept", "lantern"], "needs neighbours and delta"),
     (
@@ -46,7 +49,7 @@ BEFORE_ANY_MODEL = [
     ),
     ([PROMPT, "--method", "lantern", "--lambda", "2"], "lambda 2.0 would change nothing"),
     ([PROMPT, "--accept", "exact", "--neighbours", "5"], "and they take tree"),
-    ([PROMPT, "--method", "jacobi", "--tree", "chain-3"], "and they take window, coupling, fresh"),
+    ([PROMPT, "--method", "jacobi", "--tree", "chain-3"], "and they take window, coupling, init"),
     ([PROMPT, "--method", "eagle", "--window", "8"], "window 8 would change nothing"),
     ([PROMPT, "--method", "ar", "--residual", "paper"], "and they have no dials"),
     ([PROMPT, "--method", "jacobi", "--drafter", "x"], "--drafter x would change nothing"),

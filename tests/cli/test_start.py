@@ -23,7 +23,7 @@ from lanternpp.cli.terminal import progress_bar
 from lanternpp.engine.verifiers import VERIFIERS
 from lanternpp.models.published import PUBLISHED
 from lanternpp.proposers import PROPOSERS
-from lanternpp.proposers.jacobi import COUPLINGS, FRESH
+from lanternpp.proposers.jacobi import COUPLINGS, INITS
 from lanternpp.training.report import Report
 from lanternpp.trees import TREES
 
@@ -52,7 +52,7 @@ except SystemExit as end:
         ("accept", RULES),
         ("residual", RESIDUALS),
         ("coupling", COUPLINGS),
-        ("fresh", FRESH),
+        ("init", INITS),
         ("verify", VERIFIERS),
     ],
 )
@@ -201,7 +201,7 @@ def test_a_model_without_a_drafter_draws_without_a_word_on_methods(run, broken: 
     reported = json.loads(run("generate", "a red tulip", "--model", broken, "--json").out)
     assert (reported["method"], reported["auto"]) == ("jacobi-coupled", "no drafter, lossless")
     Path("prompts").write_text("a red tulip")
-    args = ["--no-plots", "--no-quality", "--no-measure", "--prompts", "prompts", "-n", 1, "--json"]
+    args = ["--no-plots", "--no-quality", "--no-measure-tv-tv", "--prompts", "prompts", "-n", 1, "--json"]
     raced = run("bench", "--model", broken, *args)
     methods = [row["method"] for row in json.loads(raced.out)["methods"]]
     assert raced.code == 0 and methods == ["ar", "jacobi-coupled", "lantern-jacobi"]

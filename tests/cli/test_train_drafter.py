@@ -169,11 +169,11 @@ def test_rollouts_end_once_and_go_on_from_their_end_when_asked(run, shelf: Path)
     assert run(*base, "--rollouts", 5).code == 0 and weights(place) == second
     relaxed = (*base, "--rollouts", 5, "--method", "lantern++")
     refused(run(*relaxed), "(data '")
-    grow = ("--restart", "--levels", 16, "--taps", 1, "--layers", 2)
+    grow = ("--restart", "--levels", 16, "--aux-layers", 1, "--layers", 2)
     more = run(*relaxed, *grow)
     assert more.code == 0 and "recording" in more.err and weights(place) != second
     config = json.loads((place / "config.json").read_text())
-    assert (config["queries"], config["taps"], config["layers"]) == (15, [0], 2)
+    assert (config["queries"], config["aux_layers"], config["layers"]) == (15, [0], 2)
     drawn = run(
         "compare", PROMPT["t2i"], "--model", "t2i", "--runs", 1, "--method", "parallel", "--tree", "chain-16"
     )
@@ -189,7 +189,8 @@ def test_options_of_the_other_kind_and_a_method_without_runs_are_refused(run, sh
     refused(run(*train, "--kind", "parallel", "--rounds", 2), "--rounds is for drafters of --kind eagle")
     refused(run(*train, "--kind", "parallel", "--method", "lantern++"), "add --rollouts N")
     refused(
-        run(*train, "--kind", "parallel", "--taps", 2), "--taps 2 is too many: the target has 1 layers below"
+        run(*train, "--kind", "parallel", "--aux-layers", 2),
+        "--aux-layers 2 is too many: the target has 1 layers below",
     )
     assert not (shelf / "janus" / "parallel" / "state.pt").exists()
 

@@ -23,13 +23,13 @@ def test_a_grid_that_is_larger_for_its_pixels_from_photos_to_a_picture(run, phot
     made = run("train", "target", *BASE, *shape, *SMALL)
     assert made.code == 0, made.err
     assert json.loads(Path("mine/target/config.json").read_text())["grid"] == 7
-    window = ("--method", "jacobi-coupled", "--window", 3, "--siblings", 1, "--rows", 3)
+    window = ("--method", "jacobi-coupled", "--window", 3, "--alternatives", 1, "--window-rows", 3)
     drawn = run("generate", "a red tulip", "--model", "mine", *window, "--json")
     assert drawn.code == 0, drawn.err
     figures = json.loads(drawn.out)
-    assert figures["settings"]["rows"] == 3 and figures["settings"]["verify"] == "traversal"
+    assert figures["settings"]["window_rows"] == 3 and figures["settings"]["verify"] == "traversal"
     assert sum(figures["accepted_per_pass"]) == 49
-    refused = run("generate", "a red tulip", "--model", "mine", "--method", "jacobi", "--rows", 8)
+    refused = run("generate", "a red tulip", "--model", "mine", "--method", "jacobi", "--window-rows", 8)
     assert refused.code == 2 and "rows 8: the model's pictures have 7 rows" in refused.err
     # The same codes for larger pictures, and a target that begins with the smaller one's weights.
     larger = ("--data", "photos", "--model", "larger", *SMALL)

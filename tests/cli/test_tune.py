@@ -117,13 +117,13 @@ def test_a_windows_dials_are_chosen_by_codes_and_by_what_passes_take(run, own, m
     monkeypatch.setattr(tuning, "probe", priced)
     small = [*SMALL]
     small[small.index("--nodes") + 1], small[small.index("--depth") + 1] = 20, 8
-    requested = ("tune", "--model", own, *small, "--method", "jacobi-coupled", "--fresh", "last", "-o", "t")
+    requested = ("tune", "--model", own, *small, "--method", "jacobi-coupled", "--init", "last", "-o", "t")
     outcome = run(*requested, "--json")
     assert outcome.code == 0, outcome.err
     reported = json.loads(outcome.out)
     tried, chosen = [size["dials"] for size in reported["sizes"]], reported["trees"][0]
     values = {name: {dials[name] for dials in tried} for name in chosen["dials"]}
-    every = {"window": {2, 4, 6, 8}, "siblings": {0, 1, 3, 6}, "fresh": {"last"}, "rows": {1, 2}}
+    every = {"window": {2, 4, 6, 8}, "alternatives": {0, 1, 3, 6}, "init": {"last"}, "window_rows": {1, 2}}
     assert values == every and all(size["nodes"] <= 20 for size in reported["sizes"])
     most = max(size["codes_per_draft"] for size in reported["sizes"])
     assert chosen["nodes"] == 2 if price else chosen["codes_per_draft"] == most > 2
@@ -144,7 +144,7 @@ def test_a_windows_dials_are_chosen_by_codes_and_by_what_passes_take(run, own, m
         (("--method", "jacobi", "--window", 7), "--nodes 5 are fewer than those of window 7"),
         (("--method", "eagle2"), "dynamic tree 'eagle2'"),
         (("--tree", "chain-2"), "tune finds the tree"),
-        (("--measure",), "--budget-tv does that"),
+        (("--measure-tv",), "--budget-tv does that"),
         (("--nodes", 0), "--nodes 0"),
         (("--depth", 33), "--depth 33"),
         (("--rounds", 0), "--rounds 0"),
@@ -215,26 +215,40 @@ def test_a_cut_is_tuned_with_the_chain_and_drawn_with(run, predicting, monkeypat
     assert outcome.code == 0, outcome.err
     reported = json.loads(outcome.out)
     found = reported["trees"][0]
-    assert found["cut"] in search.CUTS and reported["settings"]["cut"] == found["cut"]
+    assert (
+        found["min_survival"] in search.CUTS and reported["settings"]["min_survival"] == found["min_survival"]
+    )
     assert all(not any(path) for path in found["tree"]) and found["measured"]["codes_per_pass"] >= 1
     requested = ("generate", "a red tulip", "--model", predicting, "--dtype", "float32", "--json")
     drawn = json.loads(run(*requested, "--method", "parallel").out)["settings"]
-    assert drawn["cut"] == found["cut"] and drawn["tuned"]
+    assert drawn["min_survival"] == found["min_survival"] and drawn["tuned"]
     assert (
-        json.loads(run(*requested, "--method", "parallel", "--tree", "deep-8").out)["settings"]["cut"] is None
+        json.loads(run(*requested, "--method", "parallel", "--tree", "deep-8").out)["settings"][
+            "min_survival"
+        ]
+        is None
     )
-    given = run(*asked, "-o", "u", "--cut", 0.35, "--no-save", "--no-race")
+    given = run(*asked, "-o", "u", "--min-survival", 0.35, "--no-save", "--no-race")
     assert given.code == 0, given.err
-    assert json.loads(given.out)["settings"]["cut"] == 0.35
-    never = json.loads(run(*asked, "-o", "v", "--cut", 0, "--no-save", "--no-race").out)
-    assert never["settings"]["cut"] == 0 and never["trees"][0]["cut"] == 0
+    assert json.loads(given.out)["settings"]["min_survival"] == 0.35
+    never = json.loads(run(*asked, "-o", "v", "--min-survival", 0, "--no-save", "--no-race").out)
+    assert never["settings"]["min_survival"] == 0 and never["trees"][0]["min_survival"] == 0
 
 
 def test_a_drafter_that_predicts_nothing_refuses_a_cut(run, own):
-    refused = run("generate", "a red tulip", "--model", own, "--method", "parallel", "--cut", 0.3)
+    refused = run("generate", "a red tulip", "--model", own, "--method", "parallel", "--min-survival", 0.3)
     assert refused.code == 2 and refused.err.count("\n") == 1 and "train it again" in refused.err
     branching = run(
-        "generate", "a red tulip", "--model", own, "--method", "parallel", "--tree", "deep-8", "--cut", 0.3
+        "generate",
+        "a red tulip",
+        "--model",
+        own,
+        "--method",
+        "parallel",
+        "--tree",
+        "deep-8",
+        "--min-survival",
+        0.3,
     )
     assert branching.code == 2 and "the tree branches" in branching.err
 

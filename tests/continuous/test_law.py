@@ -13,7 +13,7 @@ from torch import Tensor
 from lanternpp.accept.exact import Exact
 from lanternpp.continuous import verify as verification
 from lanternpp.continuous.engine import LatentEngine, engine_for
-from lanternpp.continuous.mixture import Mixture, MixtureGuidance, MixtureSampling
+from lanternpp.continuous.mixture import GaussianMixture, MixtureGuidance, MixtureSampling
 from lanternpp.continuous.target import ContinuousTarget
 from lanternpp.continuous.verify import draw_beyond, verify_latents
 from lanternpp.engine.guidance import Guidance
@@ -32,7 +32,7 @@ Q = torch.tensor([0.0, 0.8, -1.0, -1.0, 0.9, 1.0, 0.2, -0.5, 0.3], dtype=torch.f
 
 def cells(params: Tensor, edges: Tensor) -> Tensor:
     """The probability of each cell of a line between edges [n], and beyond them: [n + 1]."""
-    law = Mixture.of(params, 1)
+    law = GaussianMixture.of(params, 1)
     z = (edges[:, None] - law.mean[:, 0]) / law.log_std[:, 0].exp()
     below = (torch.special.ndtr(z) * law.log_weight.exp()).sum(-1)
     ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
@@ -57,7 +57,7 @@ def test_one_latent_follows_the_density() -> None:
     assert chi_square(counts, cells(P, edges)) > 1e-3
     assert chi_square(counts, cells(Q, edges)) < 1e-12  # the test can tell the two apart
     line = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
-    least = torch.minimum(*(Mixture.of(law, 1).log_prob(line[:, None]).exp() for law in (P, Q)))
+    least = torch.minimum(*(GaussianMixture.of(law, 1).log_prob(line[:, None]).exp() for law in (P, Q)))
     accepted = (kept == 2).double().mean().item()
     assert accepted == pytest.approx(torch.trapezoid(least, line).item(), abs=4 * 0.5 / math.sqrt(DRAWS))
 
@@ -93,7 +93,7 @@ def test_broken_weights_end() -> None:
 def test_densities_are_those_of_pytorch() -> None:
     torch.manual_seed(0)
     params, x = torch.randn(4, 3 * 7, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
-    mine = Mixture.of(params, 3)
+    mine = GaussianMixture.of(params, 3)
     parts = torch.distributions.Independent(torch.distributions.Normal(mine.mean, mine.log_std.exp()), 1)
     weights = torch.distributions.Categorical(logits=params[:, :3])
     assert torch.allclose(mine.log_prob(x), torch.distributions.MixtureSameFamily(weights, parts).log_prob(x))
@@ -104,7 +104,7 @@ def test_guided_parameters_of_one_component_are_the_usual_law() -> None:
     rows = torch.tensor([[[0.7, 1.0, std]], [[0.1, -0.5, std]]], dtype=torch.float64)
     x = torch.linspace(-3, 4, 8, dtype=torch.float64)[:, None]
     guided, own, null = (
-        Mixture.of(law, 1).log_prob(x)
+        GaussianMixture.of(law, 1).log_prob(x)
         for law in (MixtureGuidance(scale, channels=1).merge(rows)[0, 0], rows[0, 0], rows[1, 0])
     )
     usual = scale * own + (1 - scale) * null

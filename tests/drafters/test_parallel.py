@@ -24,25 +24,27 @@ def read(folder: Path) -> ParallelDrafter:
 def test_an_older_file_says_nothing_of_layers_and_has_none(tmp_path: Path) -> None:
     place = write_model(tmp_path) / "parallel" / "config.json"
     config = json.loads(place.read_text())
-    assert config.pop("taps") == []
+    assert config.pop("aux_layers") == []
     place.write_text(json.dumps(config))
     drafter = read(tmp_path)
-    assert drafter.taps == () and drafter.fc.in_features == 2 * drafter.config.decoder.dim
+    assert drafter.aux_layers == () and drafter.fc.in_features == 2 * drafter.config.decoder.dim
 
 
 @pytest.mark.parametrize(
-    ("taps", "said"),
+    ("aux_layers", "said"),
     [
         ([1], "reads layer 1 of its target, counted from 0, and this one has 2"),
         ([1, 0], "ascending order"),
-        ([-1], "taps"),
+        ([-1], "aux_layers"),
     ],
 )
-def test_layers_that_the_target_lacks_are_refused(taps: list[int], said: str, tmp_path: Path) -> None:
+def test_layers_that_the_target_lacks_are_refused(aux_layers: list[int], said: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     target = read_target(folder, torch.float32)
-    config = ParallelConfig.like(target.decoder.config, taps=(0, 1)[: len(taps)])
+    config = ParallelConfig.like(target.decoder.config, aux_layers=(0, 1)[: len(aux_layers)])
     tensors = ParallelDrafter(config, target.decoder.rotary_table).state_dict()
-    checkpoints.save(folder / "parallel", {"kind": "parallel", **config.flat(), "taps": taps}, tensors)
+    checkpoints.save(
+        folder / "parallel", {"kind": "parallel", **config.flat(), "aux_layers": aux_layers}, tensors
+    )
     with pytest.raises(InputError, match=said):
         read(folder)

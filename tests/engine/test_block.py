@@ -15,7 +15,7 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.accept.cactus import Cactus
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
-from lanternpp.accept.mixture import Mixture
+from lanternpp.accept.mixture import DraftMixture
 from lanternpp.engine.block import stops, verify_block
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
@@ -116,7 +116,7 @@ def test_a_wrong_residual_or_stop_would_be_seen(wrong, kind: str) -> None:
 VOCAB, DRAWS = 4, 400_000
 
 
-def drawn(rule: Acceptance, kind: str, depth: int, draws: int = DRAWS, measure: bool = False):
+def drawn(rule: Acceptance, kind: str, depth: int, draws: int = DRAWS, measure_tv: bool = False):
     """Drafts drawn from q and verified: the verdict, and the contexts' p and q. No code is forbidden by the format."""
     p, q = contexts(VOCAB, depth, kind)
     generator = torch.Generator().manual_seed(2)
@@ -130,7 +130,7 @@ def drawn(rule: Acceptance, kind: str, depth: int, draws: int = DRAWS, measure: 
             at = at * VOCAB + codes[:, level + 1]
     draft = Draft(chain_tree(draws, depth, torch.device("cpu")), codes, qs)
     noise = Noise(torch.arange(draws), torch.ones(draws, dtype=torch.int64)).precomputed(depth)[0]
-    return verify_block(draft, ps.log().clamp(min=-700), Sampling(), rule, noise, measure), p, q
+    return verify_block(draft, ps.log().clamp(min=-700), Sampling(), rule, noise, measure_tv), p, q
 
 
 @pytest.mark.parametrize("kind", ["random", "with zeros", "forced"])
@@ -156,7 +156,7 @@ def test_what_is_drawn_follows_the_law(rule: str, kind: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_spent_is_the_distance_of_the_law_at_every_kept_node(rule: str) -> None:
     made = RULES[rule](VOCAB)
-    verdict, p, q = drawn(made, "random", 2, 2000, measure=True)
+    verdict, p, q = drawn(made, "random", 2, 2000, measure_tv=True)
     laws = laws_of(p, q, made)
     spent = [(one - own).abs().sum(-1) / 2 for one, own in zip(laws, p, strict=True)]
     first = verdict.next_codes[:, 0]
@@ -175,7 +175,7 @@ def test_what_the_format_forbids_is_never_kept_nor_drawn() -> None:
     codes = torch.randint(VOCAB, (draws, depth + 1), generator=torch.Generator().manual_seed(0))
     draft = Draft(chain_tree(draws, depth, torch.device("cpu")), codes, q)
     noise = Noise(torch.arange(draws), torch.ones(draws, dtype=torch.int64))
-    for rule in (Lantern(TABLES[4], 1.0, "optimal"), Cactus(5.0), Mixture(0.9)):
+    for rule in (Lantern(TABLES[4], 1.0, "optimal"), Cactus(5.0), DraftMixture(0.9)):
         verdict = verify_block(draft, p.log().expand(draws, depth + 1, -1), Sampling(), rule, noise)
         decided = torch.arange(depth + 1) < verdict.kept[:, None]
         assert verdict.next_codes[decided].max() < 2 and verdict.kept.max() == depth + 1

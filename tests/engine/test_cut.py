@@ -98,7 +98,7 @@ class Given:
         return self.u.view(len(self.u), *shape)
 
 
-def by_walk(ends: Ends, measure: bool) -> Stops:
+def by_walk(ends: Ends, measure_tv: bool) -> Stops:
     """The same of `verify`: every draft is walked with numbers that end it behind its first 0, 1 .. guesses."""
 
     def found(ps: Tensor, qs: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ def by_walk(ends: Ends, measure: bool) -> Stops:
             level = torch.arange(depth)
             u = (ratio * (1 - 1e-9)).where(level != kept, ratio * (1 + 1e-9) + 1e-300)
             spy = Spy()
-            verdict = verify(draft, ps.log().clamp(min=-700), spy, Exact(), Given(u), measure)  # type: ignore[arg-type]
+            verdict = verify(draft, ps.log().clamp(min=-700), spy, Exact(), Given(u), measure_tv)  # type: ignore[arg-type]
             there = (lengths >= kept) & (ratio[:, :kept] > 0).all(1)
             refused = there & (lengths > kept)
             if kept < depth:
@@ -135,8 +135,8 @@ def test_a_chain_that_ends_by_what_was_drafted_keeps_the_targets_law(
     (p, q), ends = contexts(vocab, depth, kind), ends_of(vocab, depth, seed)
     whole = sequences(p)
     assert distance(chain_law(by_block(ends), p, q)[0], whole) < 1e-12
-    for measure in (False, True):
-        assert distance(chain_law(by_walk(ends, measure), p, q)[0], whole) < 1e-12
+    for measure_tv in (False, True):
+        assert distance(chain_law(by_walk(ends, measure_tv), p, q)[0], whole) < 1e-12
 
 
 @pytest.mark.parametrize("kind", ["random", "with zeros"])
@@ -188,7 +188,7 @@ def engine(target: ToyTarget, batch: int, cut: float, verifier: Verifier, rule: 
     assert drafter.confidence is not None
     drafter.confidence.weight.mul_(3)
     proposer = Parallel(drafter, StaticTree(chain(4)))
-    proposer.cut = cut
+    proposer.min_survival = cut
     loop = Engine(target, proposer, rule or Exact(), Sampling(), Guidance(), batch, verifier=verifier)
     loop.observers.append(lengths := Lengths())
     return loop, lengths

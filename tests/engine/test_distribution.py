@@ -25,7 +25,7 @@ from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import VERIFIERS
 from lanternpp.engine.verify import verify
-from lanternpp.proposers.independent import Independent
+from lanternpp.proposers.draft_model import DraftModel
 from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.parallel import Parallel
@@ -45,7 +45,7 @@ BUSHY = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 FULL = ((0,), (1,), (2,), (0, 0), (1, 0), (2, 0), (2, 1))
 
 LOSSLESS = {
-    "nothing": lambda target: NoDraft(),
+    "none": lambda target: NoDraft(),
     "chain, flatter q": lambda target: TreeProposer(NoisyMarkovDrafter(target), StaticTree(chain(2))),
     "all levels at once": lambda target: Parallel(parallel(target), StaticTree(BUSHY)),
     "fewer codes than children": lambda target: TreeProposer(
@@ -113,7 +113,7 @@ def test_the_whole_loop_follows_the_law_that_is_left_after_temperature_and_top_k
 
 ADMITTED = {
     "tree": lambda target: TreeProposer(NoisyMarkovDrafter(target), StaticTree(BUSHY)),
-    "independent": lambda target: Independent(MarkovTarget(FAR), StaticTree(BUSHY)),
+    "independent": lambda target: DraftModel(MarkovTarget(FAR), StaticTree(BUSHY)),
     "jacobi": lambda target: Jacobi(2, "maximal", "mixed"),
 }
 

@@ -15,14 +15,14 @@ from lanternpp.accept.cool import Cool
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
-from lanternpp.accept.mixture import Mixture
+from lanternpp.accept.mixture import DraftMixture
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import VERIFIERS
-from lanternpp.proposers.independent import Independent
-from lanternpp.proposers.jacobi import COUPLINGS, FRESH, Jacobi
+from lanternpp.proposers.draft_model import DraftModel
+from lanternpp.proposers.jacobi import COUPLINGS, INITS, Jacobi
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.depth import DepthTree
@@ -58,17 +58,17 @@ class Watch(TorchDispatchMode):
 
 
 PROPOSERS = {
-    "nothing": lambda drafter, other: NoDraft(),
+    "none": lambda drafter, other: NoDraft(),
     "chain": lambda drafter, other: TreeProposer(drafter, StaticTree(chain(2))),
     "tree": lambda drafter, other: TreeProposer(drafter, StaticTree(BUSHY)),
     "eagle2": lambda drafter, other: TreeProposer(drafter, DynamicTree(3, 2, 8)),
     "ddd": lambda drafter, other: TreeProposer(drafter, DepthTree(3, 2, 8, 1)),
-    "independent": lambda drafter, other: Independent(other, StaticTree(BUSHY)),
-    "independent eagle2": lambda drafter, other: Independent(other, DynamicTree(3, 2, 8)),
+    "independent": lambda drafter, other: DraftModel(other, StaticTree(BUSHY)),
+    "independent eagle2": lambda drafter, other: DraftModel(other, DynamicTree(3, 2, 8)),
     **{
         f"jacobi {coupling} {fresh}": lambda drafter, other, c=coupling, f=fresh: Jacobi(3, c, f)
         for coupling in COUPLINGS
-        for fresh in FRESH
+        for fresh in INITS
     },
     "jacobi siblings": lambda drafter, other: Jacobi(3, "maximal", "mixed", 2),
     "jacobi rows": lambda drafter, other: Jacobi(3, "maximal", "mixed", 2, 2),
@@ -82,17 +82,17 @@ RULES = {
     "cool": lambda table: Cool(1.5, 0.3),
     "cool paper": lambda table: Cool(1.5, 0.3, "paper"),
     "cactus": lambda table: Cactus(0.01, 0.3),
-    "mixture": lambda table: Mixture(0.2, 0.3),
+    "mixture": lambda table: DraftMixture(0.2, 0.3),
 }
 SAMPLINGS = {"greedy": Sampling(0), "T=1": Sampling(), "warped": Sampling(0.8, 6, 0.9)}
 
 
-def engine(device, proposer="tree", rule="exact", sampling="T=1", cfg=3.0, measure=False, verify="token"):
+def engine(device, proposer="tree", rule="exact", sampling="T=1", cfg=3.0, measure_tv=False, verify="token"):
     target = ToyTarget()
     other, drafter, table = smaller(target), eagle(target), neighbours(target.codebook, 5)
     parts = PROPOSERS[proposer](drafter.to(device), other.to(device)), RULES[rule](table.to(device))
     return Engine(
-        target.to(device), *parts, SAMPLINGS[sampling], Guidance(cfg), 2, measure, VERIFIERS[verify]
+        target.to(device), *parts, SAMPLINGS[sampling], Guidance(cfg), 2, measure_tv, VERIFIERS[verify]
     )
 
 
@@ -102,7 +102,7 @@ EVERY = [*product(PROPOSERS, ["exact"]), *product(["tree"], list(RULES)[1:]), ("
 @pytest.mark.parametrize(("proposer", "rule"), EVERY)
 @pytest.mark.parametrize(("sampling", "cfg"), [("greedy", 3.0), ("T=1", 1.0), ("warped", 3.0)])
 def test_a_step_reads_nothing_back(proposer, rule, sampling, cfg):
-    made = engine(DEVICE, proposer, rule, sampling, cfg, measure=True)
+    made = engine(DEVICE, proposer, rule, sampling, cfg, measure_tv=True)
     made.observers.append(AcceptanceByRank(made.target.length))
     made.step()  # makes the tree's constants
     with Watch():

@@ -18,7 +18,7 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.accept.cactus import Cactus
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
-from lanternpp.accept.mixture import Mixture
+from lanternpp.accept.mixture import DraftMixture
 from lanternpp.engine.block import stops as block_stops
 from lanternpp.engine.block import verify_block
 from lanternpp.engine.noise import Noise
@@ -262,14 +262,14 @@ def test_a_sibling_that_was_not_found_in_time_is_no_refused_one(kind: str) -> No
 VOCAB, DRAWS, SHAPE = 4, 100_000, "two by two"
 
 
-def drawn(rule: Acceptance, kind: str, draws: int, measure: bool = False):
+def drawn(rule: Acceptance, kind: str, draws: int, measure_tv: bool = False):
     """Drafts drawn from q and verified: the verdict, and the contexts' p and q. No code is forbidden by the format."""
     p, q = contexts(VOCAB, 2, kind)
     numbers = torch.rand(draws, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     drafts = tree_drafts(SHAPES[SHAPE], p, q, numbers)
     noise = Noise(torch.arange(draws), torch.ones(draws, dtype=torch.int64)).precomputed(2)[0]
     logits = drafts.p.log().clamp(min=-700)
-    return verify_traversal(drafts.draft, logits, Sampling(), rule, noise, measure), p, q
+    return verify_traversal(drafts.draft, logits, Sampling(), rule, noise, measure_tv), p, q
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_what_is_drawn_follows_the_law(rule: str, kind: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_spent_is_the_distance_of_the_law_at_every_kept_node(rule: str) -> None:
     made = RULES[rule](VOCAB)
-    verdict, p, q = drawn(made, "random", 2000, measure=True)
+    verdict, p, q = drawn(made, "random", 2000, measure_tv=True)
     spent = [(one - own).abs().sum(-1) / 2 for one, own in zip(laws_of(p, q, made), p, strict=True)]
     deeper = verdict.kept > 1
     assert torch.allclose(verdict.tv_cost[:, 0], spent[0][0].expand(2000))
@@ -315,7 +315,7 @@ def test_what_the_format_forbids_is_never_kept_nor_drawn() -> None:
     draft = tree_drafts(SHAPES[SHAPE], q, q, numbers).draft
     logits = torch.tensor([0.5, 0.5, 0.0, 0.0], dtype=torch.float64).log().expand(2000, 7, -1)
     noise = Noise(torch.arange(2000), torch.ones(2000, dtype=torch.int64))
-    for rule in (Exact(), Lantern(TABLES[4], 1.0, "optimal"), Cactus(5.0), Mixture(0.9)):
+    for rule in (Exact(), Lantern(TABLES[4], 1.0, "optimal"), Cactus(5.0), DraftMixture(0.9)):
         verdict = verify_traversal(draft, logits, Sampling(), rule, noise)
         decided = torch.arange(3) < verdict.kept[:, None]
         assert verdict.next_codes[decided].max() < 2 and verdict.kept.max() == 3

@@ -48,7 +48,7 @@ def test_the_figures_of_a_row_are_those_of_its_turns() -> None:
     assert fast["codes_per_pass"] == pytest.approx(24 / 10)
     assert fast["efficiency"] == pytest.approx(2 / 2.4)
     assert fast["histogram"] == {1: 4, 2: 2, 3: 1, 4: 2, 5: 1}
-    assert fast["tv_spent"] == 1.0 and fast["tv_spent_images"] == 2
+    assert fast["tv_cost"] == 1.0 and fast["tv_cost_images"] == 2
     assert fast["phases"] == pytest.approx({"draft": 0.25, "pass": 0.5, "verify": 0.125, "rest": 0.125})
     assert fast["frechet"] == 7.0 and "frechet" not in plain
 

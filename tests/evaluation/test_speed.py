@@ -25,7 +25,7 @@ def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
 
 
 def race(pipe: Pipeline, n: int = 2, field: str = FIELD, **shared) -> Race:
-    return Race(pipe, parse_methods(field), PROMPTS, n, 5, shared, measure=True)
+    return Race(pipe, parse_methods(field), PROMPTS, n, 5, shared, measure_tv=True)
 
 
 def test_methods_are_read_with_what_they_override() -> None:

@@ -10,7 +10,7 @@ from lanternpp.accept.cactus import Cactus
 from lanternpp.accept.cool import Cool
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
-from lanternpp.accept.mixture import Mixture
+from lanternpp.accept.mixture import DraftMixture
 
 TABLES = {v: torch.stack([torch.arange(1, v).add(i).remainder(v) for i in range(v)]).int() for v in (3, 4, 5)}
 RULES = {
@@ -20,10 +20,10 @@ RULES = {
     "lantern++, falling": lambda v: LanternPlusPlus(TABLES[v], 2.5, "optimal", nu=0.5),
     "cool": lambda v: Cool(1.4, 0.2),
     "cactus": lambda v: Cactus(0.02, 0.3),
-    "mixture": lambda v: Mixture(0.3, 0.2),
+    "mixture": lambda v: DraftMixture(0.3, 0.2),
 }
 
 
 def laws_of(p: Contexts, q: Contexts, rule: Acceptance) -> Contexts:
     """The law of every context under a relaxed rule; behind the last guess the target's own."""
-    return [rule.at(level).output_law(p[level], q[level]) for level in range(len(q))] + [p[-1]]
+    return [rule.at(level).output_distribution(p[level], q[level]) for level in range(len(q))] + [p[-1]]

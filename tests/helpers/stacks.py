@@ -19,13 +19,13 @@ class StackPasses:
         self.stack, self.rotary_table = stack, rotary_table
         self.passes = 0
 
-    def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
+    def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, aux_layers: tuple[int, ...] = ()) -> Tensor:
         """As `Decoder.forward`."""
         self.passes += 1
         rotation = self.rotary_table[nodes.position.clamp(max=len(self.rotary_table) - 1)][:, :, :, None].to(
             x.dtype
         )
-        tapped = []
+        aux = []
         for number, layer in enumerate(self.stack.layers):
             inner = _normed(x, layer.attention_norm, self.stack.eps)
             inner = self._attention(layer, inner, rotation, nodes, kv[number])
@@ -35,9 +35,9 @@ class StackPasses:
             gate = F.silu(gate) if self.stack.gate == "silu" else F.gelu(gate, approximate="tanh")
             inner = _linear(gate * up, [layer.down])
             x = x + _normed(inner, layer.ffn_out_norm, self.stack.eps)
-            if number in taps:
-                tapped.append(x)
-        return torch.cat((_normed(x, self.stack.norm, self.stack.eps), *tapped), -1)
+            if number in aux_layers:
+                aux.append(x)
+        return torch.cat((_normed(x, self.stack.norm, self.stack.eps), *aux), -1)
 
     def _attention(self, layer: StackLayer, x: Tensor, rotation: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
         stack = self.stack

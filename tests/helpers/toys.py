@@ -101,8 +101,10 @@ class MarkovTarget(ToyTarget):
             self.table[torch.zeros(rows, 3, dtype=torch.int64)], torch.zeros(rows, dtype=torch.int64)
         )
 
-    def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache, taps: tuple[int, ...] = ()) -> Tensor:
-        return x.repeat(1, 1, 1 + len(taps))
+    def forward(
+        self, x: Tensor, nodes: Nodes, cache: AttentionCache, aux_layers: tuple[int, ...] = ()
+    ) -> Tensor:
+        return x.repeat(1, 1, 1 + len(aux_layers))
 
     def head(self, features: Tensor) -> Tensor:
         return features[..., : self.vocab] @ self.logp
@@ -204,7 +206,7 @@ def neighbours(book: Tensor, k: int) -> Tensor:
 
 
 def parallel(
-    target: ToyTarget, queries: int = 4, taps: tuple[int, ...] = (), confidence: bool = True
+    target: ToyTarget, queries: int = 4, aux_layers: tuple[int, ...] = (), confidence: bool = True
 ) -> ParallelDrafter:
     """A random drafter whose queries and turning layers matter."""
     torch.manual_seed(3)
@@ -213,7 +215,11 @@ def parallel(
     rotary_table = grid_table(target.slots, target.width, dim // heads)
     drafter = ParallelDrafter(
         ParallelConfig.like(
-            DecoderConfig(dim, 1, heads, 24), queries=queries, turn=12, taps=taps, confidence=confidence
+            DecoderConfig(dim, 1, heads, 24),
+            queries=queries,
+            turn=12,
+            aux_layers=aux_layers,
+            confidence=confidence,
         ),
         rotary_table,
     )

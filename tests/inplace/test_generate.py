@@ -331,7 +331,7 @@ def drafters(folder: Path) -> tuple[Path, Path]:
     eagle = EagleConfig.like(target.decoder.config)
     tensors = EagleDrafter(eagle, target.decoder.rotary_table).state_dict()
     checkpoints.save(folder / "one", {"kind": "eagle", **eagle.flat()}, tensors)
-    many = ParallelConfig.like(target.decoder.config, queries=3, turn=8, taps=(0,))
+    many = ParallelConfig.like(target.decoder.config, queries=3, turn=8, aux_layers=(0,))
     tensors = ParallelDrafter(many, target.decoder.rotary_table).state_dict()
     checkpoints.save(folder / "many", {"kind": "parallel", **many.flat()}, tensors)
     return folder / "one", folder / "many"

@@ -150,7 +150,7 @@ def test_a_chain_ends_where_none_of_the_batch_survives(library: object, batch: i
     torch.set_num_threads(threads)
     try:
         for level, cut in enumerate(cuts):
-            draft = case.drawn(library, Sampling(), cut=cut or 1e-9)
+            draft = case.drawn(library, Sampling(), min_survival=cut or 1e-9)
             drawn = level or LEVELS
             assert torch.allclose(draft.survival[:, :drawn].double(), expected[:, :drawn], atol=1e-4)
             assert not draft.survival[:, drawn:].any() and not draft.probs[:, drawn:].any()
@@ -255,7 +255,10 @@ def test_laws_of_neighbours(library: object, vocab: int, k: int, batch: int) -> 
         accepted, exact = (torch.minimum(q, each.accept_mass(p, q)) for each in (rule, plain))
         if k <= FIRST:
             assert torch.equal(accepted, exact), "the same sums in the same order"
-        law, exact = rule.output_laws(p, q, depth, 4), plain.output_laws(p.double(), q.double(), depth, 4)
+        law, exact = (
+            rule.output_distributions(p, q, depth, 4),
+            plain.output_distributions(p.double(), q.double(), depth, 4),
+        )
         far = (law - exact).abs().sum(-1)  # a neighbour whose sum is the limit may fall either way
         assert (far < 1e-5).float().mean() > 0.9 and far.max() < 0.01
 
@@ -264,15 +267,15 @@ def in_c(
     p: Tensor, q: Tensor, codes: Tensor, rule: Acceptance | None = None, library: object = None
 ) -> tuple[Tensor, Tensor]:
     """`stops` of chains, as C verifies them under a rule, for tests in float64; p, q [B, g + 1, V], q 0 behind the last guess."""
-    lending = (rule or Exact()).lending(p.shape[1] - 1)
+    budget = (rule or Exact()).as_numbers(p.shape[1] - 1)
     verifier = NativeVerifier(library or native.library())  # type: ignore[arg-type]
-    assert lending is not None
+    assert budget is not None
     draft = Draft(chain_tree(len(p), p.shape[1] - 1, p.device), codes, q.float())
     u = torch.full((len(p), 1), 0.5, dtype=torch.float64)
     logits = p.log().clamp(min=-200).float()  # below -87 a probability is 0, and yet not forbidden
-    verdict, nodes = verifier(draft, logits, Sampling().warp, lending, False, u, u)
-    assert verdict.law is not None
-    law = verdict.law.double()
+    verdict, nodes = verifier(draft, logits, Sampling().warp, budget, False, u, u)
+    assert verdict.distribution is not None
+    law = verdict.distribution.double()
     return nodes[:, 1:, BEHIND], (law * weights(law, q, codes)[..., None] - q).clamp_(min=0)
 
 
@@ -358,8 +361,8 @@ def test_a_verdict_is_the_same_by_either(name: str, ended: bool) -> None:
     decided = same[:, None] & (torch.arange(5) < usual.kept[:, None])
     assert torch.equal(found.next_codes[decided], usual.next_codes[decided])
     assert torch.equal(found.path[same], usual.path[same]) and found.kept.float().mean() > 1.5
-    assert found.law is not None and usual.law is not None
-    far = (found.law - usual.law).abs().sum(-1)
+    assert found.distribution is not None and usual.distribution is not None
+    far = (found.distribution - usual.distribution).abs().sum(-1)
     assert (far < 1e-4).float().mean() > 0.98 and far.max() < 0.05
     fine = replace(draft, probs=None if draft.probs is None else draft.probs.double())
     exact = [each(fine, logits.double(), warped, rule, noise, False) for each in (verify_block, by_c)]

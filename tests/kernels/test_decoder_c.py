@@ -81,18 +81,18 @@ def in_c(network: Decoder, library: object = None) -> Decoder:
 
 
 @torch.inference_mode()
-def features(network: Decoder, x: torch.Tensor, nodes: int, taps: tuple[int, ...] = ()) -> torch.Tensor:
+def features(network: Decoder, x: torch.Tensor, nodes: int, aux_layers: tuple[int, ...] = ()) -> torch.Tensor:
     """x [R, T, D] in a prefill of 3 slots, of which the last row has one of padding; then in chains of so many nodes."""
     rows = len(x)
     cache = Cache(network.config, rows, x.shape[1] + 2, x)
     start = torch.zeros(rows, dtype=torch.int64)
     start[-1] = 1
     prompt = cache.rows(torch.arange(rows), start, 3)
-    found = [network(x[:, :3], prompt.nodes(), prompt, taps)]
+    found = [network(x[:, :3], prompt.nodes(), prompt, aux_layers)]
     for part in x[:, 3:].split(nodes, 1):
         depth = torch.arange(part.shape[1]).expand(rows, -1)
         mask = torch.ones(part.shape[1], part.shape[1], dtype=torch.bool).tril().expand(rows, -1, -1)
-        found.append(network(part, cache.nodes(depth, mask), cache, taps))
+        found.append(network(part, cache.nodes(depth, mask), cache, aux_layers))
         cache.used += part.shape[1]
     return torch.cat(found, 1)
 
@@ -147,16 +147,16 @@ def test_gates_far_below_zero_let_nothing_through(library: object):
     assert wrong.mean() < 1.2 * usual.mean() and wrong.max() < 0.15 * exact.abs().max()
 
 
-@pytest.mark.parametrize("taps", [(0,), (1, 2)])
-def test_so_is_what_it_returns_of_the_layers_below_the_last(library: object, taps: tuple[int, ...]):
+@pytest.mark.parametrize("aux_layers", [(0,), (1, 2)])
+def test_so_is_what_it_returns_of_the_layers_below_the_last(library: object, aux_layers: tuple[int, ...]):
     plain = decoder(64, 4, 4, 96)
     mine = in_c(plain, library)
     x = torch.randn(2, 24, 64).to(HALF)
-    exact = features(copy.deepcopy(plain).double(), x.double(), 5, taps)
-    wrong, usual = ((features(network, x, 5, taps) - exact).abs() for network in (mine, plain))
+    exact = features(copy.deepcopy(plain).double(), x.double(), 5, aux_layers)
+    wrong, usual = ((features(network, x, 5, aux_layers) - exact).abs() for network in (mine, plain))
     for part, other, true in zip(*(each.split(64, -1) for each in (wrong, usual, exact)), strict=True):
         assert part.mean() < other.mean() and part.max() < 0.15 * true.abs().max()
-    assert torch.equal(features(mine, x, 5, taps)[..., :64], features(mine, x, 5))
+    assert torch.equal(features(mine, x, 5, aux_layers)[..., :64], features(mine, x, 5))
 
 
 @pytest.mark.parametrize("stored", WEIGHTS)

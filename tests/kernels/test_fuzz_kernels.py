@@ -245,9 +245,9 @@ def test_verification(library: object, rng: Random, vocab: int) -> None:
     rule, batch = rule_of(rng, vocab), 2 if vocab > 1000 else 100
     builder = StaticTree(chain(1)) if vocab == MOST_CODES else tree_of(rng)
     draft, logits = drafted(builder, batch, vocab)
-    sampling, lending = Sampling(rng.choice([0.9, 1.0]), rng.choice([0, 0, 50])), rule.lending(6)
-    assert lending is not None
-    for verifier in (verify, verify_traversal) if rule.lossless or lending.optimal else (verify,):
+    sampling, budget = Sampling(rng.choice([0.9, 1.0]), rng.choice([0, 0, 50])), rule.as_numbers(6)
+    assert budget is not None
+    for verifier in (verify, verify_traversal) if rule.lossless or budget.optimal else (verify,):
         usual, found = (
             each(draft, logits, sampling, rule, noise(batch), False)
             for each in (verifier, with_native(verifier, native_verifier))
@@ -264,5 +264,5 @@ def test_laws(library: object, rng: Random) -> None:
     plain = LanternPlusPlus(table, rng.choice([1.0, 2.0, 20.0]), "optimal")
     rule = copy.copy(plain)
     rule.native = NativeLaws(table, library)  # type: ignore[arg-type]
-    far = (rule.output_law(p, q) - plain.output_law(p.double(), q.double())).abs().sum(-1)
+    far = (rule.output_distribution(p, q) - plain.output_distribution(p.double(), q.double())).abs().sum(-1)
     assert (far < 1e-4).float().mean() > 0.98, "a neighbour whose sum is the limit may fall either way"

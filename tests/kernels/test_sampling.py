@@ -210,13 +210,13 @@ def test_a_walk_without_a_draft_draws_a_code() -> None:
 
 def test_a_rule_of_ones_own_is_left_to_pytorch() -> None:
     table = table_of(60, 9)
-    assert OwnBudget(table, 2.0).lending(3) is None
-    assert LanternPlusPlus(table.long(), 2.0).lending(3) is None
-    lending = LanternPlusPlus(table, 2.0, nu=0.5).lending(3)
+    assert OwnBudget(table, 2.0).as_numbers(3) is None
+    assert LanternPlusPlus(table.long(), 2.0).as_numbers(3) is None
+    budget = LanternPlusPlus(table, 2.0, nu=0.5).as_numbers(3)
     assert (
-        lending is not None
-        and lending.limits[0] == (0, 1)
-        and lending.limits[2] == (0, pytest.approx(0.36788, rel=1e-4))
+        budget is not None
+        and budget.limits[0] == (0, 1)
+        and budget.limits[2] == (0, pytest.approx(0.36788, rel=1e-4))
     )
     draft, logits = drafted(StaticTree(EAGLE), 50, 60)
     rule = OwnBudget(table, 2.0)
@@ -236,8 +236,8 @@ def test_where_the_traversal_of_a_tree_ends(shape: str, vocab: int) -> None:
     tree, verifier = draft.tree, backend().verifier()
     assert draft.probs is not None and tree.layout is not None and verifier is not None
     exact, left = stops(logits.double().softmax(-1), draft.probs.double(), draft.codes, tree)
-    lending, points = Exact().lending(len(tree.widths)), 500
-    assert lending is not None
+    budget, points = Exact().as_numbers(len(tree.widths)), 500
+    assert budget is not None
     bound = torch.cat((torch.zeros(each, 1), exact, torch.ones(each, 1)), 1)
     last = ((torch.arange(points) + 0.5) / points)[:, None].double()
     for sample in range(each):
@@ -251,7 +251,7 @@ def test_where_the_traversal_of_a_tree_ends(shape: str, vocab: int) -> None:
             if high - low < 1e-4:
                 continue
             u = torch.full((points, 1), (low + high) / 2, dtype=torch.float64)
-            verdict, nodes = verifier(many, same[6], Sampling().warp, lending, False, u, last)
+            verdict, nodes = verifier(many, same[6], Sampling().warp, budget, False, u, last)
             behind = nodes[0, tree.layout.order[1:], BEHIND]
             assert torch.allclose(behind, exact[sample], atol=1e-4)
             depth = int(tree.depth[0, node])
@@ -283,8 +283,8 @@ def test_traversal_keeps_what_that_of_pytorch_keeps(name: str) -> None:
     same = (found.path == usual.path).all(1) & (found.bonus == usual.bonus)
     assert same.float().mean() > 0.98 and found.kept.float().mean() > 1.3
     assert torch.equal(found.kept[same], usual.kept[same])
-    assert found.law is not None and usual.law is not None
-    far = (found.law - usual.law).abs().sum(-1)
+    assert found.distribution is not None and usual.distribution is not None
+    far = (found.distribution - usual.distribution).abs().sum(-1)
     assert (far < 1e-4).float().mean() > 0.98 and far.max() < 0.05
 
 

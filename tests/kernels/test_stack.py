@@ -24,7 +24,7 @@ KERNELS = """
     from lanternpp.nn.rope import grid_table
     from lanternpp.kernels.verify import native_laws
     from lanternpp.trees.chain import chain_tree
-    from lanternpp.types import Draft, Lending, Nodes
+    from lanternpp.types import Draft, NeighbourBudget, Nodes
 
     def rows_of_codes(vocab, table):
         sampling, verifier, warp = backend(), backend().verifier(), (0.9, 100, 0.95)
@@ -39,9 +39,9 @@ KERNELS = """
         assert torch.allclose(law.sum(-1), torch.ones(1, 3), atol=1e-4)
         draft = Draft(chain_tree(1, 2, torch.device("cpu")), torch.zeros(1, 3, dtype=torch.int64), q)
         for walk in (True, False):
-            lending = Lending(table, ((0.1, 0.0), (0.1, 0.0), (0.1, 0.0)), True)
+            budget = NeighbourBudget(table, ((0.1, 0.0), (0.1, 0.0), (0.1, 0.0)), True)
             chances = torch.full((1, 2, 1) if walk else (1, 1), 0.5).double()
-            verdict, _ = verifier(draft, logits, warp, lending, walk, chances, torch.full((1, 1), 0.5).double())
+            verdict, _ = verifier(draft, logits, warp, budget, walk, chances, torch.full((1, 1), 0.5).double())
             assert 1 <= verdict.kept <= 3 and 0 <= verdict.bonus < vocab
         up, head = (torch.randn(32, 16).bfloat16(), None), (torch.randn(vocab, 32).bfloat16(), None)
         inputs = torch.randn(1, 2, 32).bfloat16(), torch.randn(1, 2, 16).bfloat16()

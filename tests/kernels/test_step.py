@@ -101,8 +101,8 @@ def test_phases_are_timed_in_whole_steps(pipeline: Pipeline) -> None:
     ("method", "dials"),
     [
         ("parallel", {"temperature": 0.0}),
-        ("parallel", {"cut": 0.5}),
-        ("lantern++", {"measure": True}),
+        ("parallel", {"min_survival": 0.5}),
+        ("lantern++", {"measure_tv": True}),
         ("eagle", {}),
         ("jacobi", {}),
         ("cool", {"proposer": "parallel", "tree": "chain-4"}),

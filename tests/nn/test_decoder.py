@@ -199,11 +199,11 @@ def test_layers_below_the_last_are_returned_as_they_leave_them(shape):
         lower.blocks = decoder.blocks[:count]
         features.append(lower.forward_sequence(x))
     expected = torch.cat((decoder.forward_sequence(x), *features), -1)
-    assert torch.equal(decoder.forward_sequence(x, taps=(0, 1)), expected)
+    assert torch.equal(decoder.forward_sequence(x, aux_layers=(0, 1)), expected)
     memory = Cache(decoder.config, 2, 8, x).rows(torch.arange(2), torch.zeros(2, dtype=torch.int64), 5)
     assert torch.allclose(decoder(x, memory.nodes(), memory, (0, 1)), expected, atol=1e-10)
     top = torch.cat((expected[..., : shape.dim], expected[..., 2 * shape.dim :]), -1)
-    assert torch.equal(decoder.forward_sequence(x, taps=(1,)), top)
+    assert torch.equal(decoder.forward_sequence(x, aux_layers=(1,)), top)
 
 
 def test_what_comes_later_does_not_change_what_came_before():

@@ -19,25 +19,27 @@ from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verifiers import VERIFIERS
 from lanternpp.errors import InputError
-from lanternpp.proposers.jacobi import COUPLINGS, FRESH, Jacobi
+from lanternpp.proposers.jacobi import COUPLINGS, INITS, Jacobi
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft, TargetOutput, Verdict
 
 CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]])
-ALL = [(coupling, fresh) for coupling in COUPLINGS for fresh in FRESH]
-every_way = pytest.mark.parametrize(("coupling", "fresh"), ALL)
+ALL = [(coupling, init) for coupling in COUPLINGS for init in INITS]
+every_way = pytest.mark.parametrize(("coupling", "init"), ALL)
 
 
-def engine_of(table, window, coupling, fresh, sampling, batch=50_000, siblings=0, verify="token", rows=1):
-    proposer, verifier = Jacobi(window, coupling, fresh, siblings, rows), VERIFIERS[verify]
+def engine_of(
+    table, window, coupling, init, sampling, batch=50_000, alternatives=0, verify="token", window_rows=1
+):
+    proposer, verifier = Jacobi(window, coupling, init, alternatives, window_rows), VERIFIERS[verify]
     return Engine(MarkovTarget(table), proposer, Exact(), sampling, Guidance(), batch, verifier=verifier)
 
 
 @every_way
-def test_the_image_follows_the_targets_law(coupling, fresh):
-    engine = engine_of(CHAIN, 2, coupling, fresh, Sampling())
+def test_the_image_follows_the_targets_law(coupling, init):
+    engine = engine_of(CHAIN, 2, coupling, init, Sampling())
     assert chi_square(counts(engine, 4, 200_000), engine.target.law()) > 1e-3
 
 
@@ -52,7 +54,7 @@ def test_with_siblings_too(coupling, verify):
 
 def forked(target, condition, batch):
     """An engine whose samples all have the same prompt, as after an admission of each."""
-    proposer = Jacobi(2, "maximal", "mixed", 1, rows=2)
+    proposer = Jacobi(2, "maximal", "mixed", 1, window_rows=2)
     verifier = VERIFIERS["traversal"]
     engine = Engine(target, proposer, Exact(), Sampling(), Guidance(), batch, verifier=verifier)
     engine.admit(0, condition, 0)
@@ -90,7 +92,7 @@ def test_windows_at_the_next_rows_see_what_is_before_them_and_change_no_law():
 
 @pytest.mark.parametrize("codebook", [True, False])
 def test_behind_refused_guesses_the_next_follows_what_is_behind_codes_that_look_alike(codebook, monkeypatch):
-    """Of two siblings one has the latents of the code that was drawn, the other ones as far away as can be."""
+    """Of two alternatives one has the latents of the code that was drawn, the other ones as far away as can be."""
     monkeypatch.setattr(MarkovTarget, "codebook", CHAIN[[0, 1, 0]] if codebook else None)
     target = MarkovTarget(CHAIN)
     proposer = Jacobi(1, "maximal", "last", 1)
@@ -127,7 +129,7 @@ def drawn(target, proposer, sampling, cfg, batch, rule=None, count=4):
 @every_way
 @pytest.mark.parametrize("cfg", [1.0, 3.0])
 @pytest.mark.parametrize("window", [5])
-def test_greedy_is_plain_ar_and_a_batch_is_its_samples(coupling, fresh, cfg, window):
+def test_greedy_is_plain_ar_and_a_batch_is_its_samples(coupling, init, cfg, window):
     target = ToyTarget()
 
     def codes(proposer, sampling, batch):
@@ -135,18 +137,18 @@ def test_greedy_is_plain_ar_and_a_batch_is_its_samples(coupling, fresh, cfg, win
 
     plain = [c for c, _ in codes(NoDraft(), Sampling(0), 1)]
     for sampling in (Sampling(0), Sampling(0.8, 6, 0.9)):
-        four = codes(Jacobi(window, coupling, fresh), sampling, 4)
-        assert four == codes(Jacobi(window, coupling, fresh), sampling, 1)
+        four = codes(Jacobi(window, coupling, init), sampling, 4)
+        assert four == codes(Jacobi(window, coupling, init), sampling, 1)
         assert sampling.temperature or [c for c, _ in four] == plain
     assert any(kept > 1 for _, accepted in four for kept in accepted)
 
 
-@pytest.mark.parametrize(("window", "rows"), [(3, 2), (5, 3), (9, 2)])
-def test_windows_at_the_next_rows_leave_greedy_decoding_as_it_is(window, rows):
+@pytest.mark.parametrize(("window", "window_rows"), [(3, 2), (5, 3), (9, 2)])
+def test_windows_at_the_next_rows_leave_greedy_decoding_as_it_is(window, window_rows):
     target = ToyTarget(grid=4)
     plain = [h.codes.tolist() for h in drawn(target, NoDraft(), Sampling(0), 3.0, 1)]
     for batch in (1, 4):
-        proposer = Jacobi(window, "maximal", "mixed", 1, rows)
+        proposer = Jacobi(window, "maximal", "mixed", 1, window_rows)
         assert [h.codes.tolist() for h in drawn(target, proposer, Sampling(0), 3.0, batch)] == plain
 
 
@@ -161,11 +163,11 @@ def test_a_guess_of_the_next_row_is_redrawn_from_what_the_target_says_there():
     proposer.observe = lambda output: outputs.append(output) or observe(output)
     engine.step()
     draft = outputs[0].draft
-    assert draft.codes.shape == (1, 3) and draft.front.depth.tolist() == [[6, 7]]
+    assert draft.codes.shape == (1, 3) and draft.unverified.depth.tolist() == [[6, 7]]
     # the same, with what is not in the pass left out of the attention of a whole sequence
     prompt = target.prompt(["hill"], 1)
     start, slots = int(prompt.start[0]), target.slots
-    codes = torch.cat((draft.codes, draft.front.codes), 1)
+    codes = torch.cat((draft.codes, draft.unverified.codes), 1)
     x = torch.cat((prompt.embeds, target.embed(codes)), 1)
     position = torch.cat((torch.arange(slots), slots + torch.tensor([0, 1, 2, 6, 7])))[None]
     mask = torch.ones(slots + 5, slots + 5, dtype=torch.bool).tril()
@@ -189,12 +191,12 @@ def test_when_a_sample_is_admitted_does_not_matter(coupling):
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("fresh", FRESH)
-def test_coupled_guesses_survive_more_often_and_siblings_keep_more(fresh):
+@pytest.mark.parametrize("init", INITS)
+def test_coupled_guesses_survive_more_often_and_siblings_keep_more(init):
     target = ToyTarget(grid=6)
 
-    def passes(coupling, siblings=0):
-        proposer = Jacobi(8, coupling, fresh, siblings)
+    def passes(coupling, alternatives=0):
+        proposer = Jacobi(8, coupling, init, alternatives)
         return sum(len(h.accepted) for h in drawn(target, proposer, Sampling(), 1.0, 7, count=7))
 
     assert passes("maximal") < passes("none") and passes("gumbel") < passes("none")
@@ -230,8 +232,8 @@ def test_a_guess_follows_the_newest_law_of_its_place(coupling):
 def test_a_fresh_guess_is_drawn_from_what_was_asked_for():
     """One pass over a grid 4 wide: the p at places 1..6 are known, the window then reaches on."""
     target = ToyTarget()
-    for fresh in FRESH:
-        proposer = Jacobi(5, "none", fresh)
+    for init in INITS:
+        proposer = Jacobi(5, "none", init)
         engine = Engine(target, proposer, Exact(), Sampling(), Guidance(), 1)
         engine.admit(0, "sea", 11)
         seen = {}
@@ -239,14 +241,14 @@ def test_a_fresh_guess_is_drawn_from_what_was_asked_for():
             count = int(engine.count[0])
             places = proposer._guessed()
             known = proposer._is_at(proposer.seen, places)[..., None]
-            expected = proposer._at(proposer.p, places).where(known, proposer._fresh(places))[0]
+            expected = proposer._at(proposer.p, places).where(known, proposer._initial(places))[0]
             for i in range(5):
                 place = count + i
                 if place in seen and known[0, i]:
                     assert torch.equal(expected[i], seen[place])
-                elif not seen or fresh == "uniform":
+                elif not seen or init == "uniform":
                     assert torch.equal(expected[i], torch.full((12,), 1 / 12, dtype=torch.float64))
-                elif (fresh == "above" or (fresh == "mixed" and place % 2 == 0)) and place - 4 >= 1:
+                elif (init == "above" or (init == "mixed" and place % 2 == 0)) and place - 4 >= 1:
                     assert torch.equal(expected[i], seen[place - 4])
                 else:
                     assert torch.equal(expected[i], seen[max(seen)])
@@ -261,16 +263,18 @@ def test_a_fresh_guess_is_drawn_from_what_was_asked_for():
 def test_options_are_checked_and_default_to_sjd():
     parts = Parts(StaticTree(chain(1)))
     made = Jacobi.build(parts)
-    assert (made.window, made.coupling, made.fresh, made.size, made.depth) == (16, "none", "uniform", 17, 16)
-    assert (made.siblings, made.rows) == (0, 1)
-    made = Jacobi.build(replace(parts, window=3, coupling="gumbel", fresh="above", siblings=2, rows=4))
-    assert (made.window, made.coupling, made.fresh, made.siblings) == (3, "gumbel", "above", 2)
+    assert (made.window, made.coupling, made.init, made.size, made.depth) == (16, "none", "uniform", 17, 16)
+    assert (made.alternatives, made.window_rows) == (0, 1)
+    made = Jacobi.build(
+        replace(parts, window=3, coupling="gumbel", init="above", alternatives=2, window_rows=4)
+    )
+    assert (made.window, made.coupling, made.init, made.alternatives) == (3, "gumbel", "above", 2)
     assert (made.size, made.depth) == (15, 3)
     wrongs = ((0,), (257,), (4, "minimal"), (4, "none", "old"), (4, "none", "last", -1))
     for wrong in (*wrongs, (4, "none", "last", 0, 0), (4, "none", "last", 0, 17)):
         with pytest.raises(InputError):
             Jacobi(*wrong)
-    with pytest.raises(InputError, match="the model has 3 codes; use fewer siblings"):
+    with pytest.raises(InputError, match="the model has 3 codes; use fewer alternatives"):
         engine_of(CHAIN, 2, "none", "last", Sampling(), 1, 3)
     with pytest.raises(InputError, match="pictures have 2 rows"):
-        engine_of(CHAIN, 2, "none", "last", Sampling(), 1, rows=3)
+        engine_of(CHAIN, 2, "none", "last", Sampling(), 1, window_rows=3)

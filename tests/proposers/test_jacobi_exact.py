@@ -78,9 +78,9 @@ class Enumerated(Sampling):
 
 def choices(proposer: Jacobi, verify: str, vocab: int) -> int:
     """Outcomes of a pass at most."""
-    window, siblings = proposer.window, proposer.siblings
-    tests = 2 ** (window + siblings) if verify == "token" else window + siblings + 1
-    return prod((vocab ** (window * proposer.rows + siblings), tests, vocab))
+    window, alternatives = proposer.window, proposer.alternatives
+    tests = 2 ** (window + alternatives) if verify == "token" else window + alternatives + 1
+    return prod((vocab ** (window * proposer.window_rows + alternatives), tests, vocab))
 
 
 def law_of(
@@ -132,7 +132,7 @@ def snapshot(engine: Engine) -> list[Tensor]:
     jacobi, count = engine.proposer, engine.count[:, None]
     assert isinstance(jacobi, Jacobi)
     past = jacobi.held < count
-    above = jacobi.width if jacobi.fresh in ("above", "mixed") else 0
+    above = jacobi.width if jacobi.init in ("above", "mixed") else 0
     last = torch.arange(jacobi.slots) == jacobi.end[:, None] % jacobi.slots
     old = (jacobi.seen < count - above) & ~last
     for owner, gone, rings in (
@@ -158,7 +158,7 @@ def merged(states: list[Tensor], weight: Tensor) -> tuple[list[Tensor], Tensor]:
     )
 
 
-CASES = [  # window, coupling, fresh, siblings, verifier, codes
+CASES = [  # window, coupling, init, alternatives, verifier, codes
     (2, "maximal", "last", 0, "token", 3),
     (2, "maximal", "last", 0, "block", 3),
     (3, "maximal", "mixed", 0, "block", 4),
@@ -171,29 +171,35 @@ CASES = [  # window, coupling, fresh, siblings, verifier, codes
 ]
 
 
-ROWS_OF_WINDOWS = [  # coupling, fresh, siblings, rows, verifier, codes; windows of 1 in images 3 codes wide
+WINDOW_ROWS = [  # coupling, init, alternatives, window_rows, verifier, codes; windows of 1 in images 3 codes wide
     ("maximal", "last", 0, 2, "block", 5),
     ("maximal", "above", 1, 2, "traversal", 5),
     ("none", "mixed", 0, 3, "token", 4),
 ]
 
 
-@pytest.mark.parametrize(("coupling", "fresh", "siblings", "rows", "verify", "codes"), ROWS_OF_WINDOWS)
-def test_guesses_that_wait_in_the_next_rows(monkeypatch, coupling, fresh, siblings, rows, verify, codes):
-    law = law_of(monkeypatch, CHAIN, Jacobi(1, coupling, fresh, siblings, rows), verify, codes, grid=3)
+@pytest.mark.parametrize(("coupling", "init", "alternatives", "window_rows", "verify", "codes"), WINDOW_ROWS)
+def test_guesses_that_wait_in_the_next_rows(
+    monkeypatch, coupling, init, alternatives, window_rows, verify, codes
+):
+    law = law_of(
+        monkeypatch, CHAIN, Jacobi(1, coupling, init, alternatives, window_rows), verify, codes, grid=3
+    )
     assert (law - MarkovTarget(CHAIN, 3).law(codes)).abs().sum() < 1e-12
 
 
 @pytest.mark.parametrize("table", [CHAIN, HOLES], ids=["chain", "holes"])
-@pytest.mark.parametrize(("window", "coupling", "fresh", "siblings", "verify", "codes"), CASES)
-def test_images_follow_the_targets_law(monkeypatch, table, window, coupling, fresh, siblings, verify, codes):
-    law = law_of(monkeypatch, table, Jacobi(window, coupling, fresh, siblings), verify, codes)
+@pytest.mark.parametrize(("window", "coupling", "init", "alternatives", "verify", "codes"), CASES)
+def test_images_follow_the_targets_law(
+    monkeypatch, table, window, coupling, init, alternatives, verify, codes
+):
+    law = law_of(monkeypatch, table, Jacobi(window, coupling, init, alternatives), verify, codes)
     assert (law - MarkovTarget(table).law(codes)).abs().sum() < 1e-12
 
 
 def wrong_kept(monkeypatch):
     """Guesses behind a refused one are taken to follow their q still."""
-    monkeypatch.setattr(jacobi, "refused_law", lambda p, q, codes: q[:, :-1])
+    monkeypatch.setattr(jacobi, "rejected_distribution", lambda p, q, codes: q[:, :-1])
 
 
 def wrong_q(monkeypatch):
@@ -202,7 +208,7 @@ def wrong_q(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "siblings", "verify"),
+    ("wrong", "alternatives", "verify"),
     [
         (wrong_kept, 0, "block"),
         (wrong_kept, 1, "traversal"),
@@ -210,9 +216,9 @@ def wrong_q(monkeypatch):
         (wrong_q, 1, "traversal"),
     ],
 )
-def test_what_is_nearly_right_is_found_out(monkeypatch, wrong, siblings, verify):
+def test_what_is_nearly_right_is_found_out(monkeypatch, wrong, alternatives, verify):
     wrong(monkeypatch)
-    law = law_of(monkeypatch, CHAIN, Jacobi(2, "maximal", "last", siblings), verify, 3)
+    law = law_of(monkeypatch, CHAIN, Jacobi(2, "maximal", "last", alternatives), verify, 3)
     assert (law - MarkovTarget(CHAIN).law(3)).abs().sum() > 1e-4
 
 

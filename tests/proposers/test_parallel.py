@@ -28,8 +28,8 @@ def without_gradients():
         yield
 
 
-def engine(target, cfg: float, batch: int = 1, queries: int = 4, taps: tuple[int, ...] = ()) -> Engine:
-    proposer = Parallel(parallel(target, queries, taps), StaticTree(EAGLE))
+def engine(target, cfg: float, batch: int = 1, queries: int = 4, aux_layers: tuple[int, ...] = ()) -> Engine:
+    proposer = Parallel(parallel(target, queries, aux_layers), StaticTree(EAGLE))
     return Engine(target, proposer, Exact(), SAMPLING, Guidance(cfg), batch)
 
 
@@ -57,7 +57,7 @@ def step_and_recall(loop: Engine) -> torch.Tensor:
 
 @pytest.mark.parametrize("cfg", [1.0, 3.0])
 @pytest.mark.parametrize(
-    ("steps", "said", "taps"),
+    ("steps", "said", "aux_layers"),
     [
         (0, "hill", ()),
         (1, "hill", ()),
@@ -67,10 +67,10 @@ def step_and_recall(loop: Engine) -> torch.Tensor:
         (3, "sea", (0, 1)),
     ],
 )
-def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, steps, said, taps):
+def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, steps, said, aux_layers):
     """Off by one here would only lower the codes per pass, silently."""
     target, guidance = ToyTarget(layers=3), Guidance(cfg)
-    loop = engine(target, cfg, taps=taps)
+    loop = engine(target, cfg, aux_layers=aux_layers)
     drafter = loop.proposer.drafter
     loop.admit(0, said, 5)
     hints = torch.zeros(
@@ -87,7 +87,9 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
     codes = loop.codes[:, :count]
     read = torch.cat((prompt.embeds, target.embed(guidance.rows(codes))), 1)[:, :-1]
     features = guidance.merge(
-        target.decoder.forward_sequence(read, seen=causal_mask(prompt.start, read.shape[1]), taps=taps)
+        target.decoder.forward_sequence(
+            read, seen=causal_mask(prompt.start, read.shape[1]), aux_layers=aux_layers
+        )
     )
     ahead = torch.cat((prompt.embeds[:1], target.embed(codes)), 1)[:, 1:]
     anchor = torch.tensor([[features.shape[1] - 1]])
@@ -138,12 +140,13 @@ def test_a_cut_needs_a_drafter_that_predicts_what_is_kept():
     target, tree = ToyTarget(), StaticTree(chain(3))
     older = parallel(target, confidence=False)
     assert (
-        Parallel.build(Parts(tree, older)).cut == 0 and Parallel.build(Parts(tree, older, cut=0.0)).cut == 0
+        Parallel.build(Parts(tree, older)).min_survival == 0
+        and Parallel.build(Parts(tree, older, min_survival=0.0)).min_survival == 0
     )
     with pytest.raises(
-        InputError, match=r"cut 0\.3 needs a parallel drafter that predicts .* train it again"
+        InputError, match=r"min_survival 0\.3 needs a parallel drafter that predicts .* train it again"
     ):
-        Parallel.build(Parts(tree, older, cut=0.3))
-    assert Parallel.build(Parts(tree, parallel(target), cut=0.3)).cut == 0.3
-    with pytest.raises(InputError, match=r"cut 1\.5 is outside 0 to 1"):
-        Parallel.build(Parts(tree, parallel(target), cut=1.5))
+        Parallel.build(Parts(tree, older, min_survival=0.3))
+    assert Parallel.build(Parts(tree, parallel(target), min_survival=0.3)).min_survival == 0.3
+    with pytest.raises(InputError, match=r"min_survival 1\.5 is outside 0 to 1"):
+        Parallel.build(Parts(tree, parallel(target), min_survival=1.5))

@@ -24,7 +24,7 @@ KEY = "correct-horse-battery"
 
 def test_a_method_shows_the_dials_that_it_reads_at_its_own_values(pipe: Pipeline) -> None:
     shown = setup(pipe, ServerConfig())["methods"]
-    dials = {"window", "coupling", "fresh", "siblings", "rows", "verify", "cfg", "temperature"}
+    dials = {"window", "coupling", "init", "alternatives", "window_rows", "verify", "cfg", "temperature"}
     assert set(shown["jacobi"]["dials"]) == dials
     assert (shown["jacobi"]["dials"]["verify"], shown["eagle2"]["dials"]["verify"]) == ("block", "token")
     assert shown["lantern++"]["dials"]["neighbours"] == 8

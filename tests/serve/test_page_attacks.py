@@ -66,7 +66,7 @@ def test_no_request_names_a_file_or_an_address(running, named: str) -> None:
         assert http.get(path).status_code == 404, path
     assert http.post("/page/setup", json=join).status_code == 405
     assert http.post(IMAGES, json=join).status_code == 400
-    for field in ("prompt", "model", "method", "tree", "size", "seed", "n", "cfg", "measure", "user"):
+    for field in ("prompt", "model", "method", "tree", "size", "seed", "n", "cfg", "measure_tv", "user"):
         for value in (file, [file], named) if field not in ("prompt", "user") else (file, [file]):
             answer = http.post(IMAGES, json=RACE | {field: value})
             assert 400 <= answer.status_code < 500, (field, value)

@@ -250,7 +250,7 @@ def test_a_wrong_prompt_is_answered_in_a_sentence_and_the_next_one_is_drawn(
         page.get_by_label("Prompt").fill("a shiny red tulip")
         page.get_by_label("3", exact=True).check()
         page.get_by_text("More dials").click()
-        page.get_by_label("Measure TV spent").check()
+        page.get_by_label("Measure TV cost").check()
         before = page.locator("#sides").bounding_box()
         page.get_by_role("button", name="Race").click()
         expect(page.locator("#board.won")).to_be_visible(timeout=PATIENCE)

@@ -61,9 +61,9 @@ def test_every_level_is_judged_by_the_targets_guided_distribution_at_its_place(r
     assert figures["loss"].item() == pytest.approx(0, abs=1e-5)
 
 
-@pytest.mark.parametrize(("loss", "taps"), [("guided", 0), ("lk", 0), ("both", 1), ("block", 0)])
-def test_training_raises_the_chance_that_drafts_are_kept(ready: Path, loss: str, taps: int) -> None:
-    made = task(ready, loss=loss, taps=taps, lr=5e-3)
+@pytest.mark.parametrize(("loss", "aux_layers"), [("guided", 0), ("lk", 0), ("both", 1), ("block", 0)])
+def test_training_raises_the_chance_that_drafts_are_kept(ready: Path, loss: str, aux_layers: int) -> None:
+    made = task(ready, loss=loss, aux_layers=aux_layers, lr=5e-3)
     before = made.validate()
     for step in range(40):
         figures = made.step(step, 0.0)
@@ -105,9 +105,9 @@ def test_a_compiled_training_is_one_graph_and_learns_the_same(
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     # A graph rounds to bfloat16 elsewhere than the same lines uncompiled do: in float32 both are the same.
     monkeypatch.setattr(hardware, "autocast", lambda _: nullcontext())
-    compiled, losses = task(ready, loss="block", taps=1), []
+    compiled, losses = task(ready, loss="block", aux_layers=1), []
     compiled.speed_up()
-    for made in (compiled, task(ready, loss="block", taps=1)):
+    for made in (compiled, task(ready, loss="block", aux_layers=1)):
         torch.manual_seed(0)
         losses.append([made.step(step, 0.0)["loss"].item() for step in range(3)])
         made.validate()
@@ -141,7 +141,7 @@ def test_an_unknown_loss_is_refused_by_name() -> None:
         ("levels", 65),
         ("fade", 0.0),
         ("fade", 1.1),
-        ("taps", -1),
+        ("aux_layers", -1),
         ("lr", 0.0),
         ("muon_lr", 2.0),
     ],

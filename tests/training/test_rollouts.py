@@ -8,7 +8,7 @@ import torch
 from helpers.toys import ToyTarget, parallel
 
 from lanternpp.accept.exact import Exact
-from lanternpp.accept.mixture import Mixture
+from lanternpp.accept.mixture import DraftMixture
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
@@ -26,30 +26,32 @@ from lanternpp.trees.static import StaticTree
 TEXTS = ["hill", "sea", "stone", "clouds", "a"]
 
 
-def runs(target: ToyTarget, count: int = 5, taps: tuple[int, ...] = ()) -> list[Rollout]:
+def runs(target: ToyTarget, count: int = 5, aux_layers: tuple[int, ...] = ()) -> list[Rollout]:
     return sorted(
-        record(target, parallel(target, taps=taps), TEXTS[:count], 3.0, 4, batch=2),
+        record(target, parallel(target, aux_layers=aux_layers), TEXTS[:count], 3.0, 4, batch=2),
         key=lambda r: TEXTS.index(r.text or ""),
     )
 
 
-@pytest.mark.parametrize("taps", [(), (0, 1)])
-def test_a_run_holds_the_features_of_the_picture_it_drew(taps: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("aux_layers", [(), (0, 1)])
+def test_a_run_holds_the_features_of_the_picture_it_drew(aux_layers: tuple[int, ...]) -> None:
     target = ToyTarget(layers=3)
-    for run in runs(target, taps=taps):
+    for run in runs(target, aux_layers=aux_layers):
         features, anchors, hints = replay(run, 4)
         prompt = target.prompt([run.text], 2)
         codes = run.codes[None].long().expand(2, -1)
-        whole = drafter_inputs(target, prompt.embeds, codes, prompt.start, taps=taps)[1]
+        whole = drafter_inputs(target, prompt.embeds, codes, prompt.start, aux_layers=aux_layers)[1]
         expected = Guidance(3.0).merge(whole)[0]
         assert torch.allclose(features.double(), expected, atol=1e-9)
         assert anchors[0] == 2 and len(anchors) == len(run.kept) == len(hints)
         assert not hints[0].any(), "nothing was refused before the first draft"
 
 
-@pytest.mark.parametrize(("rule", "verifier"), [(None, "block"), (Mixture(0.5), "block"), (None, "token")])
+@pytest.mark.parametrize(
+    ("rule", "verifier"), [(None, "block"), (DraftMixture(0.5), "block"), (None, "token")]
+)
 def test_runs_are_those_of_the_rule_and_the_verifier_that_are_given(
-    rule: Mixture | None, verifier: str
+    rule: DraftMixture | None, verifier: str
 ) -> None:
     """By default of block verification without loss, as drafts of a chain are verified."""
     target = ToyTarget()
@@ -85,8 +87,10 @@ def test_hints_lie_where_the_refused_nodes_were() -> None:
     assert replay(short, 3)[2].tolist() == [[[0.0]] * 3]
 
 
-@pytest.mark.parametrize("taps", [(), (0, 1)])
-def test_training_drafts_as_the_engine_did(monkeypatch: pytest.MonkeyPatch, taps: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("aux_layers", [(), (0, 1)])
+def test_training_drafts_as_the_engine_did(
+    monkeypatch: pytest.MonkeyPatch, aux_layers: tuple[int, ...]
+) -> None:
     """From a recorded run follow the very distributions that its guesses were drawn from, hints and all."""
     target, seen = ToyTarget(layers=3), []
     propose = Parallel.propose
@@ -97,10 +101,10 @@ def test_training_drafts_as_the_engine_did(monkeypatch: pytest.MonkeyPatch, taps
         return seen[-1]
 
     monkeypatch.setattr(Parallel, "propose", spy)
-    drafter = parallel(target, taps=taps)
+    drafter = parallel(target, aux_layers=aux_layers)
     (run,) = record(target, drafter, ["stone"], 3.0, 4, batch=1)
     assert run.kept.max() > 1 and len(seen) == len(run.kept) > 4
-    made = task(target, [run, run, run], anchors=len(seen), levels=4, noise=0.0, taps=len(taps))
+    made = task(target, [run, run, run], anchors=len(seen), levels=4, noise=0.0, aux_layers=len(aux_layers))
     read = made.drafts(made.train, [run], torch.tensor([0]), torch.Generator())
     assert read.hints is not None and read.hints.any() and read.start is not None and read.start[0] == 1
     with torch.no_grad():
@@ -118,11 +122,15 @@ def test_a_drafter_that_grows_drafts_as_before() -> None:
     small = parallel(target)
     large = grown(small, 2, 9, 2, target)
     layers = len(small.decoder.blocks)
-    assert len(large.decoder.blocks) == layers + 1 and large.config.queries == 8 and large.taps == (0, 1)
+    assert (
+        len(large.decoder.blocks) == layers + 1 and large.config.queries == 8 and large.aux_layers == (0, 1)
+    )
     assert grown(large, 1, 2, 0, target).config == large.config
-    with pytest.raises(InputError, match="--taps 1: the drafter reads 2 layers already"):
+    with pytest.raises(InputError, match="--aux-layers 1: the drafter reads 2 layers already"):
         grown(large, 1, 2, 1, target)
-    with pytest.raises(InputError, match="--taps 3 is too many: the target has 2 layers below its last"):
+    with pytest.raises(
+        InputError, match="--aux-layers 3 is too many: the target has 2 layers below its last"
+    ):
         grown(small, 1, 2, 3, target)
     torch.manual_seed(0)
     dim = small.decoder.config.dim

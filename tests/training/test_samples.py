@@ -147,7 +147,7 @@ def test_a_parallel_drafter_of_every_family_goes_on_from_recorded_runs(name: str
     prompts.write_text("1\n2\n3\n" if name == "c2i" else "a red tulip\nthe red\na photo of a tulip\n")
     options = TrainingOptions(folder / "parallel", 2, checks=1, log_steps=1)
     self_sampling = SelfSampling(prompts, count=4, batch=4)
-    settings = ParallelSettings(batch_size=2, warmup=1, levels=3, anchors=4, turn=8, taps=1)
+    settings = ParallelSettings(batch_size=2, warmup=1, levels=3, anchors=4, turn=8, aux_layers=1)
     with pytest.raises(InputError, match="no parallel drafter to go on with"):
         rollouts.train(None, folder, settings, options, 3, self_sampling)
     assert parallel.train(None, folder, 1, settings, options, self_sampling=self_sampling, follow=True)

@@ -104,7 +104,7 @@ def chained(cut: float, batch: int = 1) -> Engine:
     proposer = Parallel(parallel(target), StaticTree(chain(3)))
     proposer.drafter.confidence.weight.mul_(0.5)
     proposer.drafter.confidence.bias.fill_(1)
-    proposer.cut = cut
+    proposer.min_survival = cut
     return Engine(target, proposer, Exact(), Sampling(), Guidance(), batch, verifier=verify_block)
 
 

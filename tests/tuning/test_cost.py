@@ -130,7 +130,7 @@ def test_a_cut_is_found_where_guesses_cost_more_than_they_bring() -> None:
     assert chains.lengths(1, 8) == pytest.approx([0.5] + [0] * 6 + [0.5])
     assert chains.lengths(1, 3) == pytest.approx([0.5, 0, 0.5])
     found = best_cut(chains, costs, 24, 8)
-    assert found.cut == 0.3 and len(found.shape) > 1
+    assert found.min_survival == 0.3 and len(found.shape) > 1
     alone = costs.cut_step(8, [0] * 7 + [1.0], 4.12)
     whole = costs.step_cost(chain(8), TABLE)
     assert alone == pytest.approx(whole.step, rel=0.05), "a chain that never ends early is a chain"

@@ -8,7 +8,7 @@ from lanternpp.accept.cspd import Cspd
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
-from lanternpp.accept.mixture import Mixture
+from lanternpp.accept.mixture import DraftMixture
 
 RULES = {
     "exact": Exact,
@@ -16,6 +16,6 @@ RULES = {
     "lantern++": LanternPlusPlus,
     "cool": Cool,
     "cactus": Cactus,
-    "mixture": Mixture,
+    "mixture": DraftMixture,
     "cspd": Cspd,
 }

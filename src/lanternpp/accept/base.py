@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.types import Lending, on_host
+from lanternpp.types import NeighbourBudget, on_host
 
 RESIDUALS = ("paper", "optimal")
 
@@ -60,10 +60,10 @@ class Acceptance(ABC):
         """The rule for the children of nodes at `level` of a draft, the root's being 0."""
         return self
 
-    def lending(self, levels: int) -> Lending | None:
+    def as_numbers(self, levels: int) -> NeighbourBudget | None:
         """The rule as numbers, for a draft of so many levels; None where it is another function."""
         plain = self.lossless and type(self).residual is Acceptance.residual
-        return Lending(None, ((0.0, 0.0),) * levels, False) if plain else None
+        return NeighbourBudget(None, ((0.0, 0.0),) * levels, False) if plain else None
 
     def relax_with_draft(self, p: Tensor, q: Tensor, code: Tensor) -> Tensor:
         """The relaxed distribution for a candidate drawn from q: `relax`, unless a rule needs q; p, q [..., V]."""
@@ -99,7 +99,7 @@ class Acceptance(ABC):
         mass = left.sum(-1, keepdim=True)
         return (left / mass).where(mass > 0, relaxed)
 
-    def output_law(self, p: Tensor, q: Tensor) -> Tensor:
+    def output_distribution(self, p: Tensor, q: Tensor) -> Tensor:
         """The distribution of the code that verifying one child drawn from q yields, [..., V]; p and q [..., V].
 
         It is the accepted mass a, plus the refused mass q - a of every code, spread as that code's residual. With the
@@ -108,7 +108,7 @@ class Acceptance(ABC):
         if self.lossless:
             return p
         if self.optimal_residual:
-            return self.optimal_law(p, q)
+            return self.optimal_distribution(p, q)
         out = torch.minimum(q, self.accept_mass(p, q))
         refused = q - out
         for codes in candidate_codes(q, p.numel()):
@@ -117,20 +117,20 @@ class Acceptance(ABC):
             out += (refused[..., codes].movedim(-1, 0)[..., None] * left).sum(0)
         return out + p * (1 - q.sum(-1, keepdim=True)).clamp_(min=0)
 
-    def optimal_law(self, p: Tensor, q: Tensor) -> Tensor:
-        """`output_law` with the optimal residual, [..., V]; p and q [..., V]."""
+    def optimal_distribution(self, p: Tensor, q: Tensor) -> Tensor:
+        """`output_distribution` with the optimal residual, [..., V]; p and q [..., V]."""
         out = torch.minimum(q, self.accept_mass(p, q))
         rest = (p - out).clamp_(min=0)
         share = (1 - out.sum(-1, keepdim=True)).clamp_(min=0) / rest.sum(-1, keepdim=True)
         return out.addcmul_(rest, share.where(share < float("inf"), 0))
 
-    def output_laws(self, p: Tensor, q: Tensor, depth: Tensor, levels: int) -> Tensor:
-        """`output_law` at every node of a draft, p and q [B, N, V], its depth [B, N] below `levels` where it has children."""
+    def output_distributions(self, p: Tensor, q: Tensor, depth: Tensor, levels: int) -> Tensor:
+        """`output_distribution` at every node of a draft, p and q [B, N, V], its depth [B, N] below `levels` where it has children."""
         if type(self).at is Acceptance.at:
-            return self.output_law(p, q)
+            return self.output_distribution(p, q)
         laws = p
         for level in range(levels):
-            laws = self.at(level).output_law(p, q).where((depth == level)[..., None], laws)
+            laws = self.at(level).output_distribution(p, q).where((depth == level)[..., None], laws)
         return laws
 
 
@@ -173,9 +173,9 @@ class DecayingAcceptance(Acceptance):
         """The rule at a level; itself at level 0 and where nu is 0."""
         return self._at(level) if level else self
 
-    def output_laws(self, p: Tensor, q: Tensor, depth: Tensor, levels: int) -> Tensor:
-        """`output_law` of all levels in one computation."""
-        return self._at(depth).output_law(p, q)
+    def output_distributions(self, p: Tensor, q: Tensor, depth: Tensor, levels: int) -> Tensor:
+        """`output_distribution` of all levels in one computation."""
+        return self._at(depth).output_distribution(p, q)
 
     def decay_factor(self, like: Tensor) -> Tensor | float:
         """The factor at this rule's level, to be multiplied with a tensor [..., V]."""
@@ -191,8 +191,8 @@ class DecayingAcceptance(Acceptance):
         return made
 
 
-def has_fast_law(rule: Acceptance | type[Acceptance]) -> bool:
-    """Whether `output_law` of a rule is fast, because it does not call `relax` for every code."""
+def has_fast_distribution(rule: Acceptance | type[Acceptance]) -> bool:
+    """Whether `output_distribution` of a rule is fast, because it does not call `relax` for every code."""
     kind = rule if isinstance(rule, type) else type(rule)
     optimal = rule.optimal_residual or (isinstance(rule, type) and "residual" in (rule.dials or ()))
     return rule.lossless or (optimal and kind.accept_mass is not Acceptance.accept_mass)

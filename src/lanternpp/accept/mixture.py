@@ -11,7 +11,7 @@ from lanternpp.accept.base import DecayingAcceptance, Dials, check_nu
 from lanternpp.errors import InputError
 
 
-class Mixture(DecayingAcceptance):
+class DraftMixture(DecayingAcceptance):
     """Follows (1 - t) p + t q, t = delta exp(-nu i) at the i-th level: a candidate is accepted without a test with probability t.
 
     The output is exactly t TV(p, q) from p in total variation, and acceptance rises by the same amount. It uses no
@@ -42,7 +42,7 @@ class Mixture(DecayingAcceptance):
         """The mixture, whatever the candidate."""
         return self.accept_mass(p, q)
 
-    def output_law(self, p: Tensor, q: Tensor) -> Tensor:
+    def output_distribution(self, p: Tensor, q: Tensor) -> Tensor:
         """The mixture itself."""
         return self.accept_mass(p, q)
 

@@ -10,9 +10,17 @@ from torch import Tensor
 
 from lanternpp.accept.base import DecayingAcceptance, check_nu, wants_optimal
 from lanternpp.nn.backend import OutputDistribution
-from lanternpp.types import Lending, on_host
+from lanternpp.types import NeighbourBudget, on_host
 
-LENDS = ("relax", "relax_with_draft", "budget", "residual", "accept_mass", "optimal_law", "output_law")
+RELAXING = (
+    "relax",
+    "relax_with_draft",
+    "budget",
+    "residual",
+    "accept_mass",
+    "optimal_distribution",
+    "output_distribution",
+)
 """The functions that decide, with `linear_budget`, how such a rule relaxes."""
 FIRST = 16  # nearest neighbours that are summed for all codes together
 MORE = 64  # neighbours per chunk after that, for the codes whose budget is not used up
@@ -45,16 +53,16 @@ class NeighbourAcceptance(DecayingAcceptance):
         a, b = self.linear_budget(p)
         return a + b * p
 
-    def lending(self, levels: int) -> Lending | None:
-        """As `Acceptance.lending`; None for a rule that relaxes in a way of its own."""
+    def as_numbers(self, levels: int) -> NeighbourBudget | None:
+        """As `Acceptance.as_numbers`; None for a rule that relaxes in a way of its own."""
         table = self.table
-        own = any(getattr(type(self), name) is not getattr(NeighbourAcceptance, name) for name in LENDS)
+        own = any(getattr(type(self), name) is not getattr(NeighbourAcceptance, name) for name in RELAXING)
         if own or table.dtype != torch.int32:
             return None
         none = table.new_empty(0)
         rules = [self.at(level) for level in range(levels if self.nu else min(levels, 1))]
         pairs = tuple((float(a), float(b)) for a, b in (rule.linear_budget(none) for rule in rules))
-        return Lending(table, pairs if self.nu else pairs * levels, self.optimal_residual)
+        return NeighbourBudget(table, pairs if self.nu else pairs * levels, self.optimal_residual)
 
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
         """The longest prefix A of the neighbours with p(A) <= budget lends all its mass to the code.
@@ -106,10 +114,10 @@ class NeighbourAcceptance(DecayingAcceptance):
                     break
         return mass_of.T.reshape(p.shape)
 
-    def optimal_law(self, p: Tensor, q: Tensor) -> Tensor:
-        """As `Acceptance.optimal_law`."""
+    def optimal_distribution(self, p: Tensor, q: Tensor) -> Tensor:
+        """As `Acceptance.optimal_distribution`."""
         found = self._native(p, q, optimal=True)
-        return super().optimal_law(p, q) if found is None else found
+        return super().optimal_distribution(p, q) if found is None else found
 
     def _native(self, p: Tensor, q: Tensor, optimal: bool) -> Tensor | None:
         return None if self.native is None else self.native(p, q, self.budget(p), optimal)

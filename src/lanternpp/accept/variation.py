@@ -1,4 +1,4 @@
-"""The cost of relaxing: the total variation between p and `output_law`, the distribution of the code decided."""
+"""The cost of relaxing: the total variation between p and `output_distribution`, the distribution of the code decided."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ SAMPLED = 64  # codes that are sampled where there are more
 
 
 def tv_cost(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:
-    """The total variation between p and `output_law` for one child drawn from q, [...]; p and q [..., V].
+    """The total variation between p and `output_distribution` for one child drawn from q, [...]; p and q [..., V].
 
     With the optimal residual it is `excess`, the least possible for the same acceptance. Of a rule that defines neither
-    `accept_mass` nor `output_law`, over more than `ENUMERATED` codes, it is an estimate of that least with either residual: the exact
+    `accept_mass` nor `output_distribution`, over more than `ENUMERATED` codes, it is an estimate of that least with either residual: the exact
     value would call `relax` for each of V codes.
     """
     if rule.lossless:
         return torch.zeros_like(p[..., 0])
-    if type(rule).output_law is Acceptance.output_law:
+    if type(rule).output_distribution is Acceptance.output_distribution:
         if type(rule).accept_mass is Acceptance.accept_mass and p.shape[-1] > ENUMERATED:
             return _sampled(rule, p, q)
         if rule.optimal_residual or rule.paper_residual_is_optimal:
             return excess(rule, p, q)
-    return (rule.output_law(p, q) - p).abs_().sum(-1) / 2
+    return (rule.output_distribution(p, q) - p).abs_().sum(-1) / 2
 
 
 def excess(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:

@@ -33,11 +33,11 @@ class MethodDials(TypedDict, total=False):
     residual: str | None
     window: int | None
     coupling: str | None
-    fresh: str | None
-    siblings: int | None
-    rows: int | None
+    init: str | None
+    alternatives: int | None
+    window_rows: int | None
     verify: str | None
-    cut: float | None
+    min_survival: float | None
 
 
 class PictureDials(MethodDials, total=False):
@@ -46,7 +46,7 @@ class PictureDials(MethodDials, total=False):
     batch_size: int | None
     compile: bool | None
     fit: bool | None
-    measure: bool | None
+    measure_tv: bool | None
     cfg: float | None
     temperature: float | None
     top_k: int | None

@@ -253,7 +253,7 @@ class LoadedModel:
         parts = (model.target, proposer, rule, sampling, Guidance(settings.cfg))
         codes = not model.target.channels
         verifier = build_verifier(settings, used if codes else PYTORCH)
-        engine = engine_for(*parts, settings.batch_size, settings.measure, verifier)
+        engine = engine_for(*parts, settings.batch_size, settings.measure_tv, verifier)
         if settings.compile:
             compile_steps(engine)
         elif codes:

@@ -22,18 +22,18 @@ class Method:
     residual: str | None = None
     window: int | None = None
     coupling: str | None = None
-    fresh: str | None = None
-    siblings: int | None = None
-    rows: int | None = None
+    init: str | None = None
+    alternatives: int | None = None
+    window_rows: int | None = None
     verify: str | None = None
-    cut: float | None = None
+    min_survival: float | None = None
     about: str = ""
 
 
 BASELINE = "ar"  # plain autoregressive decoding, the method without a draft
 AUTO = "auto"  # the method that suits the model: see `default_method.py`
 METHODS: dict[str, Method] = {
-    "ar": Method("nothing", "exact", about="plain autoregressive decoding, one code per pass"),
+    "ar": Method("none", "exact", about="plain autoregressive decoding, one code per pass"),
     "eagle": Method("tree", "exact", "eagle-25", about="EAGLE-1 on a static tree (arXiv 2401.15077)"),
     "eagle2": Method(
         "tree", "exact", "eagle2", about="EAGLE-2: a tree that follows the drafter (arXiv 2406.16858)"
@@ -85,7 +85,7 @@ METHODS: dict[str, Method] = {
         "exact",
         window=16,
         coupling="none",
-        fresh="uniform",
+        init="uniform",
         about="speculative Jacobi decoding: no drafter (arXiv 2410.01699)",
     ),
     "jacobi-coupled": Method(
@@ -93,8 +93,8 @@ METHODS: dict[str, Method] = {
         "exact",
         window=16,
         coupling="maximal",
-        fresh="mixed",
-        siblings=3,
+        init="mixed",
+        alternatives=3,
         about="Jacobi decoding whose guesses rarely change (arXiv 2510.24211)",
     ),
     "lantern-jacobi": Method(
@@ -105,8 +105,8 @@ METHODS: dict[str, Method] = {
         lam=2.0,
         window=16,
         coupling="maximal",
-        fresh="mixed",
-        siblings=3,
+        init="mixed",
+        alternatives=3,
         verify="traversal",
         about="coupled Jacobi decoding under the relaxation of LANTERN++",
     ),

@@ -92,7 +92,7 @@ class Pipeline(LoadedModel):
         output_type: what `images` of the result is: "pil", a list of PIL images; "np", an array [n, H, W, 3] of float32 in 0 to
         1; "pt", a tensor [n, 3, H, W] of the same; "codes", empty, as `codes` of the result is all that you want.
         dials: every other field of `Settings`; what is left out or None is the method's or the model's default.
-        measure=True reports `tv_spent`, which takes time.
+        measure_tv=True reports `tv_cost`, which takes time.
         Raises InputError.
         """
         pixels.check_output(self.target, output_type)

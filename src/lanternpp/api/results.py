@@ -35,8 +35,8 @@ class Stats:
     accepted_per_pass: list[int] = field(repr=False)
     settings: dict[str, Any] = field(repr=False)
     versions: dict[str, str] = field(repr=False)
-    tv_spent: float | None = None  # mean per picture of the total variation cost of relaxed acceptance
-    tv_spent_per_image: list[float] = field(default_factory=list, repr=False)  # empty: not measured
+    tv_cost: float | None = None  # mean per picture of the total variation cost of relaxed acceptance
+    tv_cost_per_image: list[float] = field(default_factory=list, repr=False)  # empty: not measured
     auto: str | None = None  # why method="auto" took this method; None: it was named
 
     @classmethod
@@ -50,7 +50,7 @@ class Stats:
     ) -> Stats:
         """Of pictures that were drawn with these settings, as `Pipeline.describe` gives them."""
         accepted = [count for s in samples for count in s.accepted]
-        costs = [s.tv_spent for s in samples if s.tv_spent is not None]
+        costs = [s.tv_cost for s in samples if s.tv_cost is not None]
         codes = sum(accepted)
         return cls(
             method=settings["method"],
@@ -64,8 +64,8 @@ class Stats:
             accepted_per_pass=accepted,
             settings=settings,
             versions=versions(),
-            tv_spent=sum(costs) / len(costs) if costs else None,
-            tv_spent_per_image=costs,
+            tv_cost=sum(costs) / len(costs) if costs else None,
+            tv_cost_per_image=costs,
             auto=auto,
         )
 

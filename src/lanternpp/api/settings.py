@@ -31,7 +31,7 @@ from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.nn.backend import PYTORCH, Backend
 from lanternpp.proposers import PROPOSERS
-from lanternpp.proposers.parallel import why_uncut
+from lanternpp.proposers.parallel import why_not_shortened
 from lanternpp.trees import build_tree, shape_name
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.shapes import check as check_shape
@@ -50,8 +50,8 @@ PLAIN: dict[type, Callable[[str, Any], Any]] = {
     float: arguments.real,
     bool: arguments.switch,
 }
-NO_DRAFT = "nothing"  # the proposer of plain decoding
-SHAPES = {"tree", "window", "cut"}  # dials that decide the shape of a draft
+NO_DRAFT = "none"  # the proposer of plain decoding
+SHAPES = {"tree", "window", "min_survival"}  # dials that decide the shape of a draft
 TREE = "eagle-25"  # default of proposers that take a tree
 
 
@@ -77,12 +77,14 @@ class Settings:
     residual: str | None = None
     window: int | None = None
     coupling: str | None = None
-    fresh: str | None = None
-    siblings: int | None = None
-    rows: int | None = None
-    measure: bool = False  # tv_spent
+    init: str | None = None
+    alternatives: int | None = None
+    window_rows: int | None = None
+    measure_tv: bool = False  # tv_cost
     verify: str | None = None  # how a draft is verified, one of VERIFIERS
-    cut: float | None = None  # chains end before guesses that are kept with less than this probability
+    min_survival: float | None = (
+        None  # chains end before guesses that are kept with less than this probability
+    )
 
 
 def resolve(
@@ -113,10 +115,12 @@ def resolve(
     if "tree" in read and merged["tree"] is None:
         merged["tree"] = TREE
     requested = merged.pop("verify")
-    if merged["cut"] and (wrong := why_uncut(merged["cut"], build_tree(merged["tree"]), merged["compile"])):
-        if "cut" in given:
+    if merged["min_survival"] and (
+        wrong := why_not_shortened(merged["min_survival"], build_tree(merged["tree"]), merged["compile"])
+    ):
+        if "min_survival" in given:
             raise InputError(wrong)
-        merged["cut"] = None
+        merged["min_survival"] = None
     settings = Settings(method=method, **merged)
     if requested is not None:
         find("verifier", requested, VERIFIERS)
@@ -163,8 +167,8 @@ def suits_latents(settings: Settings) -> bool:
 def with_tree(settings: Settings, tree: str | None) -> Settings:
     """The same settings with another tree. A verifier that is not the default is kept where it supports the tree."""
     made = replace(settings, tree=tree)
-    if made.cut and why_uncut(made.cut, build_tree(tree or TREE), made.compile):
-        made = replace(made, cut=None)
+    if made.min_survival and why_not_shortened(made.min_survival, build_tree(tree or TREE), made.compile):
+        made = replace(made, min_survival=None)
     requested = settings.verify != best_verifier(settings) and not why_unsupported(
         _draft_traits(made), settings.verify or TOKEN
     )
@@ -277,8 +281,8 @@ def _proposer(settings: Settings) -> type[Proposer]:
 def _parts(settings: Settings) -> Parts:
     """The arguments of `Proposer.build`, without the network."""
     tree = build_tree(settings.tree or TREE)
-    jacobi = (settings.window, settings.coupling, settings.fresh, settings.siblings, settings.rows)
-    return Parts(tree, None, *jacobi, settings.cut)
+    jacobi = (settings.window, settings.coupling, settings.init, settings.alternatives, settings.window_rows)
+    return Parts(tree, None, *jacobi, settings.min_survival)
 
 
 def build_verifier(settings: Settings, backend: Backend = PYTORCH) -> Verifier:

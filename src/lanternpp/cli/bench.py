@@ -43,8 +43,8 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in th
 Measure = Annotated[
     bool,
     typer.Option(
-        "--measure/--no-measure",
-        help="Measure tv_spent on one picture per prompt, drawn again and not timed.",
+        "--measure-tv/--no-measure-tv-tv",
+        help="Measure tv_cost on one picture per prompt, drawn again and not timed.",
     ),
 ]
 EqualTv = Annotated[
@@ -158,7 +158,7 @@ def relaxed_methods(pipe: Pipeline) -> list[str]:
 
     base = "parallel" if pipe.can_draft(pipe.settings("parallel")) else "eagle"
     near = f" k={pipe.settings('lantern++').neighbours}"
-    lends = {name for name in STRENGTHS if "neighbours" in dials_read("nothing", name)}
+    lends = {name for name in STRENGTHS if "neighbours" in dials_read("none", name)}
     names = [name for name in STRENGTHS if name not in lends or pipe.target.codebook is not None]
     return [f"{base} accept={name}{near if name in lends else ''}" for name in names]
 

@@ -45,7 +45,7 @@ def compare(
     """Draw PROMPT twice, by plain AR and by a method: one PNG with the times under each.
 
     The runs of the two sides take turns, each side after one untimed warm-up. Pictures are drawn one at a
-    time, as in the papers, unless --batch-size says otherwise. --measure draws them once more, untimed.
+    time, as in the papers, unless --batch-size says otherwise. --measure-tv draws them once more, untimed.
     """
     path = png_path(output or OUTPUT, overwrite)
     check(options)
@@ -58,9 +58,9 @@ def compare(
         return pipe(prompt, n=n, seed=seed, method=name, **settings)
 
     overrides = {"batch_size": 1, **options.overrides}
-    measure = overrides.pop("measure", False)
+    measure_tv = overrides.pop("measure_tv", False)
     with progress_bar("comparing") as progress:
-        base, side = race(draw, options.method, overrides, runs, measure, progress)
+        base, side = race(draw, options.method, overrides, runs, measure_tv, progress)
     speedup = base.seconds / side.seconds
     bound = pipe.bound(pipe.settings(options.method, **overrides))
     stats = side.last.stats
@@ -118,17 +118,17 @@ def race(
     method: str,
     options: dict[str, Any],
     runs: int,
-    measure: bool,
+    measure_tv: bool,
     progress: Progress | None,
 ) -> tuple[Side, Side]:
     """Plain AR's runs and the method's, one of each in turn.
 
     The method's warm-up resolves the shared settings, and plain AR gets the same. Progress is reported
-    between runs only, so that the timed ones do nothing else. With `measure`, the method's tv_spent is measured in
+    between runs only, so that the timed ones do nothing else. With `measure_tv`, the method's tv_cost is measured in
     one more run, which draws the same pictures, since measuring takes time.
     """
     report = progress or (lambda done, total: None)
-    total = 2 * (runs + 1) + measure
+    total = 2 * (runs + 1) + measure_tv
     report(0, total)
     settings = draw(method, **options).stats.settings
     same = {name: settings[name] for name in names(ENGINE, SAMPLING)}
@@ -141,8 +141,8 @@ def race(
         report(3 + 2 * run, total)
         side.results.append(draw(method, **options))
         report(4 + 2 * run, total)
-    if measure:
-        side.measured = draw(method, **options, measure=True).stats
+    if measure_tv:
+        side.measured = draw(method, **options, measure_tv=True).stats
         report(total, total)
     return base, side
 
@@ -185,7 +185,7 @@ def show(prompt: str, base: Side, side: Side, speedup: float, bound: str | None)
         [side.last.stats.method, *side.figures(), f"{speedup:.2f}x"],
     ]
     if side.measured is not None:
-        headings.append("TV spent / picture")
+        headings.append("TV cost / picture")
         rows[0].append("0.00")
-        rows[1].append(f"{side.measured.tv_spent:.2f}")
+        rows[1].append(f"{side.measured.tv_cost:.2f}")
     show_table(headings, rows, prompt, bold=(1,), caption=caption)

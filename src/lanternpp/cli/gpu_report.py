@@ -108,7 +108,7 @@ def sections(pipe: Pipeline, prompts: list[str], sizes: list[int], rounds: int) 
     field = parse_methods(FIELD)
     parts = [f"## {pipe.name}\n"]
     for size in sizes:
-        race = Race(pipe, field, prompts, size * rounds, 0, {"batch_size": size}, measure=False)
+        race = Race(pipe, field, prompts, size * rounds, 0, {"batch_size": size}, measure_tv=False)
         with TemporaryDirectory() as room, progress_bar(f"{pipe.name}: race, batch {size}") as progress:
             turns, info = race.run(Path(room), progress=progress), race.describe()
             table = report.rows(turns, info, {})

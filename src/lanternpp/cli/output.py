@@ -89,8 +89,8 @@ def figures(row: Mapping[str, Any]) -> list[str]:
     """The figures of `Stats.to_json` as phrases."""
     from lanternpp.api.results import drawn_with
 
-    settings, spent = row["settings"], row["tv_spent"]
-    measured = settings["measure"] and spent is not None
+    settings, spent = row["settings"], row["tv_cost"]
+    measured = settings["measure_tv"] and spent is not None
     return [
         f"{row['seconds_per_image']:.2f} s per picture with {drawn_with(row['method'], row['auto'], settings)} in "
         f"{settings['dtype']} on {settings['device']}",

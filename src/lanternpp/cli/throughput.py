@@ -49,7 +49,7 @@ def throughput(
     The three ways are timed in turn, each with a batch that is kept full. Writes table.md, throughput.json and throughput.png.
     """
     sizes = read_sizes(batch_sizes)
-    for name, remedy in (("batch_size", "--batch-sizes"), ("measure", "bench --measure")):
+    for name, remedy in (("batch_size", "--batch-sizes"), ("measure_tv", "bench --measure-tv")):
         if name in options.overrides:
             raise InputError(f"{DIALS[name].option} would change nothing here; use {remedy}")
     check(options)

@@ -80,7 +80,7 @@ def drafter(
             help="parallel: weight of each level in the loss, relative to the one before. Default: 0.88."
         ),
     ] = None,
-    taps: Annotated[
+    aux_layers: Annotated[
         int | None,
         typer.Option(
             metavar="N",
@@ -155,7 +155,7 @@ def drafter(
     where = plan(folder, save_minutes=save_minutes)
     drawn = SelfSampling(prompts, samples, sample_batch, seed) if own else None
     only = given(weight=weight, rounds=rounds, inherit=inherit)
-    only_parallel = given(levels=levels, fade=fade, taps=taps, muon_lr=muon_lr)
+    only_parallel = given(levels=levels, fade=fade, aux_layers=aux_layers, muon_lr=muon_lr)
     keep = bool(cache_features)
     if method is not None and rollouts is None:
         raise InputError("--method says how the runs of --rollouts are drawn: add --rollouts N.")

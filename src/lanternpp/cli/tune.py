@@ -103,7 +103,7 @@ def tune(
     searches. Interrupt it when you like: the same command goes on. One picture at a time unless --batch-size
     says otherwise; what is found serves that many at a time, this kind of device and this dtype.
     """
-    for name, why in (("tree", "tune finds the tree"), ("measure", "--budget-tv does that")):
+    for name, why in (("tree", "tune finds the tree"), ("measure_tv", "--budget-tv does that")):
         if name in options.overrides:
             raise InputError(f"--{name} would change nothing: {why}; leave it out")
     if budget_tv is not None and budget_frechet is not None:
@@ -181,7 +181,7 @@ def budget_of(
 
 
 def work(
-    tuner: TreeTuner | WindowTuner, budget: Budget | None, race: bool, measure: bool
+    tuner: TreeTuner | WindowTuner, budget: Budget | None, race: bool, measure_tv: bool
 ) -> tuple[dict[str, Any], Tuning | WindowTuning]:
     """Tune and race; the result as a JSON object, and the tuning."""
     from lanternpp.tuning import report
@@ -197,7 +197,7 @@ def work(
     rows: list[dict[str, Any]] = []
     if race:
         with telling(tuner, "racing"):
-            rows = tuner.race(found, measure)
+            rows = tuner.race(found, measure_tv)
     return report.tuning_report(tuner, found, rows, choice), found
 
 

@@ -122,9 +122,9 @@ def show_tree(found: Tuning) -> None:
         if path:
             branches[path] = branches[path[:-1]].add(f"{path[-1]}  {100 * share:.1f} %")
     Console().print(branches[()])
-    if found.chosen.cut:
+    if found.chosen.min_survival:
         typer.echo(
-            f"cut {found.chosen.cut:g}: a chain ends before a guess that is kept with less probability"
+            f"min_survival {found.chosen.min_survival:g}: a chain ends before a guess that is kept with less probability"
         )
 
 

@@ -25,7 +25,7 @@ def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
 
 
-class Block(nn.Module):
+class DenoiserBlock(nn.Module):
     """A residual layer, which begins as the identity."""
 
     def __init__(self, width: int):
@@ -50,7 +50,7 @@ class Denoiser(nn.Module):
         self.dim = dim
         self.inputs, self.condition = nn.Linear(channels, width), nn.Linear(dim, width)
         self.time = nn.Sequential(nn.Linear(2 * FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(DenoiserBlock(width) for _ in range(blocks))
         self.modulation, self.outputs = nn.Linear(width, 2 * width), nn.Linear(width, 2 * channels)
         for layer in (self.modulation, self.outputs):
             nn.init.zeros_(layer.weight)
@@ -89,7 +89,7 @@ def posterior(t: float, s: float) -> tuple[float, float, float]:
     return kept * (less / noise) ** 2, earlier * added / noise**2, added * (less / noise) ** 2
 
 
-def step_law(x: Tensor, v: Tensor, log_std: Tensor, t: float, s: float) -> tuple[Tensor, Tensor]:
+def step_distribution(x: Tensor, v: Tensor, log_std: Tensor, t: float, s: float) -> tuple[Tensor, Tensor]:
     """The Gaussian of x_s given x_t = x [..., C] and what the network predicts there: (mean, standard deviation), [..., C]."""
     of_x, of_latent, variance = posterior(t, s)
     signal, noise = math.cos(t * math.pi / 2), math.sin(t * math.pi / 2)
@@ -126,7 +126,7 @@ def variational_bound(
         t, s = step / steps, (step - 1) / steps
         x, _ = noisy(latents, torch.randn(latents.shape, generator=generator).to(latents.device), t)
         v, log_std = denoiser(x, x.new_full((), t), conditions)
-        mean, std = step_law(x, v, log_std, t, s)
+        mean, std = step_distribution(x, v, log_std, t, s)
         of_x, of_latent, variance = posterior(t, s)
         true = of_x * x + of_latent * latents
         spread = ((true - mean).square() + variance) / std.square()

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self
 import torch
 from torch import Tensor
 
-from lanternpp.continuous.denoiser import Denoiser, step_law
+from lanternpp.continuous.denoiser import Denoiser, step_distribution
 from lanternpp.continuous.mixture import MixtureSampling
 from lanternpp.continuous.target import LatentConfig, LatentTarget
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
@@ -84,7 +84,7 @@ class DiffusionSampling(MixtureSampling):
             t = step / self.steps
             v, log_std = self.denoiser(x[..., None, :], x.new_full((), t), conditions)
             guided = v[..., 0, :] if v.shape[-2] == 1 else v[..., 1, :].lerp(v[..., 0, :], self.scale)
-            mean, std = step_law(x, guided, log_std[..., 0, :], t, (step - 1) / self.steps)
+            mean, std = step_distribution(x, guided, log_std[..., 0, :], t, (step - 1) / self.steps)
             std = std * self.temperature
             if step > 1:
                 log_width = log_width + std.log().sum(-1)

@@ -72,7 +72,7 @@ def engine_for(
     sampling: Sampling,
     guidance: Guidance,
     batch: int,
-    measure: bool = False,
+    measure_tv: bool = False,
     verifier: Verifier = verify,
 ) -> Engine:
     """The engine that decodes what a target predicts, codes or latents; arguments as of `Engine`. InputError."""
@@ -81,7 +81,7 @@ def engine_for(
             raise InputError(
                 "this model draws codes, and the rule cspd is for latents of a diffusion head: use --accept exact"
             )
-        return Engine(target, proposer, rule, sampling, guidance, batch, measure, verifier)
+        return Engine(target, proposer, rule, sampling, guidance, batch, measure_tv, verifier)
     check(target, proposer, rule)
     if verifier is not verify and not isinstance(proposer, NoDraft):
         raise InputError(

@@ -39,7 +39,7 @@ def bounded(params: Tensor, channels: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class GaussianMixture:
     """The law of one latent, or of many."""
 
     log_weight: Tensor  # [..., K], normalised
@@ -95,7 +95,7 @@ class MixtureSampling(Sampling):
     def children(self, q: Tensor, count: int, noise: Noise, purpose: int) -> Tensor:
         """Parameters [B, W, P] -> latents [B, W, count, C], independent draws in trial order."""
         u = noise.fine(purpose, q.shape[1], count, 1 + self.channels)
-        return Mixture.of(q, self.channels).draw(u).float()
+        return GaussianMixture.of(q, self.channels).draw(u).float()
 
     def draw(self, probs: Tensor, noise: Noise) -> Tensor:
         """Parameters [B, P] -> a latent per sample, [B, C]."""

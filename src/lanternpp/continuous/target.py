@@ -114,5 +114,5 @@ class ContinuousTarget(LatentTarget):
         self.latent_out = nn.Linear(self.config.dim, size(self.config.components, self.config.channels))
 
     def head(self, features: Tensor) -> Tensor:
-        """features [..., D] -> parameters of a mixture [..., P], as `Mixture.of` reads them."""
+        """features [..., D] -> parameters of a mixture [..., P], as `GaussianMixture.of` reads them."""
         return bounded(self.latent_out(features), self.channels)

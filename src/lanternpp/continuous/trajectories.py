@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.continuous.diffusion import DiffusionDrafter, DiffusionSampling
-from lanternpp.continuous.mixture import Mixture
+from lanternpp.continuous.mixture import GaussianMixture
 from lanternpp.continuous.verify import draw_beyond, kept_levels, verdict_at
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
@@ -57,7 +57,7 @@ def verify_trajectories(
     sampling: Sampling,
     rule: Acceptance,
     noise: Noise,
-    measure: bool = False,
+    measure_tv: bool = False,
     aligned: bool = True,
 ) -> Verdict:
     """A chain of N latents [B, N, C] and the target's features [B, N, P] at them -> what is kept, and a latent behind it.
@@ -93,8 +93,8 @@ def published_draw(
     y is drawn from p and kept with probability [1 - q(y) / (Sigma p(y))]+, log_factor [B] being the logarithm of Sigma.
     """
     u = noise.fine(Noise.BONUS, TRIES, channels + 2)
-    y = Mixture.of(p, channels).draw(u[..., 1:])
-    log_p, log_q = (Mixture.of(law[:, None], channels).log_prob(y) for law in (p, q))
+    y = GaussianMixture.of(p, channels).draw(u[..., 1:])
+    log_p, log_q = (GaussianMixture.of(law[:, None], channels).log_prob(y) for law in (p, q))
     kept = ~(refused[:, None] & (u[..., 0] >= -torch.expm1(log_q - log_p - log_factor[:, None])))
     kept[:, -1] = True
     return y[torch.arange(len(y), device=y.device), kept.byte().argmax(1)].float()

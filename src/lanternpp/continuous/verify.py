@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
-from lanternpp.continuous.mixture import Mixture, MixtureSampling
+from lanternpp.continuous.mixture import GaussianMixture, MixtureSampling
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.types import Draft, Verdict
@@ -26,7 +26,7 @@ FEWEST, MOST = 16, 256  # draws of a block after the first, which has one
 
 
 def verify_latents(
-    draft: Draft, logits: Tensor, sampling: Sampling, rule: Acceptance, noise: Noise, measure: bool = False
+    draft: Draft, logits: Tensor, sampling: Sampling, rule: Acceptance, noise: Noise, measure_tv: bool = False
 ) -> Verdict:
     """A chain of N latents [B, N, C] and the target's parameters [B, N, P] at them -> what is kept, and a latent behind it.
 
@@ -51,7 +51,7 @@ def kept_levels(
     log_factor [B, N - 1]: added to log p.
     """
     latents = codes[:, 1:]
-    log_p, log_q = (Mixture.of(law[:, :-1], channels).log_prob(latents) for law in (p, q))
+    log_p, log_q = (GaussianMixture.of(law[:, :-1], channels).log_prob(latents) for law in (p, q))
     if log_factor is not None:
         log_p = log_p + log_factor
     good = noise.fine(Noise.ACCEPT, latents.shape[1]).log() < log_p - log_q
@@ -79,8 +79,8 @@ def draw_beyond(p: Tensor, q: Tensor, refused: Tensor, noise: Noise, channels: i
         tries = min(FEWEST << block - 1, MOST) if block else 1
         mine = Noise(noise.seed[left], noise.step[left])
         u = mine.fine(RETRY + block if block else Noise.BONUS, tries, channels + 2)
-        y = Mixture.of(p[left], channels).draw(u[..., 1:]).float()
-        log_p, log_q = (Mixture.of(law[left, None], channels).log_prob(y) for law in (p, q))
+        y = GaussianMixture.of(p[left], channels).draw(u[..., 1:]).float()
+        log_p, log_q = (GaussianMixture.of(law[left, None], channels).log_prob(y) for law in (p, q))
         # written so that a NaN, of weights that are broken, ends the loop
         kept = ~(refused[left, None] & (u[..., 0] >= -torch.expm1(log_q - log_p)))
         done, first = kept.any(1), kept.byte().argmax(1)

@@ -157,10 +157,10 @@ def check_fit(source: Source, dim: int, target: Target) -> None:
 class QueryDrafter(Drafter):
     """Predicts all levels of a draft in one pass, on guided features, with one row per sample.
 
-    taps: the layers of the target whose guided output it reads behind the features, which are then (1 + taps) D wide.
+    aux_layers: the layers of the target whose guided output it reads behind the features, which are then (1 + aux) D wide.
     """
 
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     native: SampleChain | None = None  # set by `pack`, as is the next
     native_inputs: DrafterInputs | None = None

@@ -29,7 +29,7 @@ from lanternpp.nn.sources import Source
 from lanternpp.types import Nodes
 from lanternpp.util.schema import Between, Length
 
-Taps = Annotated[tuple[Annotated[int, Between(0, 511)], ...], Length(0, 16)]
+AuxLayers = Annotated[tuple[Annotated[int, Between(0, 511)], ...], Length(0, 16)]
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,18 @@ class ParallelConfig(DrafterConfig):
 
     queries: Slots = 7  # levels beyond the first; deeper ones repeat the last query
     turn: Width = 256  # H: width of the layers that condition on the previous code
-    taps: Taps = ()  # layers of the target below its last, counted from 0, whose output is read too
+    aux_layers: AuxLayers = ()  # layers of the target below its last, counted from 0, whose output is read too
     confidence: bool = False  # whether it predicts how likely guesses are kept; older ones do not
 
     def __post_init__(self) -> None:
-        if list(self.taps) != sorted(set(self.taps)):
-            raise ValueError(f"taps {list(self.taps)} must be different layers in ascending order")
+        if list(self.aux_layers) != sorted(set(self.aux_layers)):
+            raise ValueError(
+                f"aux_layers {list(self.aux_layers)} must be different layers in ascending order"
+            )
 
 
 class ParallelDrafter(QueryDrafter):
-    """fc((2 + taps) D -> D), a decoder, and a query for every level beyond the first."""
+    """fc((2 + aux) D -> D), a decoder, and a query for every level beyond the first."""
 
     config_class = ParallelConfig
     about = "folders written by lanternpp train drafter --kind parallel"
@@ -57,8 +59,8 @@ class ParallelDrafter(QueryDrafter):
         super().__init__()
         self.config = config
         dim = config.decoder.dim
-        self.taps = config.taps
-        self.fc = nn.Linear((2 + len(config.taps)) * dim, dim)
+        self.aux_layers = config.aux_layers
+        self.fc = nn.Linear((2 + len(config.aux_layers)) * dim, dim)
         self.queries = nn.Parameter(torch.empty(config.queries, dim))
         nn.init.normal_(self.queries, std=0.02)
         self.decoder = Decoder(config.decoder, rotary_table)
@@ -72,9 +74,9 @@ class ParallelDrafter(QueryDrafter):
     def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:
         """As `Drafter.read`; also an InputError where it reads layers that the target does not have below its last."""
         drafter, layers = super().read(source, target, dtype), target.decoder.config.layers
-        if drafter.taps and drafter.taps[-1] >= layers - 1:
+        if drafter.aux_layers and drafter.aux_layers[-1] >= layers - 1:
             raise InputError(
-                f"drafter {source.path} reads layer {drafter.taps[-1]} of its target, counted from 0, and this one has "
+                f"drafter {source.path} reads layer {drafter.aux_layers[-1]} of its target, counted from 0, and this one has "
                 f"{layers}; use a drafter trained for this target"
             )
         return drafter
@@ -97,7 +99,7 @@ class ParallelDrafter(QueryDrafter):
         cache: AttentionCache,
         hints: Tensor | None = None,
     ) -> Tensor:
-        """next_embeds [B, N, D], guided features [B, N, (1 + taps) D] -> those at the positions after all `nodes`, [B, N + Q, D].
+        """next_embeds [B, N, D], guided features [B, N, (1 + aux) D] -> those at the positions after all `nodes`, [B, N + Q, D].
 
         The last Q nodes are queries: places where no code is known yet. hints [B, N + Q, D]: the
         target's features at these positions on the refused end of the last draft; 0 where there are none.
@@ -108,18 +110,18 @@ class ParallelDrafter(QueryDrafter):
     def inputs(
         self, next_embeds: Tensor, features: Tensor, levels: int, times: int, hints: Tensor | None
     ) -> Tensor:
-        """The decoder's input: next_embeds [B, N, D], features [B, N, (1 + taps) D] and hints -> [B, N + times * levels, D].
+        """The decoder's input: next_embeds [B, N, D], features [B, N, (1 + aux) D] and hints -> [B, N + times * levels, D].
 
         What layers return is divided by its root mean square, as it may be large and has passed no norm.
         """
         native = self.native_inputs
         if native is not None and times == 1 and native.takes(next_embeds):
             return native(next_embeds, features, levels, hints)
-        if self.taps:
+        if self.aux_layers:
             dim = self.config.decoder.dim
-            tapped = features[..., dim:].unflatten(-1, (-1, dim))
-            tapped = F.rms_norm(tapped, (dim,), eps=self.config.decoder.norm_eps)
-            features = torch.cat((features[..., :dim], tapped.flatten(-2)), -1)
+            aux = features[..., dim:].unflatten(-1, (-1, dim))
+            aux = F.rms_norm(aux, (dim,), eps=self.config.decoder.norm_eps)
+            features = torch.cat((features[..., :dim], aux.flatten(-2)), -1)
         x = self.fc(torch.cat((next_embeds, features), -1))
         if levels:
             level = torch.arange(times * levels, device=x.device).remainder_(levels)
@@ -151,7 +153,7 @@ class ParallelDrafter(QueryDrafter):
         start: Tensor | None = None,
         hints: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """next_embeds [B, S, D], features [B, S, (1 + taps) D], anchors [B or 1, A] slots to draft from -> features behind them.
+        """next_embeds [B, S, D], features [B, S, (1 + aux) D], anchors [B or 1, A] slots to draft from -> features behind them.
 
         [B, S, D] of the first level, and [B, A, levels, D] of more: each query sees the slots up to its
         anchor and the queries between. Rows begin at start [B]; None: at slot 0. hints [B, S + A * levels, D].

@@ -13,7 +13,7 @@ The output follows p, and no other rule for a single path keeps more of it. A gu
 however many guesses stand behind it, so a draft decides 1 + sum E[w_i] codes.
 
 It holds for guesses that each follow a q_i that no later guess had a part in. A relaxed rule
-replaces p by the law that it has for a single guess (`Acceptance.output_law`), and the output follows that law exactly.
+replaces p by the law that it has for a single guess (`Acceptance.output_distribution`), and the output follows that law exactly.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ def verify_block(
     sampling: Sampling,
     rule: Acceptance,
     noise: Noise,
-    measure: bool = False,
+    measure_tv: bool = False,
 ) -> Verdict:
     """A chain of N nodes, each guess drawn from `draft.probs`, and the target's logits [B, N, V] -> the verdict.
 
-    The temperature must be above 0. measure: also the exact total variation between p and the rule's output law at every
+    The temperature must be above 0. measure_tv: also the exact total variation between p and the rule's output law at every
     kept node. Two random numbers are drawn per pass, and nothing is transferred to the host.
     """
     assert draft.probs is not None
     p, there = sampling.probs(logits), draft.tree.children[..., :1] >= 0
     q, law = draft.probs * there, p
     if not rule.lossless:
-        law = rule.output_laws(p, permitted(q, logits), draft.tree.depth, p.shape[1] - 1)
+        law = rule.output_distributions(p, permitted(q, logits), draft.tree.depth, p.shape[1] - 1)
     behind, left = stops(law, q, draft.codes)
     last = (noise.fine(Noise.ACCEPT, 1) >= behind).sum(1)
     batch = torch.arange(len(last), device=last.device)
     weights = left[batch, last]
     bonus = sampling.draw(weights.where(weights.sum(-1, keepdim=True) > 0, law[batch, last]), noise)
     path = torch.arange(p.shape[1], device=p.device).minimum(last[:, None])
-    cost = (law - p).abs_().sum(-1) / 2 if measure else None
+    cost = (law - p).abs_().sum(-1) / 2 if measure_tv else None
     return verdict_of(draft, path, last + 1, bonus, cost, law)
 
 
@@ -92,7 +92,7 @@ def weights(p: Tensor, q: Tensor, codes: Tensor) -> Tensor:
     return chain_weights(ratio.where(chance > 0, 0))
 
 
-def refused_law(p: Tensor, q: Tensor, codes: Tensor) -> Tensor:
+def rejected_distribution(p: Tensor, q: Tensor, codes: Tensor) -> Tensor:
     """The distributions [B, g, V] that the guesses follow which are not kept; arguments as of `stops`.
 
     Let i be behind the last guess that is kept. x_i was drawn from q_i, and would have been kept, itself or one behind

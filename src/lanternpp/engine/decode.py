@@ -36,7 +36,7 @@ class FinishedSample:
     slot: int  # of the engine, where it was
     codes: Tensor  # [length] int64
     accepted: list[int]  # codes decided by each pass, the prefill first
-    tv_spent: float | None = (
+    tv_cost: float | None = (
         None  # total variation cost of relaxed acceptance, summed over codes; None: not measured
     )
 
@@ -64,18 +64,18 @@ class Engine:
         sampling: Sampling,
         guidance: Guidance,
         batch: int,
-        measure: bool = False,
+        measure_tv: bool = False,
         verifier: Verifier = verify,
     ):
         like = next(target.parameters())
-        self.measure = measure and not rule.lossless
+        self.measure_tv = measure_tv and not rule.lossless
         self.run: Run = _call  # how the parts of a step are called
         self.drawing = False  # whether `batching.drawing` runs on it
         self.observers: list[Observer] = []
         self.fused: Step | None = None  # whole steps, where the kernels know all parts
         self.target, self.proposer, self.rule = target, proposer, rule
         self.sampling, self.guidance, self.batch, self.verifier = sampling, guidance, batch, verifier
-        self._taps = {"taps": proposer.taps} if proposer.taps else {}
+        self._aux_layers = {"aux_layers": proposer.aux_layers} if proposer.aux_layers else {}
         room = target.slots + target.length + proposer.size
         # [B, N, V] in float32: logits of every branch, guided ones, probabilities, and two distributions of the drafts
         logits = (guidance.branches + 4) * batch * proposer.size * target.vocab * 4
@@ -108,7 +108,7 @@ class Engine:
         rows = torch.arange(self.guidance.branches, device=device) * self.batch + slot
         prompt_cache = self.cache.rows(rows, prompt.start, count)
         embeds = prompt.embeds.to(self.cache.kv.dtype)
-        features = self.target(embeds, prompt_cache.nodes(), prompt_cache, **self._taps)
+        features = self.target(embeds, prompt_cache.nodes(), prompt_cache, **self._aux_layers)
         self._next_noise.clear()
         self.noise.seed[slot] = seed
         self.tv_cost[slot] = 0
@@ -167,24 +167,24 @@ class Engine:
         """One pass of the target over a draft and its front: features and logits as of `TargetOutput`."""
         rows, target = self.guidance.rows, self.target
         codes, depth, mask = draft.codes, draft.tree.depth, draft.tree.mask
-        if draft.front is not None:
-            front = draft.front
+        if draft.unverified is not None:
+            front = draft.unverified
             codes, depth = torch.cat((codes, front.codes), 1), torch.cat((depth, front.depth), 1)
             mask = torch.cat((F.pad(mask, (0, front.mask.shape[1])), front.mask), 1)
         nodes = self.cache.nodes(rows(depth), rows(mask))
-        features = target(rows(target.embed(codes)), nodes, self.cache, **self._taps)
+        features = target(rows(target.embed(codes)), nodes, self.cache, **self._aux_layers)
         return features, target.constrain(self._guided_logits(features), self._index(depth))
 
     def _guided_logits(self, features: Tensor) -> Tensor:
-        """Features [R, N, (1 + taps) D], of which the head reads the first part -> [B, N, V]."""
-        if self._taps:
+        """Features [R, N, (1 + aux) D], of which the head reads the first part -> [B, N, V]."""
+        if self._aux_layers:
             features = features[..., : self.target.decoder.config.dim]
         return self.guidance.logits(self.target, features)
 
     def _verify(self, draft: Draft, logits: Tensor, noise: Noise) -> Verdict:
         """The verdict on a draft, cut where the image ends; a finished sample keeps nothing."""
         logits = logits[:, : draft.codes.shape[1]]  # those of a front are not verified
-        verdict = self.verifier(draft, logits, self.sampling, self.rule, noise, self.measure)
+        verdict = self.verifier(draft, logits, self.sampling, self.rule, noise, self.measure_tv)
         verdict = padded(verdict, self.proposer.depth + 1)
         return replace(verdict, kept=torch.minimum(verdict.kept, self.target.length - self.count))
 
@@ -210,7 +210,7 @@ class Engine:
     def collect(self, slot: int) -> FinishedSample:
         """The codes of a finished sample."""
         accepted = self.accepted[slot, : int(self.passes[slot])].tolist()
-        cost = 0.0 if self.rule.lossless else float(self.tv_cost[slot]) if self.measure else None
+        cost = 0.0 if self.rule.lossless else float(self.tv_cost[slot]) if self.measure_tv else None
         return FinishedSample(slot, self.codes[slot, : self.target.length].clone(), accepted, cost)
 
     def _index(self, depth: Tensor) -> Tensor:

@@ -25,10 +25,10 @@ class Parts:
     network: Any = None  # what `Proposer.needs` names, a `Drafter` or a smaller `Target`; None for `guesses`
     window: int | None = None
     coupling: str | None = None
-    fresh: str | None = None
-    siblings: int | None = None
-    rows: int | None = None
-    cut: float | None = None
+    init: str | None = None
+    alternatives: int | None = None
+    window_rows: int | None = None
+    min_survival: float | None = None
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Guesses:
     chain: bool = False  # no node has more than one child
     why_not_drawn: str | None = "does not declare how it draws its guesses"
     """None where every guess follows the distribution that it is offered with, given all that was drawn and decided at the
-    places before it. A guess that is kept for the next pass no longer does once guesses behind a refused one were looked at: `Verdict.law`
-    then tells what it follows (`block.refused_law`). Else what the proposer does instead, as a clause without its subject."""
+    places before it. A guess that is kept for the next pass no longer does once guesses behind a refused one were looked at: `Verdict.distribution`
+    then tells what it follows (`block.rejected_distribution`). Else what the proposer does instead, as a clause without its subject."""
     fixed: bool = False  # all drafts have the same shape, and their trees a `layout`
 
 
@@ -74,7 +74,7 @@ class Proposer(ABC):
     needs: ClassVar[str | None] = None
     """The network that it is built with, by the folder of a model that holds it: "drafter", "parallel", or "independent",
     a smaller target of the same codes; None: it is built without."""
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     """The layers of the target whose output it is given behind the features, as `Decoder.forward` returns them."""
     size: int
     depth: int

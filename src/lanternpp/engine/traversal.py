@@ -14,7 +14,7 @@ The output follows p. A node that is come to is kept, or one below it, with prob
 So what a refusal leaves does not depend on how the nodes below were refused: a level of the tree is computed at once,
 rank by rank, and one random number then chooses among all nodes. On a chain this is block verification.
 
-A relaxed rule replaces p at every node with children by the law that it has for a single guess (`Acceptance.output_law`).
+A relaxed rule replaces p at every node with children by the law that it has for a single guess (`Acceptance.output_distribution`).
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def verify_traversal(
     sampling: Sampling,
     rule: Acceptance,
     noise: Noise,
-    measure: bool = False,
+    measure_tv: bool = False,
 ) -> Verdict:
     """A tree of N nodes, children drawn from `draft.probs`, and the target's logits [B, N, V] -> the verdict.
 
-    The tree is a chain or has a `layout`; the temperature must be above 0. measure: also the total variation between p
+    The tree is a chain or has a `layout`; the temperature must be above 0. measure_tv: also the total variation between p
     and the rule's output law at every kept node. Two random numbers are drawn per pass, and nothing is transferred to the host.
     """
     tree = draft.tree
     if tree.chain:
-        return verify_block(draft, logits, sampling, rule, noise, measure)
+        return verify_block(draft, logits, sampling, rule, noise, measure_tv)
     assert tree.layout is not None and draft.probs is not None
     p = sampling.probs(logits)
     law = p if rule.lossless else _laws(draft, p, logits, rule)
@@ -57,7 +57,7 @@ def verify_traversal(
     level = torch.arange(len(tree.widths) + 1, device=node.device)
     above = tree.mask[batch, node, None] & (tree.depth[:, None] == level[:, None])  # [B, P, N]
     path = above.byte().argmax(-1).where(above.any(-1), node[:, None])
-    cost = ((law - p).abs_().sum(-1) / 2).gather(1, path) if measure else None
+    cost = ((law - p).abs_().sum(-1) / 2).gather(1, path) if measure_tv else None
     return verdict_of(draft, path, tree.depth[batch, node] + 1, bonus, cost, law)
 
 
@@ -109,7 +109,7 @@ def _laws(draft: Draft, p: Tensor, logits: Tensor, rule: Acceptance) -> Tensor:
     permitted = logits > float("-inf")  # what the format forbids is never relaxed
     q = draft.probs.where((tree.children[..., :1] >= 0) & permitted, 0)
     parts = [torch.cat([x[:, at] for at in inner], 1) for x in (p, q, tree.depth)]
-    laws, law = rule.output_laws(parts[0], parts[1], parts[2], len(inner)), p.clone()
+    laws, law = rule.output_distributions(parts[0], parts[1], parts[2], len(inner)), p.clone()
     for at, found in zip(inner, laws.split([at.stop - at.start for at in inner], 1), strict=True):
         law[:, at] = found
     return law

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lanternpp.accept.base import Acceptance, has_fast_law
+from lanternpp.accept.base import Acceptance, has_fast_distribution
 from lanternpp.engine.block import verify_block
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Guesses
@@ -33,18 +33,18 @@ def with_native(verifier: Verifier, native: VerifyDraft | None) -> Verifier:
         sampling: Sampling,
         rule: Acceptance,
         noise: Noise,
-        measure: bool = False,
+        measure_tv: bool = False,
     ) -> Verdict:
         tokenwise, widths = verifier is verify, draft.tree.widths
-        fits = on_host(logits) and not measure and not sampling.greedy
-        lending = rule.lending(len(widths)) if fits else None
-        if lending is not None and (tokenwise or rule.lossless or lending.optimal):
+        fits = on_host(logits) and not measure_tv and not sampling.greedy
+        budget = rule.as_numbers(len(widths)) if fits else None
+        if budget is not None and (tokenwise or rule.lossless or budget.optimal):
             u = noise.fine(Noise.ACCEPT, *((len(widths), max(widths, default=0)) if tokenwise else (1,)))
             last = noise.fine(Noise.BONUS, 1)
-            found = native(draft, logits, sampling.warp, lending, tokenwise, u, last)
+            found = native(draft, logits, sampling.warp, budget, tokenwise, u, last)
             if found is not None:
                 return found[0]
-        return verifier(draft, logits, sampling, rule, noise, measure)
+        return verifier(draft, logits, sampling, rule, noise, measure_tv)
 
     return either
 
@@ -65,7 +65,7 @@ def best_for(drafts: DraftTraits) -> str:
     On a chain that is block, where the rule's law is fast. On a tree it is traversal for a lossless rule; a relaxed one
     has another law there than in the walk, which relaxes again for every sibling.
     """
-    if has_fast_law(drafts.rule) and why_unsupported(drafts, BLOCK) is None:
+    if has_fast_distribution(drafts.rule) and why_unsupported(drafts, BLOCK) is None:
         return BLOCK
     return TRAVERSAL if drafts.rule.lossless and why_unsupported(drafts, TRAVERSAL) is None else TOKEN
 

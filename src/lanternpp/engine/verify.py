@@ -32,15 +32,15 @@ def verify(
     sampling: Sampling,
     rule: Acceptance,
     noise: Noise,
-    measure: bool = False,
+    measure_tv: bool = False,
 ) -> Verdict:
     """A draft of N nodes and the target's logits [B, N, V] at them -> the path that is kept and its bonus.
 
-    measure: also the total variation cost of each node of the path. Loop lengths are constants of the tree, so that the
+    measure_tv: also the total variation cost of each node of the path. Loop lengths are constants of the tree, so that the
     step can be compiled; on a CPU loops end early once every sample is decided.
     """
     tree, widths = draft.tree, draft.tree.widths
-    if tree.chain and not measure:
+    if tree.chain and not measure_tv:
         return _verify_chain(draft, logits, sampling, rule, noise)
     batch = torch.arange(len(logits), device=logits.device)
     early_exit = on_host(logits)
@@ -68,7 +68,7 @@ def verify(
             permitted = logits[batch, node, code] > float("-inf")  # what the format forbids is never relaxed
             relaxed = here.relax_with_draft(left, drawn, code).where(permitted[:, None], left)
             good = tried & sampling.accepts(relaxed, chance, code, u[:, level, rank])
-            if measure:
+            if measure_tv:
                 cost[level] += tried * _cost(sampling, here, left, drawn, code, good)
             refused = tried & ~good
             down, below = down | good, torch.where(good, child, below)
@@ -85,7 +85,7 @@ def verify(
         path.append(node)
     path += [node] * (len(widths) + 1 - len(path))
     bonus = sampling.draw(left, noise)
-    return verdict_of(draft, torch.stack(path, 1), kept, bonus, torch.stack(cost, 1) if measure else None)
+    return verdict_of(draft, torch.stack(path, 1), kept, bonus, torch.stack(cost, 1) if measure_tv else None)
 
 
 def _verify_chain(

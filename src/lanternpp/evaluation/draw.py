@@ -58,7 +58,7 @@ def combined_stats(parts: Sequence[Stats]) -> Stats:
     """The statistics of several runs with the same settings, summed up as one."""
     images, codes = sum(s.images for s in parts), sum(s.codes for s in parts)
     passes, seconds = sum(s.passes for s in parts), sum(s.seconds for s in parts)
-    tv_spent = [value for s in parts for value in s.tv_spent_per_image]
+    tv_cost = [value for s in parts for value in s.tv_cost_per_image]
     return replace(
         parts[0],
         images=images,
@@ -68,6 +68,6 @@ def combined_stats(parts: Sequence[Stats]) -> Stats:
         seconds=seconds,
         seconds_per_image=seconds / images,
         accepted_per_pass=[count for s in parts for count in s.accepted_per_pass],
-        tv_spent=sum(tv_spent) / len(tv_spent) if tv_spent else None,
-        tv_spent_per_image=tv_spent,
+        tv_cost=sum(tv_cost) / len(tv_cost) if tv_cost else None,
+        tv_cost_per_image=tv_cost,
     )

@@ -10,7 +10,7 @@ from typing import Any
 from lanternpp.evaluation.report import HEADINGS
 from lanternpp.util.files import replacing
 
-COSTS = ("frechet", "clip", "tv_spent")  # the first one measured stands on the plot of speed against quality
+COSTS = ("frechet", "clip", "tv_cost")  # the first one measured stands on the plot of speed against quality
 MARKS = "os^"  # so that labels of one colour differ
 
 

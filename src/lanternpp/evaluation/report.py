@@ -18,7 +18,7 @@ HEADINGS = {
     "speedup": "speed-up",
     "efficiency": "efficiency",
     "where": "draft / pass / verify / rest, %",
-    "tv_spent": "TV spent",
+    "tv_cost": "TV cost",
     "tv_per_code": "TV per code",
     "frechet": "Fréchet",
     "precision": "precision",
@@ -54,7 +54,7 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
     seconds = [turn.seconds / len(turn.accepted) for turn in turns]
     every = [count for accepted in pictures for count in accepted]
     whole = sum(turn.seconds for turn in turns)
-    tv_spent = [value for turn in turns for value in turn.spent or []]
+    tv_cost = [value for turn in turns for value in turn.spent or []]
     quarters = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 3
     return {
         "images": len(pictures),
@@ -67,8 +67,8 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
         "phases": {phase: sum(t.phases[phase] for t in turns) / whole for phase in PHASES},
         "accepted_per_pass": every,
         "histogram": dict(sorted(Counter(every).items())),
-        "tv_spent": fmean(tv_spent) if tv_spent else None,
-        "tv_spent_images": len(tv_spent),
+        "tv_cost": fmean(tv_cost) if tv_cost else None,
+        "tv_cost_images": len(tv_cost),
     }
 
 
@@ -142,12 +142,12 @@ def settings_line(table: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) ->
     """What the figures hold for, in one sentence."""
     base = run["methods"][BASELINE]
     images = counts(row["images"] for row in table)
-    tv_spent = counts(row["tv_spent_images"] for row in table if row["tv_spent"])
+    tv_cost = counts(row["tv_cost_images"] for row in table if row["tv_cost"])
     return (
         f"{run['model']}, {images} pictures of {len(run['prompts'])} prompts per method, "
         f"{base['batch_size']} at a time, methods taking turns; medians, quartiles in brackets. "
         f"cfg {base['cfg']:g}, temperature {base['temperature']:g}, top-k {base['top_k']}, top-p {base['top_p']:g}; "
         f"{run['dtype']}, {'compiled' if base['compile'] else 'not compiled'}, {run['device']}, "
         f"{run['threads']} threads, torch {run['versions']['torch']}."
-        + (f" TV spent: mean of {tv_spent} pictures." if tv_spent else "")
+        + (f" TV cost: mean of {tv_cost} pictures." if tv_cost else "")
     )

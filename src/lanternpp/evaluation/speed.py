@@ -57,7 +57,7 @@ class Turn:
     phases: dict[str, float]  # seconds
     accepted: list[list[int]]  # per picture: codes decided by each pass, the prefill first
     files: list[str]  # pictures, relative to the run's folder
-    spent: list[float] | None = None  # tv_spent per picture, where it was measured
+    spent: list[float] | None = None  # tv_cost per picture, where it was measured
 
 
 def parse_methods(text: str) -> list[Entry]:
@@ -104,10 +104,10 @@ class Race:
         n: int,
         seed: int,
         shared: dict[str, Any],
-        measure: bool,
+        measure_tv: bool,
     ):
         self.pipe, self.field, self.prompts = pipe, list(field), list(prompts)
-        self.n, self.seed, self.measure = n, seed, measure
+        self.n, self.seed, self.measure_tv = n, seed, measure_tv
         self.overrides_of = {
             e.label: {"batch_size": 1, "compile": False} | shared | e.overrides for e in field
         }
@@ -130,7 +130,7 @@ class Race:
             "n": self.n,
             "seed": self.seed,
             "seeds of a prompt": "its own",  # older runs had the same ones for all prompts
-            "measure": self.measure,
+            "measure_tv": self.measure_tv,
             "device": device_name(like.device),
             "dtype": self.pipe.dtype,
             "threads": torch.get_num_threads(),
@@ -179,10 +179,10 @@ class Race:
 
     def _turn(self, folder: Path, entry: Entry, watch: Stopwatch, prompt: int, seed: int) -> Turn:
         result = self.draw(entry, prompt, seed)
-        stats, tv_spent = result.stats, None
+        stats, tv_cost = result.stats, None
         phases = watch.take(stats.seconds)
-        if self.measure and (seed - self.seed) % self.n == 0:
-            tv_spent = self.draw(entry, prompt, seed, measure=True).stats.tv_spent_per_image
+        if self.measure_tv and (seed - self.seed) % self.n == 0:
+            tv_cost = self.draw(entry, prompt, seed, measure_tv=True).stats.tv_cost_per_image
         files = []
         for i, image in enumerate(result.images):
             name = f"{PICTURES}/{entry.slug}/{prompt:03d}-{seed + i}.png"
@@ -190,7 +190,7 @@ class Race:
             save_png(image, folder / name, notes | {"settings": json.dumps(stats.settings, sort_keys=True)})
             files.append(name)
         accepted = split(stats.accepted_per_pass, self.pipe.target.length)
-        return Turn(entry.label, prompt, seed, stats.seconds, phases, accepted, files, tv_spent)
+        return Turn(entry.label, prompt, seed, stats.seconds, phases, accepted, files, tv_cost)
 
 
 def split(accepted: Sequence[int], length: int) -> list[list[int]]:

@@ -161,11 +161,13 @@ class TransformersDecoder(Decoder):
         self._attended += 1
         return cache.attend(layer, nodes, mask, *(x.transpose(1, 2) for x in (query, key, value)))
 
-    def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache, taps: tuple[int, ...] = ()) -> Tensor:
-        """x [R, N, D] at `nodes` -> features [R, N, D], with taps [R, N, (1 + taps) D]; their keys and values go to `cache`."""
+    def forward(
+        self, x: Tensor, nodes: Nodes, cache: AttentionCache, aux_layers: tuple[int, ...] = ()
+    ) -> Tensor:
+        """x [R, N, D] at `nodes` -> features [R, N, D], with aux_layers [R, N, (1 + aux) D]; their keys and values go to `cache`."""
         native = self.native
         if native is not None and on_host(x):
-            return cache.computed(lambda kv: native(x, nodes, kv, taps))
+            return cache.computed(lambda kv: native(x, nodes, kv, aux_layers))
         self._running, self._attended = (nodes, cache), 0
         try:
             found = self._replicas[0](
@@ -173,7 +175,7 @@ class TransformersDecoder(Decoder):
                 attention_mask=additive_mask(nodes.mask, x.dtype),
                 position_ids=self.positions(nodes.position),
                 use_cache=False,
-                output_hidden_states=bool(taps),
+                output_hidden_states=bool(aux_layers),
             )
         finally:
             del self._running
@@ -184,7 +186,9 @@ class TransformersDecoder(Decoder):
             )
         features: Tensor = found.last_hidden_state
         return (
-            torch.cat((features, *(found.hidden_states[1 + tap] for tap in taps)), -1) if taps else features
+            torch.cat((features, *(found.hidden_states[1 + layer] for layer in aux_layers)), -1)
+            if aux_layers
+            else features
         )
 
     def forward_sequence(
@@ -192,7 +196,7 @@ class TransformersDecoder(Decoder):
         x: Tensor,
         positions: Tensor | None = None,
         seen: Tensor | None = None,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
     ) -> Tensor:
         """Not there: drafters are trained on a model that this package read itself."""
         raise NotImplementedError("train drafters with `lanternpp train drafter --model ID --self`")

@@ -31,7 +31,7 @@ class Totals:
     drawn: int = 0
     seconds: float = 0.0
     accepted: list[int] = field(default_factory=list)  # codes decided by each pass of each picture
-    tv_spent: list[float] = field(default_factory=list)  # of each picture; empty: not measured
+    tv_cost: list[float] = field(default_factory=list)  # of each picture; empty: not measured
 
     @property
     def codes_per_pass(self) -> float | None:
@@ -59,7 +59,7 @@ class Totals:
             "settings": dict(self.info.settings),
             "versions": dict(self.info.versions),
             "auto": self.info.auto,
-            "tv_spent": sum(self.tv_spent) / len(self.tv_spent) if self.tv_spent else None,
+            "tv_cost": sum(self.tv_cost) / len(self.tv_cost) if self.tv_cost else None,
         }
 
 
@@ -94,7 +94,7 @@ def run(
             temporary.write_bytes(image.png)
         totals.drawn += 1
         totals.accepted += image.accepted
-        totals.tv_spent += [] if image.tv_spent is None else [image.tv_spent]
+        totals.tv_cost += [] if image.tv_cost is None else [image.tv_cost]
         totals.seconds = time.perf_counter() - began
     sweep(folder, STALE)
     return totals

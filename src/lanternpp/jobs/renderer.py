@@ -30,7 +30,7 @@ class FinishedPng:
 
     png: bytes
     accepted: list[int]  # codes decided by each pass, the prefill first
-    tv_spent: float | None
+    tv_cost: float | None
 
 
 @dataclass(frozen=True)
@@ -104,4 +104,4 @@ class Renderer:
                 return
             (image,) = self.pipe.images(harvest.codes[None])
             png = png_bytes(image, self.info.notes(images[index]))
-            yield index, FinishedPng(png, harvest.accepted, harvest.tv_spent)
+            yield index, FinishedPng(png, harvest.accepted, harvest.tv_cost)

@@ -49,20 +49,22 @@ class KernelDecoder:
         """Whether it computes a pass with inputs x [R, N, D]."""
         return on_host(x) and x.dtype == torch.bfloat16
 
-    def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
+    def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, aux_layers: tuple[int, ...] = ()) -> Tensor:
         """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to kv [L, 2, R, Hkv, S, `kv_head_dim`].
 
-        taps: as of `Decoder.forward`, [R, N, (1 + taps) D].
+        aux_layers: as of `Decoder.forward`, [R, N, (1 + aux) D].
         """
         rows, count, _ = x.shape
         threads, slots = torch.get_num_threads(), kv.shape[4]
-        x, out = x.contiguous(), x.new_empty(rows, count, (1 + len(taps)) * self.shape.dim)
+        x, out = x.contiguous(), x.new_empty(rows, count, (1 + len(aux_layers)) * self.shape.dim)
         rotation = self.rotary_table[nodes.position.clamp(max=len(self.rotary_table) - 1)]
         given = (x, rotation, nodes.slot.contiguous(), nodes.mask.contiguous(), kv, out)
         part = (c_int64 * self.shape.layers)(*(0,) * self.shape.layers)
-        for i, layer in enumerate(taps):
+        for i, layer in enumerate(aux_layers):
             part[layer] = 1 + i
-        work = Pass(rows, count, slots, *(t.data_ptr() for t in given), None, 1 + len(taps), addressof(part))
+        work = Pass(
+            rows, count, slots, *(t.data_ptr() for t in given), None, 1 + len(aux_layers), addressof(part)
+        )
         size = self.library.scratch_bytes(byref(self.shape), self.layers, byref(work), threads)
         work.scratch = self._scratch(size + 64)
         self.library.decode(byref(self.shape), self.layers, byref(work), threads)

@@ -28,24 +28,24 @@ def fused_step(engine: Engine, verify: str) -> NativeStep | None:
     """
     target, proposer, sampling = engine.target, engine.proposer, engine.sampling
     decoder, head = target.decoder.native, target.native_head
-    if type(engine) is not Engine or engine.measure or sampling.greedy:
+    if type(engine) is not Engine or engine.measure_tv or sampling.greedy:
         return None
     if not isinstance(decoder, KernelDecoder) or not isinstance(head, NativeHead):
         return None
     plain = type(target).constrain is Target.constrain and type(target).forward is Target.forward
     fits = decoder.takes(engine.cache.kv) and engine.cache.kv.dtype == torch.bfloat16
     offered = proposer.chain_state()
-    lending = engine.rule.lending(proposer.depth)
+    budget = engine.rule.as_numbers(proposer.depth)
     joint = verify != TOKEN
-    if not plain or not fits or offered is None or lending is None or not _known(offered[0]):
+    if not plain or not fits or offered is None or budget is None or not _known(offered[0]):
         return None
-    if joint and not (engine.rule.lossless or lending.optimal):
+    if joint and not (engine.rule.lossless or budget.optimal):
         return None
     samples = Samples(
         *(engine.noise.seed, engine.passes, engine.count, engine.codes, engine.accepted),
         *(proposer.root, proposer.count),
     )
-    method = Method(engine.guidance.branches, engine.guidance.scale, sampling.warp, lending, joint)
+    method = Method(engine.guidance.branches, engine.guidance.scale, sampling.warp, budget, joint)
     cache = CacheState(engine.cache.kv, engine.cache.start, engine.cache.used)
     table = _embeddings(target)
     if table is None:

@@ -14,7 +14,7 @@ from lanternpp.kernels.decoder import KernelDecoder
 from lanternpp.kernels.sampling import NativeHead
 from lanternpp.kernels.structs import Layer, Linear, Shape
 from lanternpp.kernels.verify import Node, Verification, by_lanes
-from lanternpp.types import Lending, Warping
+from lanternpp.types import NeighbourBudget, Warping
 
 DRAFT, PASS, VERIFY, COMMIT = range(4)  # the stages of a step, as in step.c
 
@@ -80,7 +80,7 @@ class Method:
     branches: int
     guidance: float
     warp: Warping
-    lending: Lending
+    budget: NeighbourBudget
     joint: bool  # block or traversal verification; else token by token
 
 
@@ -178,15 +178,15 @@ class NativeStep:
     def _verification(
         self, method: Method, batch: int, levels: int, vocab: int, chain: ChainState | None
     ) -> Verification:
-        nodes, lending, joint = levels + 1, method.lending, method.joint
+        nodes, budget, joint = levels + 1, method.budget, method.joint
         children = torch.arange(1, nodes + 1).where(torch.arange(nodes) < levels, -1).repeat(batch, 1)
-        table, near = lending.table, 0 if lending.table is None else lending.table.shape[1]
+        table, near = budget.table, 0 if budget.table is None else budget.table.shape[1]
         if table is not None:
             table = by_lanes(table) if joint else table.contiguous()
         whole, double = torch.int64, torch.float64
-        limits = torch.tensor(lending.limits, dtype=double)
+        limits = torch.tensor(budget.limits, dtype=double)
         return Verification(
-            *(batch, nodes, vocab, 1, levels, near, lending.optimal, struct_of(method.warp)),
+            *(batch, nodes, vocab, 1, levels, near, budget.optimal, struct_of(method.warp)),
             *self._at(torch.empty(batch, nodes, vocab)),
             *([None] if chain is None else self._at(chain.probs)),
             *self._at(torch.empty(batch, nodes, dtype=whole), children),

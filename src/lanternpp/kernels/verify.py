@@ -14,7 +14,7 @@ from torch import Tensor
 from lanternpp.kernels.chain import LANES, Warp, fits, row_scratch, struct_of
 from lanternpp.kernels.layout import pad
 from lanternpp.kernels.loading import kernels
-from lanternpp.types import Draft, Lending, Verdict, Warping
+from lanternpp.types import Draft, NeighbourBudget, Verdict, Warping
 
 
 class Laws(Structure):
@@ -59,7 +59,7 @@ class NativeLaws:
         return fits(p) and p.shape[-1] == self.vocab
 
     def __call__(self, p: Tensor, q: Tensor, limit: Tensor, whole: bool) -> Tensor | None:
-        """p, q and the neighbours' limit [..., V] -> min(q, `accept_mass`); whole: `output_law` with the optimal residual."""
+        """p, q and the neighbours' limit [..., V] -> min(q, `accept_mass`); whole: `output_distribution` with the optimal residual."""
         if not self.takes(p):
             return None
         p, q, limit, out = p.contiguous(), q.contiguous(), limit.contiguous(), torch.empty_like(p)
@@ -87,7 +87,7 @@ class NativeVerifier:
         draft: Draft,
         logits: Tensor,
         warp: Warping,
-        lending: Lending,
+        budget: NeighbourBudget,
         walk: bool,
         u: Tensor,
         last: Tensor,
@@ -101,9 +101,9 @@ class NativeVerifier:
             return None
         tree, (batch, nodes, vocab) = draft.tree, logits.shape
         levels, ranks = len(tree.widths), tree.children.shape[2]
-        if lending.limits != self._limits[0]:
-            self._limits = lending.limits, torch.tensor(lending.limits, dtype=torch.float64)
-        table, near = lending.table, 0 if lending.table is None else lending.table.shape[1]
+        if budget.limits != self._limits[0]:
+            self._limits = budget.limits, torch.tensor(budget.limits, dtype=torch.float64)
+        table, near = budget.table, 0 if budget.table is None else budget.table.shape[1]
         if table is not None and not walk:
             if table is not self._table[0]:
                 self._table = table, by_lanes(table)
@@ -119,7 +119,7 @@ class NativeVerifier:
         threads = torch.get_num_threads()
         scratch = row_scratch(self.library, vocab, threads)
         places = (*inputs, known, law, path, following, kept, bonus, scratch)
-        sizes = (batch, nodes, vocab, ranks, levels, near, lending.optimal)
+        sizes = (batch, nodes, vocab, ranks, levels, near, budget.optimal)
         work = Verification(*sizes, struct_of(warp), *(None if x is None else x.data_ptr() for x in places))
         (self.library.verify_tokenwise if walk else self.library.verify_joint)(byref(work), threads)
         return Verdict(path, kept, following, bonus, None, law), known

@@ -172,9 +172,11 @@ class Target(nn.Module, ABC):
         """Logits [B, N, V] of the codes at places `index` [B, N] -> the same, -inf at codes that the format forbids there."""
         return logits
 
-    def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache, taps: tuple[int, ...] = ()) -> Tensor:
-        """x [R, N, D] -> features [R, N, D] after the final norm; with taps as `Decoder.forward`, [R, N, (1 + taps) D]."""
-        return self.decoder(x, nodes, cache, taps)
+    def forward(
+        self, x: Tensor, nodes: Nodes, cache: AttentionCache, aux_layers: tuple[int, ...] = ()
+    ) -> Tensor:
+        """x [R, N, D] -> features [R, N, D] after the final norm; with aux_layers as `Decoder.forward`, [R, N, (1 + aux) D]."""
+        return self.decoder(x, nodes, cache, aux_layers)
 
     def pack(self) -> None:
         """Prepack weights for passes over few rows, on devices where that helps; for inference only."""

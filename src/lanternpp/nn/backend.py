@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lanternpp.types import Draft, Lending, Nodes, Verdict, Warping
+from lanternpp.types import Draft, NeighbourBudget, Nodes, Verdict, Warping
 
 BACKEND = (
     "lanternpp.kernels:in_use"  # what returns the backend; "lanternpp.nn.backend:Backend" is PyTorch alone
@@ -22,7 +22,7 @@ Weights = tuple[Tensor, Tensor | None]
 """Weight [out, in] and bias [out] of a linear layer."""
 
 DecoderForward = Callable[[Tensor, Nodes, Tensor, tuple[int, ...]], Tensor]
-"""`Decoder.forward` on a host: x [R, N, D], nodes, the cache's keys and values [L, 2, R, Hkv, S, d], taps -> [R, N, (1 + taps) D]."""
+"""`Decoder.forward` on a host: x [R, N, D], nodes, the cache's keys and values [L, 2, R, Hkv, S, d], aux_layers -> [R, N, (1 + aux) D]."""
 
 
 class StackForward(Protocol):
@@ -30,7 +30,7 @@ class StackForward(Protocol):
 
     rotary_table: Tensor
 
-    def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, taps: tuple[int, ...]) -> Tensor:
+    def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, aux_layers: tuple[int, ...]) -> Tensor:
         """As `DecoderForward`."""
         ...
 
@@ -46,15 +46,17 @@ features [B, levels, D], level_query [B, levels, H], prev_code_table [V, H], bia
 all B; the first code is always drawn. False where it drew nothing.
 """
 
-VerifyDraft = Callable[[Draft, Tensor, Warping, Lending, bool, Tensor, Tensor], tuple[Verdict, Tensor] | None]
-"""Draft, logits [B, N, V], warping, lending, tokenwise, u, last [B, 1] -> the verdict, and what was computed of the nodes.
+VerifyDraft = Callable[
+    [Draft, Tensor, Warping, NeighbourBudget, bool, Tensor, Tensor], tuple[Verdict, Tensor] | None
+]
+"""Draft, logits [B, N, V], warping, budget, tokenwise, u, last [B, 1] -> the verdict, and what was computed of the nodes.
 
 u and last are uniform. tokenwise: as `engine.verify`, with u [B, levels, K]; else jointly, as block and traversal verification, with u
 [B, 1].
 """
 
 OutputDistribution = Callable[[Tensor, Tensor, Tensor, bool], Tensor | None]
-"""p, q and the neighbours' limit [..., V], optimal -> min(q, `accept_mass`) [..., V]; optimal: `optimal_law`."""
+"""p, q and the neighbours' limit [..., V], optimal -> min(q, `accept_mass`) [..., V]; optimal: `optimal_distribution`."""
 
 
 class DrafterInputs(Protocol):

@@ -231,38 +231,40 @@ class Decoder(nn.Module):
             qk_norm="layer" if config.qk_norm else "none",
         )
 
-    def forward(self, x: Tensor, nodes: Nodes, cache: AttentionCache, taps: tuple[int, ...] = ()) -> Tensor:
+    def forward(
+        self, x: Tensor, nodes: Nodes, cache: AttentionCache, aux_layers: tuple[int, ...] = ()
+    ) -> Tensor:
         """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to `cache`.
 
-        taps: layers below the last, counted from 0 and ascending, whose output (the residual stream behind them) is
-        returned too, behind the features: [R, N, (1 + taps) D].
+        aux_layers: layers below the last, counted from 0 and ascending, whose output (the residual stream behind them) is
+        returned too, behind the features: [R, N, (1 + aux) D].
         """
         native = self.native
         if native is not None and on_host(x):
-            return cache.computed(lambda kv: native(x, nodes, kv, taps))
+            return cache.computed(lambda kv: native(x, nodes, kv, aux_layers))
         rotation = self.rotary_table[nodes.position.clamp(max=self.rotary_table.shape[0] - 1)][
             :, :, :, None
         ].to(x.dtype)
         mask = additive_mask(nodes.mask, x.dtype)
-        tapped: list[Tensor] = []
+        aux: list[Tensor] = []
         for layer, block in enumerate(self.blocks):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
                 return cache.attend(layer, nodes, mask, q, k, v)
 
             x = block(x, rotation, attend)
-            if layer in taps:
-                tapped.append(x)
-        return torch.cat((self.norm(x), *tapped), -1) if taps else self.norm(x)
+            if layer in aux_layers:
+                aux.append(x)
+        return torch.cat((self.norm(x), *aux), -1) if aux_layers else self.norm(x)
 
     def forward_sequence(
         self,
         x: Tensor,
         positions: Tensor | None = None,
         seen: Tensor | None = None,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
     ) -> Tensor:
-        """x [B, T, D] -> features [B, T, D], without a cache; with taps as in `forward`.
+        """x [B, T, D] -> features [B, T, D], without a cache; with aux_layers as in `forward`.
 
         At positions 0..T-1 or positions [b, T]. The mask is causal, or seen [b, 1, T, T], True where attended to; b is B or 1.
         """
@@ -281,9 +283,9 @@ class Decoder(nn.Module):
             return y.transpose(1, 2)
 
         rotation = rotations[:, :, :, None].to(x.dtype)
-        tapped: list[Tensor] = []
+        aux: list[Tensor] = []
         for layer, block in enumerate(self.blocks):
             x = block(x, rotation, attend)
-            if layer in taps:
-                tapped.append(x)
-        return torch.cat((self.norm(x), *tapped), -1) if taps else self.norm(x)
+            if layer in aux_layers:
+                aux.append(x)
+        return torch.cat((self.norm(x), *aux), -1) if aux_layers else self.norm(x)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from lanternpp.proposers.independent import Independent
+from lanternpp.proposers.draft_model import DraftModel
 from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 
 PROPOSERS = {
-    "nothing": NoDraft,
+    "none": NoDraft,
     "tree": TreeProposer,
     "parallel": Parallel,
-    "independent": Independent,
+    "independent": DraftModel,
     "jacobi": Jacobi,
 }

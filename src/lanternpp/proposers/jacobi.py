@@ -3,18 +3,18 @@
 Why it is lossless, by induction over the places of the image. Given everything that was drawn and decided at the places
 before it, in all passes, a guess x follows the q that it is offered with:
 
-* A fresh guess is drawn from a q that depends on those places alone.
+* A first guess is drawn from a q that depends on those places alone.
 * A pass replaces q by a p of the target, which also depends on those places alone, and the guess by one that follows p: drawn
   anew (SJD), or coupled to the last guess so that it rarely changes (SCD, arXiv 2510.24211).
 * The walk of `verify` comes to a place, or does not, by what is at the places before it. So a guess that it does not come to
   follows q still.
 * Block and traversal verification look at all guesses, and are likelier to stop before good ones. But how likely is known:
-  a guess that is not kept follows [q - w p]+, normalised (`block.refused_law`). That is its q from then on.
-* The siblings are other guesses at the first place, drawn from its q without the first guess, in every pass. The place is
+  a guess that is not kept follows [q - w p]+, normalised (`block.rejected_distribution`). That is its q from then on.
+* The alternatives are other guesses at the first place, drawn from its q without the first guess, in every pass. The place is
   decided in that pass, so no guess behind depends on them but through the places before it.
 * Where all guesses at the first place were refused and y was drawn, no node has p(. | y). The next guess is drawn from a mean of
   the p behind the refused codes, in which codes that look like y weigh most. It depends on the places before it alone.
-* The windows of further rows (`rows`) stand behind the first one and are no part of what is verified: no decision looks at
+* The windows of further rows (`window_rows`) stand behind the first one and are no part of what is verified: no decision looks at
   their guesses. Each guess has a place in the picture, and what is drawn for it depends on codes at the places before it alone. It
   waits with its q until the first window comes to it.
 
@@ -29,7 +29,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lanternpp.engine.block import refused_law
+from lanternpp.engine.block import rejected_distribution
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Guesses, Parts, Proposer
@@ -38,30 +38,30 @@ from lanternpp.engine.verify import without
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.trees.chain import chain_tree
-from lanternpp.types import Admission, Draft, Front, TargetOutput
+from lanternpp.types import Admission, Draft, TargetOutput, UnverifiedNodes
 
 GUESS, PLACE = 8, 10  # purposes of noise: a guess, a guess of a place
-MOST, MOST_SIBLINGS, MOST_ROWS = 256, 16, 16
+MOST, MOST_ALTERNATIVES, MOST_ROWS = 256, 16, 16
 SHARPNESS = (
     20.0  # of the weights of codes that look like another, over the distance of two codes drawn at random
 )
 COUPLINGS = ("none", "maximal", "gumbel")
-FRESH = ("uniform", "last", "above", "mixed")
+INITS = ("uniform", "last", "above", "mixed")
 NOWHERE = -1  # the place of nothing
 
 
 class Jacobi(Proposer):
-    """A chain of `window` guesses behind the root, which every pass verifies and redraws, and siblings of the first.
+    """A chain of `window` guesses behind the root, which every pass verifies and redraws, and alternatives of the first.
 
     coupling: "none" draws every guess anew from its new p (SJD); "maximal" keeps it with probability
     min(1, p/q), else draws from [p - q]+ (SCD); "gumbel" draws with noise that belongs to the place in the
     image, the same in every pass (SCD).
-    fresh: the distribution of a guess at a place without a p: "uniform"; "last", the p at the end of the
+    init: the distribution of a guess at a place without a p: "uniform"; "last", the p at the end of the
     window; "above", the p of the code one image row above, where known (else as "last"); "mixed", above at
     even places and last at odd ones. Before the first pass all of them are uniform.
-    siblings: how many other guesses there are at the first place of the window. Nothing is drafted behind them, but their p
+    alternatives: how many other guesses there are at the first place of the window. Nothing is drafted behind them, but their p
     tell what follows codes like them.
-    rows: how many rows of the image have a window. The windows of the rows below the present one begin with the row, or behind
+    window_rows: how many rows of the image have a window. The windows of the rows below the present one begin with the row, or behind
     the window before them; every pass redraws their guesses, given all guesses before them, and none is verified before the first
     window has come to it.
 
@@ -69,71 +69,75 @@ class Jacobi(Proposer):
     for a p, or `held`, for a guess and its q.
     """
 
-    dials = frozenset({"window", "coupling", "fresh", "siblings", "rows", "verify"})
+    dials = frozenset({"window", "coupling", "init", "alternatives", "window_rows", "verify"})
 
     def __init__(
         self,
         window: int = 16,
         coupling: str = "none",
-        fresh: str = "uniform",
-        siblings: int = 0,
-        rows: int = 1,
+        init: str = "uniform",
+        alternatives: int = 0,
+        window_rows: int = 1,
     ):
         if not 1 <= window <= MOST:
             raise InputError(f"window {window} is outside 1 to {MOST}")
         if coupling not in COUPLINGS:
             raise InputError(f"coupling {coupling!r} is unknown; known: {', '.join(COUPLINGS)}")
-        if fresh not in FRESH:
-            raise InputError(f"fresh {fresh!r} is unknown; known: {', '.join(FRESH)}")
-        if not 0 <= siblings <= MOST_SIBLINGS:
-            raise InputError(f"siblings {siblings} is outside 0 to {MOST_SIBLINGS}")
-        if not 1 <= rows <= MOST_ROWS:
-            raise InputError(f"rows {rows} is outside 1 to {MOST_ROWS}")
-        self.window, self.coupling, self.fresh, self.siblings, self.rows = (
+        if init not in INITS:
+            raise InputError(f"init {init!r} is unknown; known: {', '.join(INITS)}")
+        if not 0 <= alternatives <= MOST_ALTERNATIVES:
+            raise InputError(f"alternatives {alternatives} is outside 0 to {MOST_ALTERNATIVES}")
+        if not 1 <= window_rows <= MOST_ROWS:
+            raise InputError(f"window_rows {window_rows} is outside 1 to {MOST_ROWS}")
+        self.window, self.coupling, self.init, self.alternatives, self.window_rows = (
             window,
             coupling,
-            fresh,
-            siblings,
-            rows,
+            init,
+            alternatives,
+            window_rows,
         )
-        self.size, self.depth = rows * window + 1 + siblings, window
+        self.size, self.depth = window_rows * window + 1 + alternatives, window
 
     @classmethod
     def build(cls, parts: Parts) -> Self:
-        """From window, coupling, fresh, siblings and rows; the defaults are those of SJD."""
+        """From window, coupling, init, alternatives and rows; the defaults are those of SJD."""
         window = 16 if parts.window is None else parts.window
-        rows = 1 if parts.rows is None else parts.rows
-        return cls(window, parts.coupling or "none", parts.fresh or "uniform", parts.siblings or 0, rows)
+        window_rows = 1 if parts.window_rows is None else parts.window_rows
+        return cls(
+            window, parts.coupling or "none", parts.init or "uniform", parts.alternatives or 0, window_rows
+        )
 
     @classmethod
     def guesses(cls, parts: Parts) -> Guesses:
         """Those of gumbel coupling are drawn with the same noise in every pass. What that noise is, given that a guess was
         refused by a block, is not known as the law of a guess is."""
         why = "keeps the noise of its guesses from pass to pass (coupling gumbel)"
-        return Guesses(not parts.siblings, why if parts.coupling == "gumbel" else None, fixed=True)
+        return Guesses(not parts.alternatives, why if parts.coupling == "gumbel" else None, fixed=True)
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Make room for a batch."""
         super().open(target, sampling, guidance, batch)
         like, window, vocab = next(target.parameters()), self.window, target.vocab
-        if self.siblings >= vocab:
+        if self.alternatives >= vocab:
             raise InputError(
-                f"siblings {self.siblings}: the model has {vocab} codes; use fewer siblings than codes"
+                f"alternatives {self.alternatives}: the model has {vocab} codes; use fewer alternatives than codes"
             )
         self.width = target.width
         image_rows = -(-target.length // self.width)
-        if self.rows > image_rows:
-            raise InputError(f"rows {self.rows}: the model's pictures have {image_rows} rows of codes")
+        if self.window_rows > image_rows:
+            raise InputError(
+                f"window_rows {self.window_rows}: the model's pictures have {image_rows} rows of codes"
+            )
         dtype = like.dtype if like.element_size() == 8 else torch.float32
-        self._tree = chain_tree(batch, window, like.device, self.siblings)
+        self._tree = chain_tree(batch, window, like.device, self.alternatives)
         self._offsets = torch.arange(window, device=like.device)
         self._places = torch.arange(window + 1, device=like.device)
-        nodes, front = window + 1 + self.siblings, (self.rows - 1) * window
+        nodes, front = window + 1 + self.alternatives, (self.window_rows - 1) * window
         mask = torch.ones(front, nodes + front, dtype=torch.bool, device=like.device).tril(nodes)
         mask[:, window + 1 : nodes] = False
         self._front_mask = mask.expand(batch, -1, -1)
-        behind = self.width if self.fresh in ("above", "mixed") else 1
-        self.slots = behind + (self.rows - 1) * max(self.width, window) + window + 1
+        behind = self.width if self.init in ("above", "mixed") else 1
+        self.slots = behind + (self.window_rows - 1) * max(self.width, window) + window + 1
         self.seen = torch.full((batch, self.slots), NOWHERE, device=like.device)
         self.held = self.seen.clone()
         self.codes = torch.zeros_like(self.seen)
@@ -151,42 +155,42 @@ class Jacobi(Proposer):
         self.p[new.slot, 0] = 1 / self.p.shape[-1]
 
     def propose(self, noise: Noise) -> Draft:
-        """Redraw every guess from the latest p of its place, and the siblings."""
+        """Redraw every guess from the latest p of its place, and the alternatives."""
         place, window = self._guessed(), self.window
         known = self._is_at(self.seen, place)
-        new_q = self._at(self.p, place).where(known[..., None], self._fresh(place))
+        new_q = self._at(self.p, place).where(known[..., None], self._initial(place))
         codes = self._guess(new_q, place, noise)
         self._put(self.codes, place, codes)
         self._put(self.q, place, new_q)
         self._put(self.held, place, place)
         if (
-            self.rows > 1
+            self.window_rows > 1
         ):  # a row's first guess has no code before it in the pass: what it was drawn from stays
             self._put(self.p, place, new_q)
             self._put(self.seen, place, place)
         self._probs[:, :window] = new_q[:, :window]
         parts = [self.root[:, None], codes[:, :window]]
-        if self.siblings:
+        if self.alternatives:
             rest = without(new_q[:, 0], codes[:, 0])
-            parts.append(self.sampling.children(rest[:, None], self.siblings, noise, noise.DRAFT)[:, 0])
+            parts.append(self.sampling.children(rest[:, None], self.alternatives, noise, noise.DRAFT)[:, 0])
         front = None
-        if self.rows > 1:
+        if self.window_rows > 1:
             depth = place[:, window:] - self.count[:, None] + 1
-            front = Front(codes[:, window:], depth, self._front_mask)
-        return Draft(self._tree, torch.cat(parts, 1), self._probs, front=front)
+            front = UnverifiedNodes(codes[:, window:], depth, self._front_mask)
+        return Draft(self._tree, torch.cat(parts, 1), self._probs, unverified=front)
 
     def observe(self, output: TargetOutput) -> None:
         """Keep the new p by their places; the window moves behind the decided codes."""
         verdict, window = output.verdict, self.window
         place, chain = self._guessed(), slice(window + 1)
-        if verdict.law is not None and self.coupling == "maximal":
+        if verdict.distribution is not None and self.coupling == "maximal":
             codes = output.draft.codes[:, chain]
-            law = refused_law(verdict.law[:, chain], self._probs[:, chain], codes)
+            law = rejected_distribution(verdict.distribution[:, chain], self._probs[:, chain], codes)
             self._put(self.q, place[:, :window], law)
         probs = self.sampling.probs(output.logits)
-        behind = self._behind(output, probs) if self.siblings else None
+        behind = self._behind(output, probs) if self.alternatives else None
         after = self.count[:, None] + self._places
-        if self.rows > 1:
+        if self.window_rows > 1:
             after = torch.cat((after, place[:, window:] + 1), 1)
         probs = torch.cat((probs[:, chain], probs[:, len(self._tree.parent[0]) :]), 1)
         if behind is not None:
@@ -199,7 +203,7 @@ class Jacobi(Proposer):
     def _guessed(self) -> Tensor:
         """The places of all guesses, window by window, [B, rows W]."""
         first = [self.count]
-        for row in range(1, self.rows):
+        for row in range(1, self.window_rows):
             head = (self.count // self.width + row) * self.width
             first.append(torch.maximum(head, first[-1] + self.window))
         return (torch.stack(first, 1)[..., None] + self._offsets).flatten(1)
@@ -234,16 +238,16 @@ class Jacobi(Proposer):
             :, 0
         ]
 
-    def _fresh(self, place: Tensor) -> Tensor:
+    def _initial(self, place: Tensor) -> Tensor:
         """The distributions of guesses at places [B, M] without a p, [B, M, V] or [B, 1, V]."""
-        if self.fresh == "uniform":
+        if self.init == "uniform":
             return torch.full_like(self.p[:, :1], 1 / self.p.shape[-1])
         last = self._at(self.p, self.end[:, None])
-        if self.fresh == "last":
+        if self.init == "last":
             return last
         above = place - self.width
         known = self._is_at(self.seen, above)
-        if self.fresh == "mixed":
+        if self.init == "mixed":
             known = known & (place % 2 == 0)
         return self._at(self.p, above).where(known[..., None], last)
 

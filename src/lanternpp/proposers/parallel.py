@@ -37,29 +37,31 @@ class Parallel(NetworkProposer):
     """
 
     needs = "parallel"
-    dials = frozenset({"tree", "verify", "cut"})
+    dials = frozenset({"tree", "verify", "min_survival"})
     drafter: QueryDrafter
-    cut: float = 0.0
+    min_survival: float = 0.0
 
     @classmethod
     def build(cls, parts: Parts) -> Self:
-        """As in the base class; InputError where the drafter does not predict what a cut needs."""
+        """As in the base class; InputError where the drafter does not predict what `min_survival` needs."""
         made = super().build(parts)
-        if parts.cut:
-            if not 0 <= parts.cut <= 1:
-                raise InputError(f"cut {parts.cut} is outside 0 to 1; 0 never ends a chain early")
+        if parts.min_survival:
+            if not 0 <= parts.min_survival <= 1:
+                raise InputError(
+                    f"min_survival {parts.min_survival} is outside 0 to 1; 0 never ends a chain early"
+                )
             if not isinstance(made, Parallel) or getattr(made.drafter, "confidence", None) is None:
                 raise InputError(
-                    f"cut {parts.cut} needs a parallel drafter that predicts which guesses are kept, and this one does "
-                    "not; train it again with `lanternpp train drafter --kind parallel`, or leave cut out"
+                    f"min_survival {parts.min_survival} needs a parallel drafter that predicts which guesses are kept, and this one does "
+                    "not; train it again with `lanternpp train drafter --kind parallel`, or leave min_survival out"
                 )
-            made.cut = parts.cut
+            made.min_survival = parts.min_survival
         return made
 
     @property
-    def taps(self) -> tuple[int, ...]:  # type: ignore[override]
+    def aux_layers(self) -> tuple[int, ...]:  # type: ignore[override]
         """Those of its drafter."""
-        return self.drafter.taps
+        return self.drafter.aux_layers
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Allocate the drafter's cache and the inputs that the next draft starts with."""
@@ -68,7 +70,7 @@ class Parallel(NetworkProposer):
         span = 2 * depth  # waiting inputs, at most depth + 1, and depth - 1 queries
         self.cache = Cache(self.drafter.decoder.config, batch, target.slots + target.length + span, like)
         self.next_embeds = torch.zeros(batch, depth + 1, dim, dtype=like.dtype, device=like.device)
-        self.features = self.next_embeds.repeat(1, 1, 1 + len(self.taps))
+        self.features = self.next_embeds.repeat(1, 1, 1 + len(self.aux_layers))
         self.hints = torch.zeros_like(self.next_embeds[:, 1:])  # [B, depth, D] of the features of every level
         self.waiting = torch.zeros_like(self.root)
         every = torch.arange(target.vocab, device=like.device)
@@ -87,11 +89,11 @@ class Parallel(NetworkProposer):
 
     def chain_state(self) -> tuple[ChainState | None] | None:
         """As in the base class; chains that are cut are not known in C as a part of a step."""
-        if self.cut or not self._whole_chain:
+        if self.min_survival or not self._whole_chain:
             return None
         cache = CacheState(self.cache.kv, self.cache.start, self.cache.used)
         state = (self.waiting, self.next_embeds, self.features, self.hints, self.prev_code_table)
-        return (ChainState(self.drafter, cache, *state, self._probs_of_nodes, self.taps),)
+        return (ChainState(self.drafter, cache, *state, self._probs_of_nodes, self.aux_layers),)
 
     def begin(self, new: Admission) -> None:
         """Prefill with the prompt's guided features, each paired with the conditional input at the next position."""
@@ -118,7 +120,7 @@ class Parallel(NetworkProposer):
         if native is not None and (chain := self._sampled(native, levels, query, noise)) is not None:
             return chain
         index = self._index()
-        if self.cut:
+        if self.min_survival:
             return self._chain(levels, query, index, noise)
 
         def extend(at: Frontier) -> Tensor:
@@ -138,7 +140,7 @@ class Parallel(NetworkProposer):
             bias = self.target.constrain(bias, self._index())
         u = noise.guesses(self.depth)
         warp = self.sampling.warp
-        done = native(levels, query, self.prev_code_table, bias, u, warp, draft, self.cut)
+        done = native(levels, query, self.prev_code_table, bias, u, warp, draft, self.min_survival)
         return self._ended(draft) if done else None
 
     def _chain(self, levels: Tensor, query: Tensor, index: Tensor, noise: Noise) -> Draft:
@@ -152,7 +154,7 @@ class Parallel(NetworkProposer):
                 here = self.drafter.combine(here, query[:, level], prev_code)
             before = draft.survival[:, level - 1] if level else 1
             kept = self.drafter.confidence(here)[:, 0].to(draft.survival.dtype).sigmoid() * before
-            if level and here.device.type == "cpu" and not (kept >= self.cut).any():
+            if level and here.device.type == "cpu" and not (kept >= self.min_survival).any():
                 break
             draft.survival[:, level] = kept
             q = self._probs(here[:, None], index[:, level, None])
@@ -162,7 +164,7 @@ class Parallel(NetworkProposer):
 
     def _empty(self) -> Draft:
         """A whole chain without its guesses."""
-        survival = self._probs_of_nodes.new_zeros(len(self.root), self.depth) if self.cut else None
+        survival = self._probs_of_nodes.new_zeros(len(self.root), self.depth) if self.min_survival else None
         return Draft(
             self._tree, self.root[:, None].expand(-1, self.size).contiguous(), self._probs_of_nodes, survival
         )
@@ -172,7 +174,7 @@ class Parallel(NetworkProposer):
         if draft.survival is None:
             return draft
         room = (self.target.length - 1 - self.count).clamp(min=1)  # guesses that the picture has room for
-        lengths = (1 + (draft.survival[:, 1:] >= self.cut).sum(1)).minimum(room)
+        lengths = (1 + (draft.survival[:, 1:] >= self.min_survival).sum(1)).minimum(room)
         longest = int(lengths.max())
         if longest not in self._trees:
             self._trees[longest] = chain_tree(len(lengths), longest, lengths.device)
@@ -223,12 +225,12 @@ class Parallel(NetworkProposer):
         return self.sampling.probs(self.target.constrain(logits, index))
 
 
-def why_uncut(cut: float, tree: TreeBuilder, compiled: bool) -> str | None:
+def why_not_shortened(min_survival: float, tree: TreeBuilder, compiled: bool) -> str | None:
     """Why drafts cannot be cut, in a sentence; None where they can."""
     if not (tree.chain and tree.drawn and tree.fixed):
-        return f"cut {cut} ends chains early, and the tree branches; use a chain such as chain-6, or leave cut out"
+        return f"min_survival {min_survival} ends chains early, and the tree branches; use a chain such as chain-6, or leave min_survival out"
     if compiled:
-        return f"cut {cut} makes passes of several lengths, and --compile needs passes of one; use one of the two"
+        return f"min_survival {min_survival} makes passes of several lengths, and --compile needs passes of one; use one of the two"
     return None
 
 

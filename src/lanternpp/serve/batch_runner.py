@@ -105,7 +105,7 @@ class BatchRunner:
                 waited=started - ticket.submitted,
                 rows=self.rows,
                 settings=self.settings,
-                tv_spent=harvest.tv_spent,
+                tv_cost=harvest.tv_cost,
             )
         )
         return ticket

@@ -67,7 +67,7 @@ class RequestMapper:
             accepted_per_pass=list(image.accepted),
             seconds=image.seconds,
             waited=image.waited,
-            tv_spent=image.tv_spent,
+            tv_cost=image.tv_cost,
             settings=asdict(image.settings),
         )
 

@@ -88,7 +88,7 @@ class Facts(BaseModel):
     accepted_per_pass: list[int]
     seconds: float = Field(description="Seconds that the engine computed while the picture was in it.")
     waited: float = Field(description="Seconds in the queue.")
-    tv_spent: float | None = None
+    tv_cost: float | None = None
     settings: dict[str, Any]
 
 

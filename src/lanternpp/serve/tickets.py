@@ -75,7 +75,7 @@ class FinishedImage:
     waited: float  # seconds in the queue
     rows: int  # of its batch runner
     settings: Settings  # that it was drawn with; batch_size is `rows`
-    tv_spent: float | None = None  # None: not measured
+    tv_cost: float | None = None  # None: not measured
 
 
 class Ticket:

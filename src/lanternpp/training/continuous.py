@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lanternpp.continuous.denoiser import denoising_loss, variational_bound
 from lanternpp.continuous.diffusion import KIND as DIFFUSION
 from lanternpp.continuous.diffusion import DiffusionConfig, DiffusionTarget
-from lanternpp.continuous.mixture import Mixture
+from lanternpp.continuous.mixture import GaussianMixture
 from lanternpp.continuous.target import KIND, ContinuousConfig, ContinuousTarget, LatentTarget
 from lanternpp.errors import InputError
 from lanternpp.models.prompted import PromptedTarget
@@ -109,7 +109,7 @@ class ContinuousTask(LatentTask):
     def nats(self, params: Tensor, latents: Tensor) -> Tensor:
         """-log of the density, of parameters of mixtures."""
         channels = latents.shape[-1]
-        return -Mixture.of(params.float(), channels).log_prob(latents.float()) / channels
+        return -GaussianMixture.of(params.float(), channels).log_prob(latents.float()) / channels
 
 
 class DiffusionTask(LatentTask):

@@ -130,7 +130,7 @@ class DraftBatch:
     start: Tensor | None  # [R] where prompts begin; None: all at slot 0
     codes: Tensor  # [B, S - T + 1]
     next_inputs: Tensor  # [B, S - 1, D] the input after each slot
-    features: Tensor  # [B, S, (1 + taps) D] guided, float32
+    features: Tensor  # [B, S, (1 + aux) D] guided, float32
     anchors: Tensor  # [B, A] slots
     hints: Tensor | None = None  # [B, S - 1 + A * (levels - 1), D]
 

@@ -90,23 +90,25 @@ def drafter_inputs(
     codes: Tensor,
     start: Tensor | None = None,
     features: Tensor | None = None,
-    taps: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """prompts [R, T, D] that begin at start [R], codes [R, length] -> a drafter's inputs and what it should predict.
 
     Returns next_inputs [R, S - 1, D], the input after each slot, and features [R, S, D], for S = T + length - 1 slots:
     a drafter predicts features[:, t + 1] from next_inputs[:, t] and features[:, t]. If `features` are given, the
-    target is not run. With taps features are [R, S, (1 + taps) D], as `Decoder.forward` returns them.
+    target is not run. With aux_layers features are [R, S, (1 + aux) D], as `Decoder.forward` returns them.
     """
     inputs = slot_inputs(target, prompts, codes)
     if features is not None:
         return inputs[:, 1:], features
     mask = causal_mask(start, inputs.shape[1])
-    return inputs[:, 1:], target.decoder.forward_sequence(inputs, seen=mask, taps=taps)
+    return inputs[:, 1:], target.decoder.forward_sequence(inputs, seen=mask, aux_layers=aux_layers)
 
 
-def spread_taps(count: int, layers: int) -> tuple[int, ...]:
+def spread_aux_layers(count: int, layers: int) -> tuple[int, ...]:
     """So many of the layers 0 .. layers - 2, evenly spread. InputError where there are not as many."""
     if count >= layers:
-        raise InputError(f"--taps {count} is too many: the target has {layers - 1} layers below its last.")
+        raise InputError(
+            f"--aux-layers {count} is too many: the target has {layers - 1} layers below its last."
+        )
     return tuple(layers * (i + 1) // (count + 1) - 1 for i in range(count))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lanternpp.continuous.denoiser import noisy
 from lanternpp.continuous.diffusion import DRAFTER, DiffusionDrafter, DiffusionTarget
-from lanternpp.continuous.mixture import Mixture, MixtureGuidance
+from lanternpp.continuous.mixture import GaussianMixture, MixtureGuidance
 from lanternpp.drafters.eagle import EagleDrafter
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
@@ -89,10 +89,12 @@ class LatentLaws(CodeLaws):
     def log_probs(self, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
         """Logarithms of q and p at latents drawn from p, [..., SAMPLES] each."""
         with torch.no_grad():
-            law = Mixture.of(p.float(), self.channels)
+            law = GaussianMixture.of(p.float(), self.channels)
             u = torch.rand(*p.shape[:-1], SAMPLES, 1 + self.channels, device=p.device)
             latents = law.draw(u.clamp(1e-6, 1 - 1e-6))
-        other, own = (Mixture.of(x.float()[..., None, :], self.channels).log_prob(latents) for x in (q, p))
+        other, own = (
+            GaussianMixture.of(x.float()[..., None, :], self.channels).log_prob(latents) for x in (q, p)
+        )
         return other, own
 
     def loss(self, q: Tensor, p: Tensor) -> Tensor:
@@ -110,7 +112,7 @@ class LatentLaws(CodeLaws):
 
     def agreement(self, q: Tensor, p: Tensor) -> Tensor:
         """How often both have the same heaviest component."""
-        first, second = (Mixture.of(x, self.channels).log_weight.argmax(-1) for x in (q, p))
+        first, second = (GaussianMixture.of(x, self.channels).log_weight.argmax(-1) for x in (q, p))
         return (first == second).double().mean()
 
 
@@ -143,7 +145,7 @@ class DiffusionLaws(LatentLaws):
 
     def soft_cross_entropy(self, q: Tensor, p: Tensor) -> Tensor:
         """Nats a number that q lies from p: the mean divergence of their Gaussians."""
-        own, other = (Mixture.of(law.float(), self.channels) for law in (p, q))
+        own, other = (GaussianMixture.of(law.float(), self.channels) for law in (p, q))
         spread = (2 * own.log_std).exp() + (own.mean - other.mean).square()
         return (other.log_std - own.log_std + (spread * (-2 * other.log_std).exp() - 1) / 2).mean()
 
@@ -153,13 +155,13 @@ class DiffusionLaws(LatentLaws):
             torch.cat(
                 (torch.zeros_like(law.log_weight[..., :1]), law.mean[..., -1, :], law.log_std[..., -1, :]), -1
             )
-            for law in (Mixture.of(x, self.channels) for x in (q, p))
+            for law in (GaussianMixture.of(x, self.channels) for x in (q, p))
         ]
         return super().acceptance(*last)
 
     def agreement(self, q: Tensor, p: Tensor) -> Tensor:
         """The share of the variance of the target's v that the drafter's explains."""
-        own, other = (Mixture.of(x, self.channels).mean for x in (p, q))
+        own, other = (GaussianMixture.of(x, self.channels).mean for x in (p, q))
         return 1 - (own - other).square().mean() / own.var()
 
 

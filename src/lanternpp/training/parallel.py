@@ -29,7 +29,7 @@ from lanternpp.training.drafts import (
     level_cost,
     rounded,
 )
-from lanternpp.training.features import CaptionPrompts, drafter_inputs, spread_taps
+from lanternpp.training.features import CaptionPrompts, drafter_inputs, spread_aux_layers
 from lanternpp.training.material.codes import Codes, VariantSampler
 from lanternpp.training.material.gather import gather
 from lanternpp.training.material.samples import SelfSampling
@@ -63,7 +63,7 @@ class ParallelSettings:
     fade: float = 0.88
     noise: float = 0.1  # width of the uniform noise that is added to features
     turn: int = 256
-    taps: int = 0  # layers of the target below its last that are read too, evenly spread
+    aux_layers: int = 0  # layers of the target below its last that are read too, evenly spread
     seed: int = 0
     decay: float = 0.995
     warmup: int = 50
@@ -74,8 +74,8 @@ class ParallelSettings:
         check_rates(lr=self.lr, muon_lr=self.muon_lr)
         if not 2 <= self.levels <= MOST_LEVELS:
             raise InputError(f"levels {self.levels} must be 2 to {MOST_LEVELS}.")
-        if self.taps < 0:
-            raise InputError(f"taps {self.taps} must be at least 0.")
+        if self.aux_layers < 0:
+            raise InputError(f"aux_layers {self.aux_layers} must be at least 0.")
         if not 0 < self.fade <= 1:
             raise InputError(f"fade {self.fade} must be above 0, and 1 at most: 1 counts all levels alike.")
 
@@ -105,9 +105,14 @@ class ParallelTask(Task):
         self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
         self.target = target.to(device).eval().requires_grad_(False)
         shape = target.decoder.config
-        taps = spread_taps(settings.taps, shape.layers)
+        aux_layers = spread_aux_layers(settings.aux_layers, shape.layers)
         self.config = ParallelConfig.like(
-            shape, layers, queries=settings.levels - 1, turn=settings.turn, taps=taps, confidence=True
+            shape,
+            layers,
+            queries=settings.levels - 1,
+            turn=settings.turn,
+            aux_layers=aux_layers,
+            confidence=True,
         )
         facts = {"data": codes.data["codes"], "target": origin}
         self.settings = {**self.config.flat(), **asdict(settings), **facts}
@@ -134,7 +139,9 @@ class ParallelTask(Task):
         prompts, start = captions(index, self.guidance.branches)
         with torch.no_grad():
             rows = self.guidance.rows(codes)
-            next_inputs, features = drafter_inputs(self.target, prompts, rows, start, taps=self.config.taps)
+            next_inputs, features = drafter_inputs(
+                self.target, prompts, rows, start, aux_layers=self.config.aux_layers
+            )
         anchors = (prompts.shape[1] - 1 + pick).to(self.device).expand(len(codes), -1)
         guided = self.guidance.merge(features)
         return DraftBatch(prompts, start, codes, next_inputs[: len(codes)], guided, anchors)
@@ -292,7 +299,7 @@ def train(
     known = asdict(settings) | {"layers": layers}
 
     def check(target: Target) -> None:
-        spread_taps(settings.taps, target.decoder.config.layers)
+        spread_aux_layers(settings.aux_layers, target.decoder.config.layers)
 
     found = gather(model, options, data, self_sampling, known, follow, crops, limit, check)
     settings = replace(settings, cfg=found.cfg)

@@ -22,7 +22,7 @@ from lanternpp.nn import checkpoints
 from lanternpp.nn.checkpoints import CONFIG, WEIGHTS, checksum
 from lanternpp.nn.sources import Source
 from lanternpp.training.drafts import DraftBatch
-from lanternpp.training.features import CaptionPrompts, slot_inputs, spread_taps
+from lanternpp.training.features import CaptionPrompts, slot_inputs, spread_aux_layers
 from lanternpp.training.material.codes import Codes, Split
 from lanternpp.training.material.gather import load_target
 from lanternpp.training.material.runs import Rollout, RunOptions, recorded, replay, runs_key
@@ -121,7 +121,7 @@ def train(
     """Train the parallel drafter in the folder of `options` further, on `count` runs of the target with it. False if interrupted.
 
     The captions of `data`, or the prompts of `self_sampling`, are drawn, under the rule of `method` and verified as it
-    verifies chains. A drafter of fewer layers gets `layers` of them, and likewise levels and taps (`grown`).
+    verifies chains. A drafter of fewer layers gets `layers` of them, and likewise levels and aux_layers (`grown`).
     Its state lies in a folder of its own below, beside the drafter that it began with, and the weights are
     replaced at the end. Once ended, it does not go on from there unless it is restarted.
     """
@@ -136,16 +136,18 @@ def train(
         .requires_grad_(False)
     )
     origin = digest(checksum(tensor) for tensor in drafter.state_dict().values())
-    larger = grown(drafter, layers, settings.levels, settings.taps, found.target)
+    larger = grown(drafter, layers, settings.levels, settings.aux_layers, found.target)
     config = larger.config
     levels = config.queries + 1
     held_out = min(max(MIN_HELD_OUT, count // HELD_OUT), MAX_HELD_OUT)
     picture_texts = [prompts.val[i % len(prompts.val)] for i in range(held_out)]
     picture_texts += [prompts.train[i % len(prompts.train)] for i in range(count)]
-    settings = replace(settings, cfg=found.cfg, levels=levels, turn=config.turn, taps=len(config.taps))
+    settings = replace(
+        settings, cfg=found.cfg, levels=levels, turn=config.turn, aux_layers=len(config.aux_layers)
+    )
     chains = {"proposer": "parallel", "tree": f"chain-{levels}"}
     drawn = resolve(method, found.teacher.defaults(found.target), chains)
-    run_with = RunOptions(levels, drawn, config.taps, batch, settings.seed + 1)
+    run_with = RunOptions(levels, drawn, config.aux_layers, batch, settings.seed + 1)
     name = runs_key(found, origin, picture_texts, run_with)
     known = asdict(settings) | {
         "layers": config.decoder.layers,
@@ -204,19 +206,23 @@ def weights_checksum(folder: Path) -> str | None:
     )
 
 
-def grown(drafter: ParallelDrafter, layers: int, levels: int, taps: int, target: Target) -> ParallelDrafter:
+def grown(
+    drafter: ParallelDrafter, layers: int, levels: int, aux_layers: int, target: Target
+) -> ParallelDrafter:
     """A drafter in float32 of at least so many layers and levels: what is added changes nothing until it is trained.
 
-    taps: where the drafter reads no layers below the target's last, so many are added. InputError where it reads others.
+    aux_layers: where the drafter reads no layers below the target's last, so many are added. InputError where it reads others.
     """
     config, shape = drafter.config, drafter.config.decoder
-    if config.taps and taps not in (0, len(config.taps)):
-        raise InputError(f"--taps {taps}: the drafter reads {len(config.taps)} layers already; leave it out.")
+    if config.aux_layers and aux_layers not in (0, len(config.aux_layers)):
+        raise InputError(
+            f"--aux-layers {aux_layers}: the drafter reads {len(config.aux_layers)} layers already; leave it out."
+        )
     larger = replace(
         config,
         decoder=replace(shape, layers=max(layers, shape.layers)),
         queries=max(levels - 1, config.queries),
-        taps=config.taps or spread_taps(taps, target.decoder.config.layers),
+        aux_layers=config.aux_layers or spread_aux_layers(aux_layers, target.decoder.config.layers),
         confidence=True,
     )
     made = ParallelDrafter(larger, target.decoder.rotary_table)

@@ -118,7 +118,7 @@ class Budget:
 
 
 class VariationBudget(Budget):
-    """Mean total variation per picture, as `--measure` reports it."""
+    """Mean total variation per picture, as `--measure-tv` reports it."""
 
     def __init__(self, tuner: TreeTuner, pictures: int, max_variation: float):
         super().__init__(tuner, pictures)
@@ -132,7 +132,7 @@ class VariationBudget(Budget):
         """A mean over pictures."""
         values = [
             value
-            for drawn in _draw(self.tuner, self.tuner.options.method, dials, self.pictures, measure=True)
+            for drawn in _draw(self.tuner, self.tuner.options.method, dials, self.pictures, measure_tv=True)
             for value in drawn["spent"]
         ]
         mean = fmean(values)
@@ -173,7 +173,7 @@ def _draw(
     method: str,
     dials: Mapping[str, Any],
     pictures: int,
-    measure: bool = False,
+    measure_tv: bool = False,
     save: bool = False,
 ) -> list[dict[str, Any]]:
     """Pictures over the prompts of the options, a batch at a time, each logged."""
@@ -183,20 +183,26 @@ def _draw(
     made = []
     for start in range(0, pictures, batch):
         part = requests[start : start + batch]
-        key = {"draw": method, "dials": dict(dials), "start": start, "count": len(part), "measure": measure}
+        key = {
+            "draw": method,
+            "dials": dict(dials),
+            "start": start,
+            "count": len(part),
+            "measure_tv": measure_tv,
+        }
         tuner.progress(start, pictures)
 
         def draw(
             part: Sequence[Any] = part, start: int = start, key: Mapping[str, Any] = key
         ) -> dict[str, Any]:
             prompts, seeds = [request.prompt for request in part], [request.seed for request in part]
-            result = tuner.pipe(prompts, seed=seeds, method=method, measure=measure, **given)
+            result = tuner.pipe(prompts, seed=seeds, method=method, measure_tv=measure_tv, **given)
             files = []
             for i, image in enumerate(result.images if save else []):
                 name = f"{PICTURES}/{tuner.slug(json.dumps(dict(key), sort_keys=True))}-{start + i:04d}.png"
                 save_png(image, tuner.folder / name, {"prompt": prompts[i], "seed": str(seeds[i])})
                 files.append(name)
-            return {"prompts": prompts, "files": files, "spent": result.stats.tv_spent_per_image}
+            return {"prompts": prompts, "files": files, "spent": result.stats.tv_cost_per_image}
 
         made.append(tuner.journal.once(key, draw))
     tuner.pipe.release()

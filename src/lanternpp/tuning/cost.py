@@ -251,7 +251,7 @@ def _groups(probes: Sequence[Probe]) -> list[list[Probe]]:
     """Probes of each shape, those with a cut apart."""
     found: dict[tuple[Shape, float], list[Probe]] = {}
     for one in probes:
-        found.setdefault((one.paths, one.cut if one.nodes is not None else 0), []).append(one)
+        found.setdefault((one.paths, one.min_survival if one.nodes is not None else 0), []).append(one)
     return list(found.values())
 
 

@@ -39,7 +39,7 @@ class Probe:
     tried: list[list[float]]  # [d, k], as `AcceptanceByRank` counts them
     kept: list[list[float]]
     verify: str = "token"  # the verifier
-    cut: float = 0.0  # of a chain
+    min_survival: float = 0.0  # of a chain
     nodes: float | None = None  # mean guesses of a chain that was cut; None: it always had all
     cuts: dict[str, Any] | None = None  # what other cuts would have kept, as `CutCounts` gives it
 
@@ -61,18 +61,22 @@ def probe(
     seeds: Sequence[int],
     pixels: Callable[[torch.Tensor], object],
     verify: str = "token",
-    cut: float = 0.0,
+    min_survival: float = 0.0,
     cuts: Sequence[float] = (),
 ) -> Probe:
     """Draw a batch, timing every step, beside an engine of plain decoding; both must be new.
 
-    shape: of the engine's static tree. One condition and seed for each sample of the batch. verify and cut: the engine's. cuts:
+    shape: of the engine's static tree. One condition and seed for each sample of the batch. verify and min_survival: the engine's. cuts:
     others that are counted, of chains so rarely cut that they have all guesses.
     """
     tree, plain_engine = TimedEngine(engine), TimedEngine(plain)
     counts, cut_counts = AcceptanceByRank(engine.target.length), CutCounts(cuts, engine.target.length)
     lengths = ChainLengths()
-    engine.observers += [counts, *([cut_counts] if cuts else []), *([lengths] if cut and not cuts else [])]
+    engine.observers += [
+        counts,
+        *([cut_counts] if cuts else []),
+        *([lengths] if min_survival and not cuts else []),
+    ]
     begin, plain_begin = tree.admit(conditions, seeds), plain_engine.admit(conditions, seeds)
     while len(engine.done()) < engine.batch:
         plain_engine.move_to(plain.count.maximum(engine.count.clamp(max=engine.target.length - 1)))
@@ -98,7 +102,7 @@ def probe(
         tried.tolist(),
         counts.kept.double().tolist(),
         verify,
-        cut,
+        min_survival,
         lengths.nodes / lengths.passes if lengths.passes else None,
         cut_counts.to_json() if cuts else None,
     )

@@ -17,7 +17,7 @@ from lanternpp.tuning.budget import BudgetChoice
 from lanternpp.tuning.run import TUNED, T, Tuner
 from lanternpp.tuning.trees import Tuning
 
-MEASURED = ("speedup", "codes_per_pass", "seconds_per_image", "efficiency", "tv_spent", "images")
+MEASURED = ("speedup", "codes_per_pass", "seconds_per_image", "efficiency", "tv_cost", "images")
 
 
 def tuning_report(

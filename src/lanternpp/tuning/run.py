@@ -126,7 +126,7 @@ class Tuner(ABC, Generic[T]):
     def figures(self, found: T) -> dict[str, Any]:
         """What the report says of the search."""
 
-    def race(self, found: T, measure: bool = False) -> list[dict[str, Any]]:
+    def race(self, found: T, measure_tv: bool = False) -> list[dict[str, Any]]:
         """The entrants and plain decoding, taking turns: a row of figures for each."""
         batch = self.settings.batch_size
         count = max(1, self.options.pictures // batch)  # batches
@@ -137,7 +137,7 @@ class Tuner(ABC, Generic[T]):
         field = [Entry(BASELINE, BASELINE, {})]
         field += [Entry(label, self.options.method, self._given | own) for label, own in entrants.items()]
         n = max(1, count // len(prompts)) * batch
-        race = Race(self.pipe, field, prompts, n, self.options.seed + 1000, self.shared, measure)
+        race = Race(self.pipe, field, prompts, n, self.options.seed + 1000, self.shared, measure_tv)
         name = self.slug(f"{sorted(entrants[TUNED].items())} {n} {prompts}")
         return report.rows(
             race.run(self.folder / RACE / name, resume=True, progress=self.progress), race.describe(), {}
@@ -149,7 +149,7 @@ class Tuner(ABC, Generic[T]):
         shape: Shape,
         prompt: str,
         turn: int,
-        cut: float = 0.0,
+        min_survival: float = 0.0,
         cuts: tuple[float, ...] = (),
     ) -> dict[str, Any]:
         """One batch drawn with these overrides, in an engine of its own; cut and cuts as in `probe`."""
@@ -158,7 +158,9 @@ class Tuner(ABC, Generic[T]):
         plain = self.pipe.new_engine(self.pipe.settings(BASELINE, **self.shared))
         seeds = [self.options.seed + turn * engine.batch + i for i in range(engine.batch)]
         prompts = [prompt] * engine.batch
-        return probe(engine, plain, shape, prompts, seeds, self.pipe.images, verify, cut, cuts).to_json()
+        return probe(
+            engine, plain, shape, prompts, seeds, self.pipe.images, verify, min_survival, cuts
+        ).to_json()
 
     @staticmethod
     def slug(text: str) -> str:

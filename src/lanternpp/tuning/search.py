@@ -28,7 +28,7 @@ class PredictedTree:
     per_pass: float  # codes per pass of whole pictures, the prefill among the passes
     rate: float  # codes per second
     speedup: float
-    cut: float = 0.0  # of a chain; 0: it always has all guesses
+    min_survival: float = 0.0  # of a chain; 0: it always has all guesses
 
     def row(self) -> dict[str, Any]:
         """A plain dictionary."""
@@ -39,7 +39,7 @@ class PredictedTree:
             "codes_per_pass": self.per_pass,
             "codes_per_second": self.rate,
             "speedup": self.speedup,
-            "cut": self.cut,
+            "min_survival": self.min_survival,
             "tree": [list(path) for path in self.shape],
         }
 

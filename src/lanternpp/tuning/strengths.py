@@ -95,10 +95,10 @@ class StrengthSearch:
         """Total variation per code, the mean over pictures."""
 
         def measure() -> float:
-            given = self.shared | entry.overrides | {"measure": True}
+            given = self.shared | entry.overrides | {"measure_tv": True}
             drawn = [result.stats for _, result in draw(self.pipe, self.requests, entry.method, **given)]
             self.pipe.release()
-            values = [value for stats in drawn for value in stats.tv_spent_per_image]
+            values = [value for stats in drawn for value in stats.tv_cost_per_image]
             return fmean(values) / self.pipe.target.length
 
         return float(self.journal.once({"label": entry.label}, measure))

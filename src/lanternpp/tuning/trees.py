@@ -56,7 +56,7 @@ class TreeTuner(Tuner[Tuning]):
 
     def adapt(self, engine: Engine) -> None:
         """The cuts that are considered, and the limits of the table of acceptances."""
-        given = self.options.given.get("cut")
+        given = self.options.given.get("min_survival")
         drafter = getattr(engine.proposer, "drafter", None)
         self.cuts: tuple[float, ...] = (given,) if given else CUTS  # that are considered for chains
         if given == 0 or self.settings.compile or getattr(drafter, "confidence", None) is None:
@@ -93,7 +93,7 @@ class TreeTuner(Tuner[Tuning]):
         best = choose(sizes, tables, costs, *limits)
         found = CutChains.of(self.cuts, [one.cuts for one in drawn if one.cuts])
         cut = best_cut(found, costs, *limits) if found else None
-        if cut and (self.options.given.get("cut") or cut.rate > best.rate * CUT_GAIN):
+        if cut and (self.options.given.get("min_survival") or cut.rate > best.rate * CUT_GAIN):
             best = cut
         return Tuning(dials, counts, chains, tables, costs, sizes, best)
 
@@ -121,7 +121,7 @@ class TreeTuner(Tuner[Tuning]):
             shape, cut = field[place]
             prompt = self.options.prompts[(turn * count + place) % len(self.options.prompts)]
             key = {"stage": stage, "dials": dials, "tree": shape_name(shape), "round": turn}
-            key |= {"cut": cut} if cut else {}
+            key |= {"min_survival": cut} if cut else {}
             self.progress(self._done, self._done + rounds * count - len(made))
             draw = partial(self._probe, shape, cut, dials, prompt, turn)
             made.append(Probe(**self.journal.once(key, draw)))
@@ -133,23 +133,23 @@ class TreeTuner(Tuner[Tuning]):
     ) -> dict[str, Any]:
         """One batch by one tree. cut: 0 counts what all cuts would keep, where they are considered."""
         given = {**self._given, **dials, "tree": shape_name(shape)}
-        if given.get("cut"):
-            del given["cut"]
+        if given.get("min_survival"):
+            del given["min_survival"]
         cuts = self.cuts if is_chain(shape) and not cut else ()
         if cut or cuts:
-            given["cut"] = cut = cut or NO_CUT
+            given["min_survival"] = cut = cut or NO_CUT
         return self.probed(given, shape, prompt, turn, cut, cuts)
 
     def chosen_dials(self, found: Tuning) -> dict[str, Any]:
         """The tree as `--tree` takes it, where chains may be cut how they are, and the dials that a budget chose."""
-        cut = {"cut": found.chosen.cut} if self.cuts else {}
+        cut = {"min_survival": found.chosen.min_survival} if self.cuts else {}
         return {**found.dials, "tree": shape_name(found.chosen.shape), **cut}
 
     def entrants(self, found: Tuning) -> dict[str, dict[str, Any]]:
         """The tree found, and the hand-made shapes with the same dials, but for chains alone where only those are searched."""
         dials = self.chosen_dials(found)
         others = () if self.options.given.get("verify") == BLOCK else HAND_MADE
-        whole = {"cut": 0.0} if "cut" in self._given | dials else {}
+        whole = {"min_survival": 0.0} if "min_survival" in self._given | dials else {}
         return {TUNED: dials, **{name: {**dials, "tree": name, **whole} for name in others}}
 
     def rows(self, found: Tuning) -> dict[str, dict[str, Any]]:

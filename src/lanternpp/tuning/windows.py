@@ -26,9 +26,9 @@ from lanternpp.tuning.trees import TreeTuner
 
 SEARCHED: dict[str, tuple[Any, ...]] = {  # in the order in which they are tried, besides the method's own
     "window": (2, 4, 6, 8, 11, 16, 22, 32),
-    "siblings": (0, 1, 3, 6),
-    "fresh": ("mixed", "above", "last", "uniform"),
-    "rows": (1, 2),
+    "alternatives": (0, 1, 3, 6),
+    "init": ("mixed", "above", "last", "uniform"),
+    "window_rows": (1, 2),
 }
 TURNS = 2  # over all dials, at most
 OWN = "default"  # the label of the method's own window
@@ -126,8 +126,8 @@ class WindowTuner(Tuner[WindowTuning]):
         read = dials_read(self.settings.proposer, self.settings.accept)
         most = {
             "window": min(options.depth, target.length // 2),
-            "siblings": target.vocab - 1,
-            "rows": -(-target.length // target.width),
+            "alternatives": target.vocab - 1,
+            "window_rows": -(-target.length // target.width),
         }
         found: dict[str, tuple[Any, ...]] = {}
         for name, values in SEARCHED.items():
@@ -136,7 +136,7 @@ class WindowTuner(Tuner[WindowTuning]):
             elif name in read:
                 allowed = {*values, getattr(self.settings, name)} - {None}
                 kept = [value for value in allowed if name not in most or value <= most[name]]
-                first = values.index if name == "fresh" else int
+                first = values.index if name == "init" else int
                 found[name] = tuple(sorted(kept, key=first)) or (most[name],)
         return found
 
@@ -148,7 +148,7 @@ class WindowTuner(Tuner[WindowTuning]):
     @staticmethod
     def _nodes(dials: Mapping[str, Any]) -> int:
         """Guesses of a pass."""
-        guesses: int = dials["window"] * dials.get("rows", 1) + dials.get("siblings", 0)
+        guesses: int = dials["window"] * dials.get("window_rows", 1) + dials.get("alternatives", 0)
         return guesses
 
     def _measured(self, field: Sequence[Dials]) -> list[list[Probe]]:
@@ -163,7 +163,7 @@ class WindowTuner(Tuner[WindowTuning]):
 
     def _probe(self, dials: Dials, turn: int) -> dict[str, Any]:
         """One batch with these dials."""
-        shape = (*chain(dials["window"]), *((rank,) for rank in range(1, 1 + dials.get("siblings", 0))))
+        shape = (*chain(dials["window"]), *((rank,) for rank in range(1, 1 + dials.get("alternatives", 0))))
         prompt = self.options.prompts[turn % len(self.options.prompts)]
         return self.probed({**self._given, **dials}, shape, prompt, turn)
 

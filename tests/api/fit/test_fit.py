@@ -101,7 +101,12 @@ def test_plain_decoding_is_chosen_where_no_draft_is_faster(model: Path, timed) -
 def test_a_draft_that_is_given_or_tuned_stays(model: Path, timed) -> None:
     asked = timed(STEPS)
     pipe = pipeline(model)
-    for given in ({"tree": "chain-5"}, {"fit": False}, {"compile": True}, {"cut": 0.0, "tree": "chain-3"}):
+    for given in (
+        {"tree": "chain-5"},
+        {"fit": False},
+        {"compile": True},
+        {"min_survival": 0.0, "tree": "chain-3"},
+    ):
         settings = pipe.settings("parallel", **given)
         assert pipe.fit(settings) == replace(settings, fit=False)
     Tuned.read(model).add("parallel", pipe.conditions(settings), {"tree": "chain-7"}, machine={})

@@ -32,7 +32,7 @@ MARGIN = 0.02  # how much slower than the fastest draft a shorter one may be: th
 # In the order in which they are measured, as the budget of a large model may end before all are.
 DEPTHS = (4, 2, 8, 12, 6, 3, 10, 14, 5, 16, 1, 7)
 TREES = ("deep-8", "eagle-25")  # offered beside chains to a method whose own tree branches
-COSTED = ("proposer", "accept", "neighbours", "coupling", "fresh", "siblings", "rows", "batch_size")
+COSTED = ("proposer", "accept", "neighbours", "coupling", "init", "alternatives", "window_rows", "batch_size")
 
 
 class Fit:
@@ -159,12 +159,12 @@ def fits(shape: Shape, depth: int, ranks: int) -> bool:
 def shape_of(settings: Settings) -> Shape | None:
     """The shape of a method's drafts; None where it has none, or it is decided while drafting or by compiled steps."""
     read = dials_read(settings.proposer, settings.accept)
-    if settings.compile or settings.cut or settings.proposer == NO_DRAFT:
+    if settings.compile or settings.min_survival or settings.proposer == NO_DRAFT:
         return None
     if "window" in read and settings.window is not None:
-        if settings.rows not in (None, 1):
+        if settings.window_rows not in (None, 1):
             return None
-        return (*chain(settings.window), *((rank,) for rank in range(1, 1 + (settings.siblings or 0))))
+        return (*chain(settings.window), *((rank,) for rank in range(1, 1 + (settings.alternatives or 0))))
     tree = build_tree(settings.tree) if "tree" in read and settings.tree else None
     return tree.shape if isinstance(tree, StaticTree) else None
 

@@ -27,7 +27,7 @@ from lanternpp.util.schema import made
 FILE = "acceptance.json"
 ENOUGH = 200  # passes after which counting ends: codes per pass are then known to about 5 %
 EVERY = 32  # steps after which counts are saved, as a process may end with any picture
-DECIDING = ("proposer", "accept", "neighbours", "delta", "lam", "nu", "residual", "coupling", "fresh", "siblings", "rows")  # fmt: skip
+DECIDING = ("proposer", "accept", "neighbours", "delta", "lam", "nu", "residual", "coupling", "init", "alternatives", "window_rows")  # fmt: skip
 SAMPLED = ("cfg", "temperature", "top_k", "top_p")
 
 Rows = tuple[tuple[float, ...], ...]

@@ -103,7 +103,7 @@ function requests() {
     ...setup.methods[byId("method").value].sampling,
     ...Object.fromEntries(changed.filter(([name]) => BOTH.includes(name))),
   };
-  const drafting = { method: byId("method").value, measure: byId("measure").checked };
+  const drafting = { method: byId("method").value, measure_tv: byId("measure").checked };
   return [{ ...both, method: setup.baseline }, { ...both, ...Object.fromEntries(changed), ...drafting }];
 }
 

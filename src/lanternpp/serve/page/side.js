@@ -122,7 +122,7 @@ export class Side {
 
   figures() {
     const passes = sum(this.pictures.map((picture) => picture.accepted.length));
-    const spent = this.pictures.map((picture) => picture.facts?.tv_spent).filter((value) => value !== undefined);
+    const spent = this.pictures.map((picture) => picture.facts?.tv_cost).filter((value) => value !== undefined);
     const shown = [
       passes && this.seconds.toFixed(2),
       passes && (this.decided / passes).toFixed(2),

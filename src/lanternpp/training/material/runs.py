@@ -47,8 +47,8 @@ class Rollout:
     text: str | None
     codes: Tensor  # [length] int32
     kept: Tensor  # [C] int16 codes decided by each pass after the prefill
-    features: Tensor  # [C, N, (1 + taps) D] guided, of every node of each pass, in the target's own dtype
-    prompt: Tensor  # [T, (1 + taps) D] guided
+    features: Tensor  # [C, N, (1 + aux) D] guided, of every node of each pass, in the target's own dtype
+    prompt: Tensor  # [T, (1 + aux) D] guided
     start: int  # the first slot of the conditional prompt
 
 
@@ -104,9 +104,9 @@ def record(
 
 
 def replay(rollout: Rollout, levels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Guided features [S, (1 + taps) D] of all slots, the slots [C] drafts began behind, and their hints, as wide.
+    """Guided features [S, (1 + aux) D] of all slots, the slots [C] drafts began behind, and their hints, as wide.
 
-    Hints are [C, levels, (1 + taps) D].
+    Hints are [C, levels, (1 + aux) D].
     """
     depth = rollout.features.shape[1] - 1
     kept = rollout.kept.long()
@@ -129,7 +129,7 @@ class RunOptions:
 
     depth: int
     settings: Settings
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     batch: int = 16
     seed: int = 0
 
@@ -138,7 +138,7 @@ class RunOptions:
         """What decides the runs, besides the model and the texts."""
         drawn = asdict(self.settings)
         parts = {name: drawn[name] for name in ("verify", *names(RULE)) if drawn.get(name) is not None}
-        return f"{self.depth} {self.batch} {self.seed} {list(self.taps)} {self.settings.accept} {sorted(parts.items())}"
+        return f"{self.depth} {self.batch} {self.seed} {list(self.aux_layers)} {self.settings.accept} {sorted(parts.items())}"
 
 
 def runs_key(found: LoadedTarget, origin: str, texts: Sequence[str], options: RunOptions) -> str:
@@ -183,7 +183,7 @@ def recorded(
                 tensors, {"texts": [run.text for run in runs], "starts": [run.start for run in runs]}
             )
 
-    dim = target.decoder.config.dim * (1 + len(options.taps))
+    dim = target.decoder.config.dim * (1 + len(options.aux_layers))
     size = target.length * dim * next(target.parameters()).element_size()
     room = size * (options.depth + 1) // 3  # assumes that a pass decides three codes on average
     folder, parts = found.teacher.store / f"runs-{name}", parts_of(len(texts), PART)

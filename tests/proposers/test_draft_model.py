@@ -15,7 +15,7 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
-from lanternpp.proposers.independent import Independent
+from lanternpp.proposers.draft_model import DraftModel
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.trees.depth import DepthTree
 from lanternpp.trees.dynamic import DynamicTree
@@ -35,7 +35,7 @@ def test_children_are_drawn_from_what_the_smaller_target_says_there(cfg, steps):
     """Off by one here would only lower the codes per pass, silently."""
     target, guidance = ToyTarget(), Guidance(cfg)
     drafter = smaller(target)
-    engine = Engine(target, Independent(drafter, StaticTree(EAGLE)), Exact(), SAMPLING, guidance, 1)
+    engine = Engine(target, DraftModel(drafter, StaticTree(EAGLE)), Exact(), SAMPLING, guidance, 1)
     engine.admit(0, "hill", 5)
     for _ in range(steps):
         engine.step()
@@ -65,7 +65,7 @@ def test_children_are_drawn_from_what_the_smaller_target_says_there(cfg, steps):
 def test_the_first_codes_follow_the_targets_law(table, builder):
     target = MarkovTarget(CHAIN)
     engine = Engine(
-        target, Independent(MarkovTarget(table), builder()), Exact(), Sampling(), Guidance(), 50_000
+        target, DraftModel(MarkovTarget(table), builder()), Exact(), Sampling(), Guidance(), 50_000
     )
     assert chi_square(counts(engine, 3, 100_000), target.law(3)) > 1e-3
 
@@ -86,7 +86,7 @@ def test_a_drafter_knows_what_the_format_forces(builder):
     plain = Engine(target, NoDraft(), Exact(), Sampling(0), Guidance(3.0), 2)
     expected = [h.codes.tolist() for h in generate(plain, ["sea", None], [1, 2])]
     assert all(codes[3::4] == [0, 0, 0, 0] for codes in expected)
-    engine = Engine(target, Independent(target, builder()), Exact(), Sampling(0), Guidance(3.0), 2)
+    engine = Engine(target, DraftModel(target, builder()), Exact(), Sampling(0), Guidance(3.0), 2)
     for sample, codes in zip(generate(engine, ["sea", None], [1, 2]), expected, strict=True):
         assert sample.codes.tolist() == codes and sample.accepted == [1, 4, 4, 4, 3]
 
@@ -99,4 +99,4 @@ def test_a_drafter_of_other_codes_is_refused():
         (ToyTarget(seed=5), "codebook is another"),
     ):
         with pytest.raises(InputError, match=names):
-            Engine(target, Independent(other, StaticTree(BUSHY)), Exact(), Sampling(), Guidance(), 1)
+            Engine(target, DraftModel(other, StaticTree(BUSHY)), Exact(), Sampling(), Guidance(), 1)

@@ -20,7 +20,7 @@ LIKENESS = (
 )
 
 
-class Independent(AutoregressiveProposer):
+class DraftModel(AutoregressiveProposer):
     """Encodes the same prompt itself and drafts from its own distribution, with the target's guidance scale."""
 
     needs = "independent"
