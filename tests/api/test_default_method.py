@@ -15,7 +15,7 @@ from lanternpp.api.default_method import Chosen, choose
 from lanternpp.api.methods import METHODS
 from lanternpp.api.model import model_folder, read_defaults
 from lanternpp.api.tuned import Tuned
-from lanternpp.serve.server_config import ServerConfig
+from lanternpp.serve.config import ServerConfig
 
 PROMPT = "a red tulip"
 

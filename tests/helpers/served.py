@@ -23,10 +23,10 @@ from lanternpp.api.methods import AUTO
 from lanternpp.api.settings import Settings, resolve
 from lanternpp.engine.decode import FinishedSample
 from lanternpp.errors import InputError
-from lanternpp.serve.batcher import Batcher, ImageSpec
+from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.connections import Limits
-from lanternpp.serve.server import configured
-from lanternpp.serve.startup import bind, url
+from lanternpp.serve.server import bind, configured, url
+from lanternpp.serve.tickets import ImageSpec
 
 LENGTH = 4
 PROMPT = "a red tulip"
@@ -48,7 +48,7 @@ class SlowEngine:
     def __init__(self, pipe: SlowPipe, rows: int):
         self.pipe, self.batch = pipe, rows
         self.guidance, self.proposer = SimpleNamespace(branches=1), SimpleNamespace(size=1)
-        self.target = SimpleNamespace(decoder=SimpleNamespace(native=None))
+        self.target = SimpleNamespace(length=LENGTH, decoder=SimpleNamespace(native=None))
         self.count = torch.full((rows,), LENGTH)
         self.codes = torch.zeros(rows, LENGTH, dtype=torch.int64)
         self.passes, self.accepted = torch.zeros_like(self.count), torch.ones_like(self.codes)
@@ -67,8 +67,8 @@ class SlowEngine:
         self.passes += self.count < LENGTH
         self.count += self.count < LENGTH
 
-    def done(self) -> list[int]:
-        return (self.count >= LENGTH).nonzero()[:, 0].tolist()
+    def decided(self) -> list[int]:
+        return self.count.tolist()
 
     def collect(self, slot: int) -> FinishedSample:
         return FinishedSample(slot, self.codes[slot].clone(), [1] * LENGTH, None)

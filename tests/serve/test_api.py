@@ -20,8 +20,8 @@ from PIL import Image
 from lanternpp import Pipeline
 from lanternpp.serve import streaming
 from lanternpp.serve.app import create_app
+from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.pictures import half_drawn
-from lanternpp.serve.server_config import ServerConfig
 
 KEY = "correct-horse-battery"
 IMAGES = "/v1/images/generations"
@@ -32,7 +32,7 @@ def server(pipe: Pipeline):
     """A server of the tiny model; its address."""
     with batcher_of(pipe, slots=4) as batcher:
         app = create_app(
-            batcher, ServerConfig(hosts=["127.0.0.1"], max_prompt_chars=50, max_body_bytes=4000), page=False
+            batcher, ServerConfig(hosts=["127.0.0.1"], prompt_limit=50, body_limit=4000), page=False
         )
         with listening(app) as address:
             yield address

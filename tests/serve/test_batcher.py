@@ -9,7 +9,8 @@ import pytest
 from helpers.served import SlowPipe, batcher_of, settings, spec, until
 
 from lanternpp.errors import InputError
-from lanternpp.serve.batcher import Batcher, Cancelled, Closed, Expired, Full, ImageSpec, Progress
+from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.tickets import Cancelled, Closed, Expired, Full, ImageSpec, Progress
 
 
 @pytest.fixture
@@ -101,17 +102,16 @@ def test_a_step_that_breaks_fails_its_runner_and_nothing_else(slow):
 
 
 def test_an_engine_that_cannot_be_built_fails_its_picture_alone(slow):
-    def choose(settings, rows):
+    def at_batch(settings, rows):
         if settings.temperature == 0:
             raise InputError("no drafter")
         return settings
 
-    with batcher_of(slow, choose=choose) as batcher:
+    slow.at_batch = at_batch
+    with batcher_of(slow) as batcher:
         slow.allow()
-        settings = spec().settings
-        greedy = type(settings)(**{**settings.__dict__, "temperature": 0.0})
         with pytest.raises(InputError, match="no drafter"):
-            batcher.submit(ImageSpec("a tulip", 1, greedy)).result(120)
+            batcher.submit(ImageSpec("a tulip", 1, settings(temperature=0.0))).result(120)
         assert batcher.submit(spec(2)).result(120)
 
 

@@ -12,7 +12,7 @@ from schemathesis.checks import CHECKS
 from schemathesis.config import SchemathesisConfig
 
 from lanternpp.serve.app import create_app
-from lanternpp.serve.server_config import ServerConfig
+from lanternpp.serve.config import ServerConfig
 
 # A prompt without a word that the model knows follows the schema, and so do dials that a method does not read.
 TAKEN = ["2xx", 400, 404, 504]

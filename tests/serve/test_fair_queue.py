@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helpers.served import spec
 
-from lanternpp.serve.fair_queue import FairQueue
+from lanternpp.serve.queue import FairQueue
 from lanternpp.serve.tickets import Ticket
 
 

@@ -13,11 +13,11 @@ from helpers.served import SlowPipe, batcher_of, tiny
 
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve.app import create_app
+from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.page import FILES
 from lanternpp.serve.page.routes import FOLDER
 from lanternpp.serve.page.setup import DIALS, methods, setup
 from lanternpp.serve.schemas import ImagesRequest
-from lanternpp.serve.server_config import ServerConfig
 
 KEY = "correct-horse-battery"
 

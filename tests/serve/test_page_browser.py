@@ -25,7 +25,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve.app import create_app
 from lanternpp.serve.batcher import Batcher
-from lanternpp.serve.server_config import ServerConfig
+from lanternpp.serve.config import ServerConfig
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")

@@ -13,8 +13,7 @@ from helpers.served import SlowPipe, batcher_of, serving, spec, until
 
 from lanternpp.cli import main
 from lanternpp.serve.app import create_app
-from lanternpp.serve.server import run
-from lanternpp.serve.startup import bind
+from lanternpp.serve.server import bind, run
 
 IMAGES = "/v1/images/generations"
 

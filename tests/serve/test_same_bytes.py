@@ -8,7 +8,7 @@ import pytest
 from helpers.served import batcher_of, until
 
 from lanternpp import Pipeline
-from lanternpp.serve.batcher import Batcher, FinishedImage, ImageSpec
+from lanternpp.serve.tickets import FinishedImage, ImageSpec
 
 PROMPTS = ("a red tulip", "a tulip", "red tulip")
 METHODS = ("ar", "eagle", "lantern++", "parallel", "independent", "jacobi", "lantern-jacobi", "eagle2")
@@ -60,17 +60,13 @@ def test_a_slot_left_half_way_is_as_good_as_new(pipe):
             assert engine.collect(slot).codes.tolist() == expected, (method, slot)
 
 
-def test_what_is_chosen_for_a_runner_is_what_the_picture_says(pipe):
+def test_what_is_chosen_for_a_runner_is_what_the_picture_says(pipe, monkeypatch):
     ar = pipe.settings("ar")
-
-    def choose(settings, rows):
-        return ar if rows >= 4 else settings
-
+    monkeypatch.setattr(pipe, "at_batch", lambda settings, rows: ar if rows >= 4 else settings)
     specs = [ImageSpec("a red tulip", seed, pipe.settings("lantern++")) for seed in range(4)]
-    batcher = Batcher(pipe, slots=4, choose=choose)
-    drawn = [ticket.result(300) for ticket in batcher.submit_all(specs)]
-    small = batcher.submit(specs[0]).result(300)
-    batcher.close()
+    with batcher_of(pipe, slots=4) as batcher:
+        drawn = [ticket.result(300) for ticket in batcher.submit_all(specs)]
+        small = batcher.submit(specs[0]).result(300)
     assert {one.settings.method for one in drawn if one.rows == 4} == {"ar"}
     assert (small.rows, small.settings.method) == (1, "lantern++")
     for spec, one in [*zip(specs, drawn, strict=True), (specs[0], small)]:

@@ -14,22 +14,17 @@ class Stub:
     """A batch runner without an engine."""
 
     def __init__(self, key, rows):
-        self.key, self.rows, self.occupied, self.virtual_time, self.last_used = key, rows, {}, 0.0, 0.0
-
-        self.clients, self.steps = [], 0
-
-    @property
-    def free(self):
-        return self.rows - len(self.occupied)
+        self.key, self.rows, self.virtual_time, self.last_used = key, rows, 0.0, 0.0
+        self.tickets, self.clients, self.steps = [], [], 0
 
     def fill(self, count, *clients):
-        self.occupied = dict.fromkeys(range(count), (None, 0.0))
+        self.tickets = [None] * count
         self.clients = list(clients or [""])
         return self
 
     def step(self, seconds):
         self.steps += 1
-        self.virtual_time += seconds / len(self.occupied)
+        self.virtual_time += seconds / len(self.tickets)
 
 
 @pytest.fixture
@@ -155,6 +150,6 @@ def test_the_last_runner_is_not_for_a_client_that_has_all_others(scheduler):
     with pytest.raises(AllRunnersBusy) as waits:
         scheduler.runner_for(OTHER, 1, "many")
     assert not isinstance(waits.value, ClientAtLimit)  # all are busy: pictures behind it wait as well
-    runner.occupied = {}
+    runner.tickets = []
     scheduler.runners[0].fill(1, "third")
     assert scheduler.runner_for(OTHER, 1, "many")

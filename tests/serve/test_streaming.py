@@ -17,9 +17,9 @@ from PIL import Image
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve import streaming
 from lanternpp.serve.app import create_app
+from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.request_mapping import RequestMapper
 from lanternpp.serve.schemas import ImagesRequest
-from lanternpp.serve.server_config import ServerConfig
 from lanternpp.serve.streaming import PictureStream
 from lanternpp.serve.tickets import Cancelled
 

@@ -120,9 +120,11 @@ def serve(
         raise InputError(f"--replicas {replicas} needs Ray; add --ray")
     many.check_ray(ray)
 
-    from lanternpp.serve.startup import LOOPBACK, bind, check_proxies, gather_keys, require, url
+    from lanternpp.serve.config import ServerConfig, check_proxies, gather_keys, require
 
     require()
+    from lanternpp.serve.server import LOOPBACK, bind, run, url
+
     proxies = check_proxies(forwarded_allow_ips)
     keys = gather_keys(api_key or (), api_key_file)
     if host not in LOOPBACK and not keys and not no_key:
@@ -136,13 +138,9 @@ def serve(
         from lanternpp.api.results import drawn_with
         from lanternpp.serve.app import ServerSpec
         from lanternpp.serve.fresh_thread import run_in_fresh_thread
-        from lanternpp.serve.server import run
-        from lanternpp.serve.server_config import ServerConfig
 
-        config = ServerConfig(
-            options.method, options.overrides, keys, names, deadline, body_limit, prompt_limit
-        )
-        spec = ServerSpec(options, config, slots, queue, lanes, page)
+        given = options.method, options.overrides, keys, names, deadline, body_limit, prompt_limit
+        spec = ServerSpec(options, ServerConfig(*given, slots, queue, lanes, page))
         if ray is not None:
             from lanternpp.cli.serve_ray import deploy
 

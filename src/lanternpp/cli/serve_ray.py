@@ -31,7 +31,7 @@ def deploy(
     def ready(url: str, info: ReplicaInfo) -> None:
         tell_effect(info.effect)
         typer.echo(
-            f"{url}: {info.model} with {spec.config.method} in {info.dtype}, {info.replicas} replicas of {spec.slots} "
+            f"{url}: {info.model} with {spec.config.method} in {info.dtype}, {info.replicas} replicas of {spec.config.slots} "
             "slots",
             file=out,
         )

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
 from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.nn.backend import Threads, backend
+from lanternpp.types import Prompt
 
 
 class ContinuousBatch:
-    """An engine and a queue of requests, each a condition and a seed, that fill its slots."""
+    """The slots of an engine. Samples enter free slots and leave between the steps.
 
-    def __init__(self, engine: Engine, requests: Iterable[tuple[str | None, int]]):
+    Each sample has a name that the caller chooses: `admit` takes the name and `collect` gives it back. Those of `requests`,
+    each a condition and a seed, are 0, 1, 2 ...; `refill` admits them.
+    """
+
+    def __init__(self, engine: Engine, requests: Iterable[tuple[str | None, int]] = ()):
         self.engine, self._requests = engine, enumerate(requests)
-        self.running: dict[int, int] = {}  # slot -> index of its request
+        self.running: dict[int, Any] = {}  # slot -> name of its sample
         self.finished = 0  # samples
         self.counts = engine.decided()
 
@@ -27,29 +33,47 @@ class ContinuousBatch:
         return self.finished * self.engine.target.length + running
 
     @property
-    def codes(self) -> dict[int, Tensor]:
-        """Copies of the codes that running samples have so far, [decided] each, by the index of their request."""
+    def codes(self) -> dict[Any, Tensor]:
+        """Copies of the codes that running samples have so far, [decided] each, by the names of the samples."""
         return {
-            index: self.engine.codes[slot, : self.counts[slot]].clone()
-            for slot, index in self.running.items()
+            name: self.engine.codes[slot, : self.counts[slot]].clone() for slot, name in self.running.items()
         }
 
-    def refill(self) -> Iterator[tuple[int, FinishedSample] | None]:
-        """Collect finished samples, as (index of its request, sample), and admit the next requests, slot by slot.
+    @property
+    def free(self) -> list[int]:
+        """Slots without a sample."""
+        return [slot for slot in range(self.engine.batch) if slot not in self.running]
 
-        Yields None after each admission.
-        """
-        for slot in [slot for slot, count in enumerate(self.counts) if count >= self.engine.target.length]:
-            if slot in self.running:
-                index = self.running.pop(slot)
-                self.finished += 1
-                yield index, self.engine.collect(slot)
-            following = next(self._requests, None)
-            if following is not None:
-                self.running[slot], (condition, seed) = following
-                self.engine.admit(slot, condition, seed)
-                self.counts[slot] = 1
-                yield None
+    def admit(self, name: Any, condition: str | None, seed: int, prompt: Prompt | None = None) -> None:
+        """Prefill a sample into the first free slot, as `Engine.admit`. After an error the slot is free as before."""
+        slot = self.free[0]
+        try:
+            self.engine.admit(slot, condition, seed, prompt)
+        except BaseException:
+            self.engine.drop(slot)
+            raise
+        self.running[slot], self.counts[slot] = name, 1
+
+    def drop(self, slot: int) -> None:
+        """Abandon the sample in a slot, which is free from now on."""
+        self.engine.drop(slot)
+        del self.running[slot]
+
+    def collect(self) -> Iterator[tuple[Any, FinishedSample]]:
+        """Finished samples with their names; the slot of each is free when the sample is yielded."""
+        length = self.engine.target.length
+        for slot in [slot for slot in sorted(self.running) if self.counts[slot] >= length]:
+            name = self.running.pop(slot)
+            self.finished += 1
+            yield name, self.engine.collect(slot)
+
+    def refill(self) -> Iterator[tuple[int, FinishedSample] | None]:
+        """Collect finished samples, as (name, sample), and admit the next requests; None after each admission."""
+        yield from self.collect()
+        while self.free and (following := next(self._requests, None)) is not None:
+            name, (condition, seed) = following
+            self.admit(name, condition, seed)
+            yield None
 
     def step(self) -> None:
         """One step of the engine, and the one host read of the loop."""
@@ -82,8 +106,8 @@ def opened(
         yield batch
     finally:
         engine.drawing = False
-        for slot in batch.running:
-            engine.drop(slot)
+        for slot in list(batch.running):
+            batch.drop(slot)
 
 
 def adaptive_threads(engine: Engine) -> Threads:

@@ -12,8 +12,7 @@ from lanternpp.api.pixels import check_output
 from lanternpp.errors import InputError
 from lanternpp.models.base import PromptWarning
 from lanternpp.serve.batcher import Batcher
-from lanternpp.serve.server_config import ServerConfig
-from lanternpp.serve.startup import EXTRA
+from lanternpp.serve.config import EXTRA, ServerConfig
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -21,14 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """All that a server is made of: its model, its configuration, and the arguments of its batcher."""
+    """What a server is made of: a model and a configuration."""
 
     options: DrawOptions
     config: ServerConfig
-    slots: int = 8  # most rows of a batch runner
-    queue: int = 64  # most pictures that wait
-    max_runners: int = 4
-    page: bool = True
 
     def load_model(self) -> Pipeline:
         """Read the model, and compile where that is asked for. InputError, also where the method needs what the model lacks."""
@@ -36,16 +31,17 @@ class ServerSpec:
         check_output(pipe.target)
         settings = self.config.settings(pipe, None, {})
         pipe.new_engine(settings)
-        for power in range(self.slots.bit_length() if settings.compile else 0):
+        for power in range(self.config.slots.bit_length() if settings.compile else 0):
             pipe.warm(replace(settings, batch_size=1 << power))
         return pipe
 
     def start(self, pipe: Pipeline) -> tuple[Batcher, FastAPI]:
         """A batcher, which the caller must close, and the app that uses it. Raises InputError."""
         warnings.simplefilter("ignore", PromptWarning)  # a prompt of a client is not the operator's concern
-        batcher = Batcher(pipe, self.slots, self.queue, self.max_runners)
+        config = self.config
+        batcher = Batcher(pipe, config.slots, config.queue, config.max_engines)
         try:
-            return batcher, create_app(batcher, self.config, self.page)
+            return batcher, create_app(batcher, config, config.page)
         except BaseException:
             batcher.close(False, 0)
             raise
@@ -59,12 +55,12 @@ def create_app(batcher: Batcher, config: ServerConfig | None = None, page: bool 
     try:
         from fastapi import FastAPI
 
-        from lanternpp.serve.api import router
         from lanternpp.serve.error_responses import install_error_handlers
-        from lanternpp.serve.guard import guards
-        from lanternpp.serve.metrics import CountRequests, Metrics
+        from lanternpp.serve.guard import Guard
+        from lanternpp.serve.metrics import Metrics
         from lanternpp.serve.page import FILES
         from lanternpp.serve.page import router as page_router
+        from lanternpp.serve.routes import router
     except ImportError as error:
         raise InputError(EXTRA.format(name=error.name)) from None
     config = config or ServerConfig()
@@ -80,9 +76,8 @@ def create_app(batcher: Batcher, config: ServerConfig | None = None, page: bool 
     install_error_handlers(app)
     if page:
         app.include_router(page_router(batcher.pipe, config))
-    for kind, options in guards(config, FILES if page else ()):
-        app.add_middleware(kind, **options)
-    app.add_middleware(CountRequests, metrics=metrics)  # added last, runs first
+    public = tuple(FILES) if page else ()
+    app.add_middleware(Guard, config=config, public=public, answered=metrics.answered)
     correct_openapi(app, bool(config.keys))
     return app
 

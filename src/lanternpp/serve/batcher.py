@@ -1,6 +1,6 @@
-"""Continuous batching: one thread owns the engines, and pictures enter and leave between the steps.
+"""The batcher: one thread owns the engines, and pictures enter and leave between the steps.
 
-`scheduler.py` says which batch runner a picture enters and which one steps next, `fair_queue.py` which picture is next.
+`scheduler.py` says which batch runner a picture enters and which one steps next, `queue.py` which picture is next.
 """
 
 from __future__ import annotations
@@ -8,39 +8,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.settings import Settings
 from lanternpp.errors import InputError
-from lanternpp.serve.batch_runner import BatchRunner
-from lanternpp.serve.fair_queue import FairQueue
-from lanternpp.serve.scheduler import AllRunnersBusy, ClientAtLimit, Scheduler
-from lanternpp.serve.submission_queue import SubmissionQueue
-from lanternpp.serve.tickets import (
-    Cancelled,
-    Closed,
-    Expired,
-    FinishedImage,
-    Full,
-    ImageSpec,
-    Progress,
-    Ticket,
-)
-
-__all__ = [
-    "Batcher",
-    "Cancelled",
-    "Closed",
-    "Expired",
-    "FinishedImage",
-    "Full",
-    "ImageSpec",
-    "Progress",
-    "Stats",
-    "Ticket",
-]
+from lanternpp.serve.queue import FairQueue, SubmissionQueue
+from lanternpp.serve.scheduler import AllRunnersBusy, BatchRunner, ClientAtLimit, Scheduler
+from lanternpp.serve.tickets import Closed, Expired, Ticket
 
 
 @dataclass(frozen=True)
@@ -62,14 +37,12 @@ class Batcher(SubmissionQueue):
         slots: int = 8,
         queue: int = 64,
         max_runners: int = 4,
-        choose: Callable[[Settings, int], Settings] | None = None,
     ):
         """Start the drawing thread.
 
         pipe: best read with `run_in_fresh_thread`. slots: most rows of a batch runner, a power of two. queue: most
-        pictures that wait. max_runners: most batch runners, and so engines, that are kept. choose: the settings that a
-        batch runner of so many rows draws with in place of those that were requested; the guidance must stay the same.
-        Default: those with a draft that is fitted to the machine. Raises InputError where a number is wrong.
+        pictures that wait. max_runners: most batch runners, and so engines, that are kept. Raises InputError where a
+        number is wrong.
         """
         if slots < 1 or slots & (slots - 1):
             raise InputError(f"{slots} slots are not a power of two; use 1, 2, 4, 8 ...")
@@ -77,7 +50,6 @@ class Batcher(SubmissionQueue):
             raise InputError(f"max_runners {max_runners} is below 1; use 1 or more")
         super().__init__(pipe, queue)
         self.slots = slots
-        self._choose = choose or pipe.at_batch
         self._scheduler = Scheduler(self._build, slots, max_runners)
         self._stop = False
         self._broken: Exception | None = None
@@ -95,7 +67,7 @@ class Batcher(SubmissionQueue):
         with self._changed:
             runners = self._scheduler.runners
             rows = Counter(runner.rows for runner in runners)
-            running = sum(len(runner.occupied) for runner in runners)
+            running = sum(len(runner.tickets) for runner in runners)
             return Stats(running, len(self._waiting), dict(rows), self._seconds_between)
 
     def close(self, drain: bool = True, timeout: float = 30.0) -> bool:
@@ -124,9 +96,8 @@ class Batcher(SubmissionQueue):
         try:
             while self._iterate():
                 pass
-        except (
-            Exception
-        ) as error:  # a bug or a broken device: let every ticket fail instead of waiting for ever
+        except Exception as error:
+            # A bug or a broken device: let every ticket fail instead of waiting for ever.
             reason = self._broken = error
         finally:
             with self._changed:
@@ -169,8 +140,8 @@ class Batcher(SubmissionQueue):
         try:
             finished = runner.step()
             for observer in self.observers:
-                observer.stepped(len(runner.occupied) + len(finished))
-            for _ in finished:
+                observer.stepped(len(runner.tickets) + finished)
+            for _ in range(finished):
                 self._record_finish(self._busy())
         except Exception as error:
             self._discard(runner, error)
@@ -179,7 +150,8 @@ class Batcher(SubmissionQueue):
 
     def _discard(self, runner: BatchRunner, error: Exception) -> None:
         """Close a batch runner whose engine raised: it may be in any state."""
-        runner.fail(error)
+        for ticket in runner.tickets:
+            ticket.fail(error)
         self._scheduler.close(runner)
 
     def _fill_slots(self) -> None:
@@ -216,12 +188,12 @@ class Batcher(SubmissionQueue):
         ticket.started = time.monotonic()
         try:
             runner.admit(ticket)
-        except InputError as error:
-            ticket.fail(error)
         except Exception as error:
-            self._discard(runner, error)
+            ticket.fail(error)
+            if not isinstance(error, InputError):
+                self._discard(runner, error)
         ticket.encoded = None
 
     def _build(self, key: Settings, rows: int) -> BatchRunner:
-        settings = replace(self._choose(replace(key, batch_size=rows), rows), batch_size=rows)
+        settings = replace(self.pipe.at_batch(replace(key, batch_size=rows), rows), batch_size=rows)
         return BatchRunner(self.pipe.new_engine(settings), key, settings, self.pipe.images)

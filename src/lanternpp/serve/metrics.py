@@ -8,7 +8,6 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.tickets import Cancelled, Expired, Ticket
@@ -40,6 +39,11 @@ class Metrics:
         )
         self.registry.register(BatcherGauges(batcher))
         batcher.observers.append(self)
+
+    def answered(self, path: str, status: int) -> None:
+        """A request for a path got an answer with this status."""
+        route = next((known for known in ROUTES if path == known or path.startswith(f"{known}/")), "page")
+        self.requests.labels(route, str(status)).inc()
 
     def stepped(self, pictures: int) -> None:
         """A step advanced so many pictures."""
@@ -75,29 +79,7 @@ class BatcherGauges(Collector):
             "lanternpp_queue_limit", "Most pictures that the queue takes", self.batcher.queue
         )
         yield GaugeMetricFamily("lanternpp_running", "Pictures in slots", stats.running)
-        engines = GaugeMetricFamily("lanternpp_lanes", "Engines kept, by their rows", labels=["rows"])
+        engines = GaugeMetricFamily("lanternpp_engines", "Engines kept, by their rows", labels=["rows"])
         for rows, count in sorted(stats.runners.items()):
             engines.add_metric([str(rows)], count)
         yield engines
-
-
-class CountRequests:
-    """Counts the answers of an app by route and status. Plain ASGI."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics):
-        self.app, self.metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and count the status of its answer."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        path = scope["path"]
-        route = next((known for known in ROUTES if path == known or path.startswith(f"{known}/")), "page")
-
-        async def sent(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self.metrics.requests.labels(route, str(message["status"])).inc()
-            await send(message)
-
-        await self.app(scope, receive, sent)

@@ -15,18 +15,17 @@ from typing import Any
 
 import torch
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from lanternpp.errors import InputError
 from lanternpp.jobs.cluster import LOCAL, Share, cluster, share
 from lanternpp.serve.app import ServerSpec
 from lanternpp.serve.error_responses import CODES, error_response
 from lanternpp.serve.fresh_thread import run_in_fresh_thread
-from lanternpp.serve.guard import guards
+from lanternpp.serve.guard import Guard
 from lanternpp.serve.page import FILES
-from lanternpp.serve.server import GRACEFUL_SECONDS
+from lanternpp.serve.server import GRACEFUL_SECONDS, url
 from lanternpp.serve.server import run as serve_until_signal
-from lanternpp.serve.startup import url
 
 NAME = "lanternpp"
 MAX_REQUESTS = 10_000  # of a replica at once; so high that only its batcher's queue limits them
@@ -176,9 +175,7 @@ def run(
         threads = max(1, torch.get_num_threads() // count) if address == LOCAL else part.cpus
         info = check_on_worker(ray, spec, part, threads, count)
         backend = Replicas(deploy(ray, address, spec, part, threads, count))
-        app: ASGIApp = backend
-        for kind, options in guards(spec.config, FILES if spec.page else ()):
-            app = kind(app, **options)
+        app = Guard(backend, spec.config, FILES if spec.config.page else ())
         try:
             return serve_until_signal(app, backend, bound, drain, lambda: ready(url(bound), info), proxies)
         finally:

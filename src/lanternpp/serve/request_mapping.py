@@ -12,9 +12,9 @@ from lanternpp.api.settings import KINDS
 from lanternpp.errors import InputError
 from lanternpp.serve import schemas
 from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.pictures import Previews, encode, picture_size, png_notes
 from lanternpp.serve.schemas import ImagesRequest
-from lanternpp.serve.server_config import ServerConfig
 from lanternpp.serve.tickets import FinishedImage, ImageSpec, Ticket
 from lanternpp.trees import TREES
 from lanternpp.util.registry import unknown
@@ -32,9 +32,9 @@ class RequestMapper:
 
     def specs(self, body: ImagesRequest, client: str) -> list[ImageSpec]:
         """The pictures of a request: `n` of them, with ascending seeds. Raises InputError."""
-        if len(body.prompt) > self.config.max_prompt_chars:
+        if len(body.prompt) > self.config.prompt_limit:
             raise InputError(
-                f"the prompt has {len(body.prompt)} characters; this server takes at most {self.config.max_prompt_chars}"
+                f"the prompt has {len(body.prompt)} characters; this server takes at most {self.config.prompt_limit}"
             )
         if body.size not in (None, "auto", self.size):
             raise InputError(

@@ -1,4 +1,4 @@
-"""The scheduler: which batch runner a picture enters, and which batch runner steps next.
+"""Batch runners, and the scheduler: which of them a picture enters, and which steps next.
 
 Batch runners have 1, 2, 4 ... `slots` rows; there is at most one for each pair of settings and size. Where w pictures of
 the same settings wait, the fitting size is the smallest one that is at least w (at most `slots`). A picture enters
@@ -22,11 +22,111 @@ time (seconds per picture) steps, so that all of its pictures advance evenly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from PIL import Image
+from torch import Tensor
 
 from lanternpp.api.settings import Settings
-from lanternpp.serve.batch_runner import BatchRunner
-from lanternpp.serve.tickets import Ticket
+from lanternpp.engine.batching import ContinuousBatch, adaptive_threads
+from lanternpp.engine.decode import Engine, FinishedSample
+from lanternpp.serve.tickets import FinishedImage, Progress, Ticket
+
+
+class BatchRunner:
+    """A continuous batch of pictures with the same settings, and the time that it has computed.
+
+    key: the settings that the requests gave, with a batch size of 1. settings: those of the engine, which may differ from
+    them, because the draft is fitted to a batch size. pixels: turns codes [pictures, length] into pictures.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        key: Settings,
+        settings: Settings,
+        pixels: Callable[[Tensor], list[Image.Image]],
+    ):
+        self.batch, self.key, self.settings, self.pixels = ContinuousBatch(engine), key, settings, pixels
+        self.rows = settings.batch_size
+        self.threads = adaptive_threads(engine)
+        self.busy_seconds = 0.0  # computed so far
+        self.virtual_time = 0.0  # those seconds, each divided by the number of pictures in it at the time
+        self.last_used = 0.0  # time.monotonic() after its latest step
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """The tickets of the pictures that are being drawn. Any thread may read it."""
+        return [ticket for ticket, _ in list(self.batch.running.values())]
+
+    @property
+    def clients(self) -> list[str]:
+        """The clients of those pictures, each once."""
+        return list(dict.fromkeys(ticket.spec.client for ticket in self.tickets))
+
+    def admit(self, ticket: Ticket) -> None:
+        """Prefill the prompt of a ticket. Raises InputError where the target refuses the prompt."""
+        name = ticket, self.busy_seconds
+        with self._timed(), self.threads:
+            self.batch.admit(name, ticket.spec.prompt, ticket.spec.seed, ticket.encoded)
+
+    def step(self) -> int:
+        """Run one step of the engine, and settle the tickets of finished pictures; returns their number."""
+        self.sweep()
+        if not self.batch.running:
+            return 0
+        with self._timed(), self.threads:
+            self.batch.step()
+            self.threads.update()
+        before = self.batch.finished
+        for (ticket, entered), sample in self.batch.collect():
+            self._finish(ticket, entered, sample)
+        now, engine = time.monotonic(), self.batch.engine
+        for slot, (ticket, entered) in self.batch.running.items():
+            if ticket.due(now):
+                codes = engine.codes[slot, : self.batch.counts[slot]].to("cpu", copy=True)
+                accepted = engine.accepted[slot, : int(engine.passes[slot])].tolist()
+                ticket.report(Progress(codes, tuple(accepted), self.busy_seconds - entered))
+        return self.batch.finished - before
+
+    def sweep(self) -> None:
+        """Free the slots whose tickets are settled: cancelled, or past their deadline."""
+        for slot, (ticket, _) in list(self.batch.running.items()):
+            if ticket.done:
+                self.batch.drop(slot)
+
+    def _finish(self, ticket: Ticket, entered: float, sample: FinishedSample) -> None:
+        try:
+            with self._timed():
+                image = self.pixels(sample.codes[None])[0]
+        except Exception as error:
+            ticket.fail(error)
+            raise
+        ticket.finish(
+            FinishedImage(
+                image=image,
+                codes=sample.codes.cpu(),
+                accepted=tuple(sample.accepted),
+                seconds=self.busy_seconds - entered,
+                waited=(ticket.started or ticket.submitted) - ticket.submitted,
+                rows=self.rows,
+                settings=self.settings,
+                tv_cost=sample.tv_cost,
+            )
+        )
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Add the seconds that the block takes to the counters."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            self.busy_seconds += seconds
+            self.virtual_time += seconds / max(1, len(self.batch.running))
 
 
 class AllRunnersBusy(Exception):  # noqa: N818 - a state, not a fault
@@ -52,14 +152,13 @@ class Scheduler:
     @property
     def running(self) -> list[BatchRunner]:
         """The batch runners with pictures, the smallest virtual time first."""
-        return sorted(
-            (runner for runner in self.runners if runner.occupied), key=lambda runner: runner.virtual_time
-        )
+        running = [runner for runner in self.runners if runner.tickets]
+        return sorted(running, key=lambda runner: runner.virtual_time)
 
     @property
     def tickets(self) -> list[Ticket]:
         """The tickets in all slots."""
-        return [ticket for runner in self.runners for ticket, _ in list(runner.occupied.values())]
+        return [ticket for runner in self.runners for ticket in runner.tickets]
 
     def next_step(self) -> tuple[BatchRunner, str] | None:
         """The batch runner that steps next, and the client to charge for it; None: there is no picture to draw."""
@@ -84,7 +183,7 @@ class Scheduler:
         Raises ClientAtLimit, AllRunnersBusy, or whatever building an engine raises.
         """
         runner = self._find(key, waiting, client)
-        if runner is not None and not runner.occupied and (running := self.running):
+        if runner is not None and not runner.tickets and (running := self.running):
             # The time in which it was idle gives it no precedence now.
             runner.virtual_time = max(runner.virtual_time, running[0].virtual_time)
         return runner
@@ -93,13 +192,12 @@ class Scheduler:
         size = min(self.slots, 1 << (waiting - 1).bit_length())
         by_size = {runner.rows: runner for runner in self.runners if runner.key == key}
         for rows in sorted(by_size, reverse=True):
-            runner = by_size[rows]
-            filled = len(runner.occupied) + waiting
-            if rows >= size and runner.occupied and runner.free and 2 * filled >= rows:
+            runner, filled = by_size[rows], len(by_size[rows].tickets)
+            if rows >= size and 0 < filled < rows <= 2 * (filled + waiting):
                 return runner
         while size <= self.slots:
-            if size not in by_size or not by_size[size].occupied:
-                idle = [runner for runner in self.runners if not runner.occupied]
+            if size not in by_size or not by_size[size].tickets:
+                idle = [runner for runner in self.runners if not runner.tickets]
                 if len(self.runners) >= self.max_runners and not idle:
                     raise AllRunnersBusy
                 if sum(client in runner.clients for runner in self.runners) >= max(1, self.max_runners - 1):

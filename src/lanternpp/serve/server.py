@@ -11,8 +11,10 @@ from typing import Protocol
 import uvicorn
 from starlette.types import ASGIApp
 
-from lanternpp.serve.connections import Limits, connection, raise_soft_limit
+from lanternpp.errors import InputError
+from lanternpp.serve.connections import Connection, Limits, raise_soft_limit
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GRACEFUL_SECONDS = 5  # for writing the last answers after drawing has ended
 
 
@@ -22,7 +24,7 @@ def configured(app: ASGIApp, proxies: Sequence[str] = (), limits: Limits | None 
     limits.connections = raise_soft_limit(limits.connections)
     return uvicorn.Config(
         app,
-        http=connection(limits),
+        http=type("LimitedConnection", (Connection,), {"limits": limits}),
         ws="none",
         log_level="error",
         access_log=False,
@@ -32,6 +34,35 @@ def configured(app: ASGIApp, proxies: Sequence[str] = (), limits: Limits | None 
         timeout_keep_alive=int(limits.idle),
         timeout_graceful_shutdown=GRACEFUL_SECONDS,
     )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to this address; uvicorn listens on it later. port 0: any free one. Raises InputError."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise InputError(f"--host {host!r} is no address of this machine: {error.strerror}") from None
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+        bound.listen(0)  # a busy port is found here on some systems
+    except OSError as error:
+        bound.close()
+        raise InputError(
+            f"port {port} of {host} cannot be used ({error.strerror}); stop what uses it, or give another --port"
+        ) from None
+    return bound
+
+
+def url(bound: socket.socket) -> str:
+    """The URL at which a browser on this machine reaches the server."""
+    host, port = bound.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Backend(Protocol):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +33,7 @@ class Expired(Exception):  # noqa: N818
 
 
 class Cancelled(Exception):  # noqa: N818
-    """The picture was given up by the client that asked for it."""
+    """The client gave the picture up."""
 
 
 def retrieve_error(future: asyncio.Future[Any]) -> None:
@@ -48,9 +47,8 @@ class ImageSpec:
 
     prompt: str
     seed: int
-    settings: (
-        Settings  # as Pipeline.settings gives them; their batch size is ignored: the batch runner decides it
-    )
+    # as Pipeline.settings gives them; the batch runner decides the batch size
+    settings: Settings
     deadline: float | None = None  # seconds from its submission after which it has failed
     client: str = ""  # clients take turns in the queue; within one client it is first come, first served
 
@@ -90,16 +88,12 @@ class Ticket:
         self.submitted = time.monotonic()
         self.started: float | None = None  # time.monotonic() when it left the queue
         self.encoded: Prompt | None = None  # the target's encoding of the prompt, until it is in a slot
-        self.interval: float | None = (
-            None  # least seconds between two progress reports; None: nobody follows it
-        )
+        self.interval: float | None = None  # least seconds between two reports; None: nobody follows it
+        self.progress: Progress | None = None  # the latest report
+        self._reported = 0.0  # time.monotonic() of that report
         self._on_cancel = on_cancel
+        self._wake: Callable[..., None] = lambda: None  # resumes `follow`
         self._future: Future[FinishedImage] = Future()
-        self._settling = threading.RLock()
-        self._progress: Progress | None = None
-        self._unseen = False  # whether `follow` has not yielded the latest progress yet
-        self._reported = 0.0  # time.monotonic() of the latest progress
-        self._listeners: list[Callable[[], None]] = []
 
     @property
     def done(self) -> bool:
@@ -112,11 +106,6 @@ class Ticket:
         return self._future.exception()
 
     @property
-    def progress(self) -> Progress | None:
-        """The latest progress; None: there was none yet, or nobody follows it."""
-        return self._progress
-
-    @property
     def age(self) -> float:
         """Seconds since it was submitted."""
         return time.monotonic() - self.submitted
@@ -124,11 +113,6 @@ class Ticket:
     def when_done(self, call: Callable[[Ticket], None]) -> None:
         """Call `call` with this ticket once it is settled, in the thread that settles it."""
         self._future.add_done_callback(lambda _: call(self))
-
-    def cancel(self) -> None:
-        """Give the picture up; its slot is free within a step. Does nothing if the ticket is settled."""
-        if self.fail(Cancelled("the picture was cancelled")):
-            self._on_cancel()
 
     def result(self, timeout: float | None = None) -> FinishedImage:
         """The picture, once it is finished.
@@ -152,24 +136,20 @@ class Ticket:
 
         every: least seconds between two of them. Only one coroutine at a time may follow a ticket.
         """
-        loop, awake = asyncio.get_running_loop(), asyncio.Event()
+        loop, awake, seen = asyncio.get_running_loop(), asyncio.Event(), self.progress
 
-        def wake() -> None:
+        def wake(*_: object) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(awake.set)
 
-        self._listeners.append(wake)
-        self._future.add_done_callback(lambda _: wake())
-        self.interval = every
-        try:
-            while not self.done:
-                await awake.wait()
-                awake.clear()
-                if self._unseen and self._progress is not None and not self.done:
-                    self._unseen = False
-                    yield self._progress
-        finally:
-            self._listeners.remove(wake)
+        self._wake, self.interval = wake, every
+        self._future.add_done_callback(wake)
+        while not self.done:
+            await awake.wait()
+            awake.clear()
+            if self.progress is not None and self.progress is not seen and not self.done:
+                seen = self.progress
+                yield seen
 
     def due(self, now: float) -> bool:
         """For the batcher: whether somebody follows the picture and the next progress report is due."""
@@ -177,22 +157,26 @@ class Ticket:
 
     def report(self, progress: Progress) -> None:
         """For the batcher: report progress to whoever follows the picture."""
-        self._reported = time.monotonic()
-        self._progress, self._unseen = progress, True
-        for listener in list(self._listeners):
-            listener()
+        self.progress, self._reported = progress, time.monotonic()
+        self._wake()
 
     def finish(self, image: FinishedImage) -> bool:
         """For the batcher: settle the ticket with its picture. Returns False if it was settled before."""
-        return self._settle(lambda: self._future.set_result(image))
+        try:
+            self._future.set_result(image)
+        except InvalidStateError:
+            return False
+        return True
 
     def fail(self, error: Exception) -> bool:
         """Settle the ticket with an error. Returns False if it was settled before."""
-        return self._settle(lambda: self._future.set_exception(error))
+        try:
+            self._future.set_exception(error)
+        except InvalidStateError:
+            return False
+        return True
 
-    def _settle(self, settle: Callable[[], None]) -> bool:
-        with self._settling:
-            if self.done:
-                return False
-            settle()
-            return True
+    def cancel(self) -> None:
+        """Give the picture up; its slot is free within a step. Does nothing if the ticket is settled."""
+        if self.fail(Cancelled("the picture was cancelled")):
+            self._on_cancel()

@@ -22,7 +22,8 @@ from lanternpp.api.settings import Settings
 from lanternpp.api.tuned import Tuned
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.jobs.planned_images import differences
-from lanternpp.serve.batcher import Batcher, ImageSpec
+from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.tickets import ImageSpec
 from lanternpp.training.rates import record, strengths
 from lanternpp.trees.shapes import chain
 

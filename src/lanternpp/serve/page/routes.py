@@ -9,8 +9,8 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
 from lanternpp.api.pipeline import Pipeline
+from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.page.setup import setup
-from lanternpp.serve.server_config import ServerConfig
 
 FOLDER = Path(__file__).parent
 SCRIPTS = ("api.js", "dial.js", "page.js", "side.js")

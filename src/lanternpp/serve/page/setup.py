@@ -13,8 +13,8 @@ from lanternpp.api.settings import Settings, dials_read
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
 from lanternpp.models.base import Target
+from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.pictures import picture_size
-from lanternpp.serve.server_config import ServerConfig
 from lanternpp.trees import TREES
 
 EXAMPLES = 5  # prompts
@@ -40,7 +40,7 @@ def setup(pipe: Pipeline, config: ServerConfig) -> dict[str, Any]:
         "width": pipe.target.width,
         "columns": columns,
         "rows": rows,
-        "prompt": config.max_prompt_chars,
+        "prompt": config.prompt_limit,
         "keys": bool(config.keys),
         "examples": examples(pipe),
         "words": {kind: list(words) for kind, words in pipe.target.words.items()},

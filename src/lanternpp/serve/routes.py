@@ -14,11 +14,11 @@ from fastapi.responses import JSONResponse, Response
 from lanternpp.models.base import prompt_warnings
 from lanternpp.serve import schemas
 from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.error_responses import error_response, response_for
 from lanternpp.serve.metrics import CONTENT, Metrics
 from lanternpp.serve.request_mapping import RequestMapper
 from lanternpp.serve.schemas import ImagesRequest, Refusal
-from lanternpp.serve.server_config import ServerConfig
 from lanternpp.serve.streaming import PictureStream
 from lanternpp.serve.tickets import Cancelled, FinishedImage, Ticket, retrieve_error
 

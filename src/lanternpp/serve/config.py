@@ -1,0 +1,116 @@
+"""The defaults and limits of a server, and what is checked before it starts: packages, API keys, proxies.
+
+Nothing here imports torch, so that a mistake is reported quickly.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from ipaddress import ip_network
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lanternpp.api.dials import DRAFT, LONGEST, PARTS, RULE, names
+from lanternpp.api.methods import AUTO, check_method
+from lanternpp.errors import InputError
+
+if TYPE_CHECKING:
+    from lanternpp.api.pipeline import Pipeline
+    from lanternpp.api.settings import Settings
+
+KEYS = "LANTERNPP_API_KEYS"  # environment variable: keys separated by commas or blanks
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+EXTRA = "serving needs {name}, which is not installed; run pip install 'lanternpp[serve]'"
+MIN_KEY_CHARS = 16
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The defaults and limits of a server. Without keys, everybody who can connect may draw."""
+
+    method: str = AUTO
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # fields of `Settings`, as `Pipeline.settings`
+    keys: Sequence[str] = ()  # API keys
+    hosts: Sequence[str] = ()  # accepted names in the Host header; empty: any
+    deadline: float | None = None  # seconds for a picture, whatever a request asks for
+    body_limit: int = 1 << 20  # bytes
+    prompt_limit: int = 1000  # characters
+    slots: int = 8  # most rows of a batch runner
+    queue: int = 64  # most pictures that wait
+    max_engines: int = 4
+    page: bool = True
+
+    def __post_init__(self) -> None:
+        check_method(self.method)
+        for name, value in (
+            ("deadline", self.deadline),
+            ("body limit", self.body_limit),
+            ("prompt limit", self.prompt_limit),
+        ):
+            if value is not None and value <= 0:
+                raise InputError(f"{name} {value} is not above 0")
+        if self.deadline is not None and self.deadline > LONGEST:
+            raise InputError(f"deadline {self.deadline} is above {LONGEST:,} seconds, a day")
+        check_keys(self.keys)
+
+    def settings(self, pipe: Pipeline, method: str | None, given: Mapping[str, Any]) -> Settings:
+        """The settings of a request: what the request gives, else what the server was started with.
+
+        method: the request's; None: the server's. given: the dials of the request. The parts and dials that the server was
+        started with belong to its own method, so a request for another method gets that method's defaults. Raises
+        InputError.
+        """
+        default = pipe.chosen(self.method).method
+        chosen = pipe.chosen(check_method(method)).method if method else default
+        of_the_method = names(PARTS, DRAFT, RULE)
+        base = {k: v for k, v in self.overrides.items() if chosen == default or k not in of_the_method}
+        return pipe.settings(method or self.method, **{**base, **given, "batch_size": 1})
+
+
+def require() -> None:
+    """Raise InputError unless the packages for serving are installed. They are not imported: that takes seconds."""
+    for name in PACKAGES:
+        if find_spec(name) is None:
+            raise InputError(EXTRA.format(name=name))
+
+
+def check_proxies(given: str | None) -> tuple[str, ...]:
+    """The addresses of --forwarded-allow-ips. Raises InputError."""
+    found = tuple(part.strip() for part in (given or "").split(",") if part.strip())
+    for part in found:
+        try:
+            if part != "*":
+                ip_network(part)
+        except ValueError:
+            raise InputError(
+                f"--forwarded-allow-ips {part!r} is neither an address nor a network; use such as 127.0.0.1 or 10.0.0.0/8"
+            ) from None
+    return found
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """Raise InputError unless each key can be sent in a header and is long enough not to be guessed."""
+    for key in keys:
+        if len(key) < MIN_KEY_CHARS or not key.isascii() or any(c.isspace() for c in key):
+            raise InputError(
+                f"an API key of {len(key)} characters cannot be used; take {MIN_KEY_CHARS} or more ASCII characters without blanks"
+            )
+
+
+def gather_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
+    """API keys from options, from a file with one key per line, and from the environment. Raises InputError."""
+    found = [*given, *os.environ.get(KEYS, "").replace(",", " ").split()]
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise InputError(f"--api-key-file {str(file)!r} cannot be read: {error}") from None
+        in_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not in_file:
+            raise InputError(f"--api-key-file {str(file)!r} has no keys; write one per line")
+        found += in_file
+    check_keys(found)
+    return tuple(dict.fromkeys(found))
