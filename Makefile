@@ -31,11 +31,11 @@ gpu: $(STAMP)
 
 # A model of continuous latents that begins with nature-128's weights and is judged as it is; DATA is an imagefolder with captions.
 continuous: $(STAMP)
-	$(BIN)/lanternpp train tokenizer --data "$(DATA)" --model "$(MODEL)" --kind kl --channels 4 --weights-of nature-128 \
+	$(BIN)/python recipes/nature/tokenizer.py --data "$(DATA)" --model "$(MODEL)" --kind kl --channels 4 --weights-of nature-128 \
 	    --batch-size 16 --no-adversarial --steps $(TOKENIZER_STEPS) --store bfloat16
-	$(BIN)/lanternpp train target --data "$(DATA)" --model "$(MODEL)" --head mixture --weights-of nature-128 --crops 1 \
+	$(BIN)/python recipes/nature/target.py --data "$(DATA)" --model "$(MODEL)" --head mixture --weights-of nature-128 --crops 1 \
 	    --batch-size 16 --steps $(TARGET_STEPS) --warmup 10 --muon-lr 1e-3 --lr 5e-4 --store bfloat16
-	$(BIN)/lanternpp train drafter --data "$(DATA)" --model "$(MODEL)" --steps $(DRAFTER_STEPS) --store bfloat16
+	$(BIN)/lanternpp train --data "$(DATA)" --model "$(MODEL)" --steps $(DRAFTER_STEPS) --store bfloat16
 	cp -R $(NATURE)/classifier $(NATURE)/prompts.txt "$(MODEL)/"
 
 lint: $(STAMP)

@@ -2,7 +2,7 @@
 
     python bench/losses.py --data DIR [--model nature-128] [--out runs/losses] [--steps 160] [--seeds 0,1]
 
-Every row is one `lanternpp train drafter` on the same evenly spread part of the photos, whose codes and features
+Every row is one `lanternpp train` on the same evenly spread part of the photos, whose codes and features
 are made once. A row that is there is not trained again, and one that was stopped goes on, so that the same command
 resumes; the table is printed from whatever is finished (`--table`: only that).
 """

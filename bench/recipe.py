@@ -1,6 +1,6 @@
-"""What each part of the recipe of `lanternpp train target` gives: a small target trained in several ways on the same codes.
+"""What each part of the recipe of recipes/nature/target.py gives: a small target trained in several ways on the same codes.
 
-    python bench/recipe.py --data DIR --model MODEL [--out runs/recipe] [--steps 400] [--limit N] [--rows "muon;adamw 2e-3"] [--table]
+    PYTHONPATH=recipes/nature python bench/recipe.py --data DIR --model MODEL [--out runs/recipe] [--steps 400] [--limit N] [--rows "muon;adamw 2e-3"] [--table]
 
 MODEL holds a tokenizer. A row that is there is not trained again, and one that was stopped goes on; the table is printed from
 whatever is finished. `cpu` is the processor's time of a step, in all threads, so that rows may be compared at equal cost.
@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from captions import vocabulary
 from lanternpp.models.prompted import PromptedTarget
 from lanternpp.models.vq.folder import read_vq
 from lanternpp.models.words import WordsConfig
 from lanternpp.nn.decoder import Decoder
-from lanternpp.training.captions import vocabulary
-from lanternpp.training.first_weights import init_weights
 from lanternpp.training.material.codes import Split, read_codes, tokenizer_of
 from lanternpp.training.run import TrainingOptions, run
-from lanternpp.training.target import TargetSettings, TargetTask
+from weights import init_weights
+from words import TargetSettings, TargetTask
 
 FEW = 400  # training photos of the rows about crops, so that each is seen often
 SLOTS = 8

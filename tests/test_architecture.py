@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inplace": LIBRARY,
     "jobs": LIBRARY | {""},
     "evaluation": LIBRARY,
-    "training": {*LIBRARY, "evaluation.classifier", "evaluation.pictures", "evaluation.prompts"},
+    "training": {*LIBRARY, "evaluation.prompts"},
     "tuning": LIBRARY | {"evaluation"},
     "serve": {*LIBRARY, "evaluation.prompts", "jobs.cluster"},
     "cli": LIBRARY | {"training", "evaluation", "tuning", "jobs", "serve", "inplace", ""},
@@ -146,6 +146,17 @@ def test_no_import_cycle() -> None:
         TopologicalSorter({name: reached - {""} for name, reached in graph.items()}).prepare()
     except CycleError as error:
         pytest.fail("import cycle: " + " -> ".join(error.args[1]))
+
+
+def test_the_package_knows_no_recipe() -> None:
+    scripts = {path.stem for path in (SOURCE.parent / "recipes").rglob("*.py")} | {"recipes"}
+    wrong = [
+        f"{where(name, node)}: a recipe may import the package, not the other way round"
+        for name in MODULES
+        for node, full in imports(name)
+        if full.split(".")[0] in scripts
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_house_has_few_floors() -> None:

@@ -161,10 +161,7 @@ def run_verbs(python: Path, home: Path, env: dict[str, str]) -> dict:
         ["convert", model, "copy"],
         ["tune", "--model", model, *prompts, "--nodes", "2", "--depth", "2", "--rounds", "1", "-n", "1"],
         ["throughput", "--model", model, *prompts, "--batch-sizes", "1", "--rounds", "1"],
-        ["train", "tokenizer", *learn, "--size", "16", "--codes", "16"],
-        ["train", "target", *learn, "--dim", "16", "--heads", "2", "--layers", "1", "--hidden", "16"],
-        ["train", "drafter", *learn],
-        ["train", "classifier", *learn],
+        ["train", *learn],
         ["eval", "many", "--model", "own", "--json"],
         ["serve"],
     ]

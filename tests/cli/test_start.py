@@ -62,7 +62,7 @@ def test_help_names_everything_that_a_dial_may_be(dial: str, known: Iterable[str
 
 
 def test_a_model_that_ships_is_not_said_to_be_in_a_cache(run) -> None:
-    outcome = run("train", "drafter", "--model", "nature-128", "--self", "--minutes", 1)
+    outcome = run("train", "--model", "nature-128", "--self", "--minutes", 1)
     assert outcome.code == 2 and outcome.err.count("\n") == 1
     assert "nature-128 ships with this package: name a folder for the drafter with --out DIR" in outcome.err
 
@@ -80,14 +80,27 @@ def test_a_retired_verb_names_the_one_that_does_its_work(run, options) -> None:
     assert outcome.err == "lanternpp: error: `floor` is now `bench --profile`\n"
 
 
+@pytest.mark.parametrize(
+    ("stage", "now"),
+    [
+        ("tokenizer", "python recipes/nature/tokenizer.py"),
+        ("judge", "python recipes/nature/classifier.py"),
+        ("drafter", "train"),
+    ],
+)
+def test_a_retired_training_names_what_does_its_work(stage: str, now: str, run) -> None:
+    outcome = run("train", stage, "--data", "photos", "--model", "mine", "--steps", 1)
+    assert outcome.code == 2 and outcome.err.startswith(f"lanternpp: error: `train {stage}` is now `{now}`")
+    assert outcome.err.count("\n") == 1
+
+
 def test_version(run) -> None:
     outcome = run("--version")
     assert (outcome.code, outcome.out, outcome.err) == (0, f"lanternpp {lanternpp.__version__}\n", "")
 
 
-@pytest.mark.parametrize("args", [[], ["train"]])
-def test_no_verb_prints_help(args: list[str], run) -> None:
-    outcome = run(*args)
+def test_no_verb_prints_help(run) -> None:
+    outcome = run()
     assert outcome.code == 0 and "Usage" in outcome.out and outcome.err == ""
 
 

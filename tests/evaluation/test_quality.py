@@ -88,7 +88,9 @@ def test_a_model_without_a_classifier_has_no_figures_of_it(tmp_path: Path) -> No
     bare = tmp_path / "bare"
     bare.mkdir()
     for reference in (None, pictures):
-        with pytest.raises(InputError, match=r"model bare has no classifier; .*lanternpp train classifier"):
+        with pytest.raises(
+            InputError, match=r"model bare has no classifier; .*python recipes/nature/classifier.py"
+        ):
             Quality.for_model(bare, reference, None, None, CPU)
     quality = Quality.for_model(bare, pictures, OWN, None, CPU)
     assert quality.columns == ("frechet", "precision", "recall")

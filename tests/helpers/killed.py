@@ -24,7 +24,7 @@ from lanternpp.tuning import run  # noqa: F401
 
 JOURNALS = ("measurements.jsonl", "turns.jsonl")
 HERE = str(Path(__file__).parents[1])
-TRAIN = "train drafter --model tiny --warmup 2 --checks 2 --save-minutes 0"
+TRAIN = "train --model tiny --warmup 2 --checks 2 --save-minutes 0"
 COMMANDS = {
     "own": f"{TRAIN} --self --prompts mine --samples 12 --sample-batch 1 --cache-features --loss guided "
     "--steps 26 --batch-size 3",

@@ -213,7 +213,7 @@ def test_another_target_is_another_training(data: Path, ready: Path) -> None:
 def test_missing_parts_name_the_command_to_run(data: Path, model: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="none' is unknown"):
         go(data, tmp_path / "none")
-    with pytest.raises(InputError, match="run `lanternpp train target"):
+    with pytest.raises(InputError, match=r"run recipes/nature/target\.py"):
         go(data, model)
     with pytest.raises(InputError, match="loss 'l2' is unknown: choose paper, guided, lk"):
         DrafterSettings(loss="l2")  # type: ignore[arg-type]

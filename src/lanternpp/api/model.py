@@ -244,7 +244,7 @@ class Model:
         if not source.exists():
             raise InputError(
                 f"{source} holds no smaller target to draft with; name a model folder of the same codes with "
-                "--drafter: `lanternpp train target` makes one beside a copy of the tokenizer"
+                "--drafter: `python recipes/nature/target.py` makes one beside a copy of the tokenizer"
             )
         return self._read(source, self.size)
 

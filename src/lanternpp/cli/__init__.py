@@ -25,7 +25,7 @@ from lanternpp.cli import (
     models,
     serve,
     throughput,
-    train_drafter,
+    train,
     tune,
     warm,
 )
@@ -59,7 +59,7 @@ app.command()(generate.generate)
 app.command()(compare.compare)
 app.command()(bench.bench)
 app.command("eval")(eval.evaluate)
-app.add_typer(train_drafter.app, name="train")
+app.command()(train.train)
 app.command()(tune.tune)
 app.command()(throughput.throughput)
 app.command()(warm.warm)

@@ -1,7 +1,9 @@
-"""`lanternpp train`: the tokenizer, the target and the classifier of a model; its drafters are in `train_drafter`."""
+"""`lanternpp train`: a drafter for a target."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,15 +13,20 @@ import typer
 
 from lanternpp.cli.options import bundled
 from lanternpp.cli.output import writable_folder
+from lanternpp.errors import InputError
 
 if TYPE_CHECKING:
     from lanternpp.training.run import TrainingOptions
 
-Planned = Callable[..., "TrainingOptions"]
-app = typer.Typer(no_args_is_help=True)
+STAGES = {
+    "tokenizer": "tokenizer",
+    "target": "target",
+    "classifier": "classifier",
+    "judge": "classifier",
+}  # verbs of earlier versions
 
-Data = Annotated[Path, typer.Option(help="Imagefolder with train/ and val/, each with metadata.jsonl.")]
-Model = Annotated[Path, typer.Option(help="Model folder to write to.")]
+Planned = Callable[..., "TrainingOptions"]
+
 Steps = Annotated[int | None, typer.Option(help="Budget in steps, earlier runs counted in.")]
 Minutes = Annotated[
     float | None, typer.Option(help="Budget in minutes, earlier runs and validations counted in.")
@@ -65,195 +72,228 @@ def leave(finished: bool) -> None:
         raise typer.Exit(130)
 
 
-@app.callback()
-def main() -> None:
-    """Train a model's tokenizer, target, drafter and classifier; each run resumes where it stopped."""
-
-
-@app.command()
-@plans(20)
-def tokenizer(
-    data: Data,
-    model: Model,
-    kind: Annotated[
-        Literal["vq", "kl"],
+@plans(12)
+def train(
+    stage: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    *,
+    model: Annotated[
+        str, typer.Option(metavar="NAME|DIR|HUB_ID", help="The target, trained here or published.")
+    ],
+    data: Annotated[
+        Path | None, typer.Option(help="Imagefolder to learn from; with --self, only its captions are used.")
+    ] = None,
+    own: Annotated[
+        bool, typer.Option("--self", help="Learn from pictures that the target draws itself.")
+    ] = False,
+    prompts: Annotated[
+        Path | None,
         typer.Option(
-            help="vq: codes of a codebook; kl: continuous latents, for a target with --head mixture or diffusion."
+            metavar="FILE", help="What it draws, one prompt a line; default: --data's captions, or its own."
         ),
-    ] = "vq",
-    size: Annotated[
-        int | None, typer.Option(help="Pixels of an image's side. [default: 128, or that of --codes-of]")
     ] = None,
-    down: Annotated[
-        int | None, typer.Option(help="Pixels of a side per code or latent: 4, 8 or 16. [default: 8]")
+    samples: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Pictures it draws; default: one of every prompt, at least 100."),
     ] = None,
-    codes: Annotated[int | None, typer.Option(help="vq: entries of the codebook. [default: 4096]")] = None,
-    channels: Annotated[int | None, typer.Option(help="kl: numbers of a latent. [default: 16]")] = None,
-    codes_of: Annotated[
-        str | None, typer.Option(help="A model whose codes are kept: only its decoder is trained further.")
+    sample_batch: Annotated[int, typer.Option(help="Pictures it draws at once.")] = 8,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the drafter goes; default: drafter/ or parallel/ in MODEL."),
     ] = None,
-    weights_of: Annotated[
+    kind: Annotated[
+        Literal["eagle", "parallel"],
+        typer.Option(help="eagle: a code at a time; parallel: all levels of a draft in one pass."),
+    ] = "eagle",
+    rollouts: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Go on with a parallel drafter, on N runs of the target with it, recorded first.",
+        ),
+    ] = None,
+    method: Annotated[
         str | None,
         typer.Option(
-            help="A model with stages of the same shape whose weights it begins with, of either kind."
+            metavar="NAME",
+            help="--rollouts: the method by whose rule and verification they are drawn. Default: parallel, lossless.",
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 32,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 5e-4,
-    adversarial: Annotated[bool, typer.Option(help="Sharpen the decoder against a discriminator.")] = True,
-    adversarial_start: Annotated[float, typer.Option(help="Share of the budget before that.")] = 0.5,
-    adversarial_weight: Annotated[
-        float, typer.Option(help="Its gradient, in lengths of the reconstruction's.")
-    ] = 0.3,
-    perceptual: Annotated[
-        float, typer.Option(help="Weight of the distance in the features of a classifier.")
-    ] = 0.1,
-    classifier_of: Annotated[str, typer.Option(help="The model whose classifier that is.")] = "nature-128",
-    seed: Seed = 0,
-    limit: Limit = None,
-    *,
-    plan: Planned,
-) -> None:
-    """Train the tokenizer: pictures <-> codes, or latents."""
-    from dataclasses import replace
-
-    from lanternpp.api.model import model_folder
-    from lanternpp.errors import InputError
-    from lanternpp.models.vq.folder import read_vq
-    from lanternpp.models.vq.kl import KLConfig
-    from lanternpp.models.vq.model import Stacks, VQConfig, stages
-    from lanternpp.training.kl import KLTask
-    from lanternpp.training.material.codes import tokenizer_of
-    from lanternpp.training.tokenizer import TokenizerSettings, TokenizerTask, train
-
-    if codes_of is not None and not (down is codes is None):
-        raise InputError("--down and --codes are those of --codes-of's model; leave them out.")
-    if codes_of is not None and weights_of is not None:
-        raise InputError(
-            "--codes-of keeps all weights of its model but the decoder's: leave --weights-of out."
-        )
-    shape = stages(8 if down is None else down)
-    config: Stacks
-    task: type[TokenizerTask] | None = None
-    if kind == "kl":
-        if codes is not None or codes_of is not None:
-            raise InputError("--codes and --codes-of are of tokenizers of --kind vq: leave them out.")
-        config, task = KLConfig(size or 128, 16 if channels is None else channels, **shape), KLTask
-    elif channels is not None:
-        raise InputError(f"--channels {channels} is of tokenizers of --kind kl: leave it out.")
-    elif codes_of is None:
-        config = VQConfig(size or 128, codes or 4096, **shape)
-    else:
-        known = read_vq(tokenizer_of(model_folder(codes_of))).config
-        config = known if size is None else replace(known, size=size)
-    settings = TokenizerSettings(
-        batch_size, lr, seed, adversarial, adversarial_start, adversarial_weight, perceptual=perceptual
-    )
-    where = plan(model / "tokenizer")
-    kept = None if codes_of is None else model_folder(codes_of)
-    start = None if weights_of is None else model_folder(weights_of)
-    judged = model_folder(classifier_of) if perceptual else None
-    leave(train(data, model, config, settings, where, limit, kept, start, judged, task))
-
-
-@app.command()
-@plans(12)
-def target(
-    data: Data,
-    model: Model,
-    head: Annotated[
-        Literal["softmax", "mixture", "diffusion"],
+    loss: Annotated[
+        Literal["paper", "guided", "lk", "both", "block"] | None,
         typer.Option(
-            help="softmax: over codes; mixture: of Gaussians, over latents of a tokenizer of --kind kl; diffusion: over such "
-            "latents too, each drawn in some denoising steps."
+            help="paper (eagle): the target's distribution; guided: after guidance; lk: the acceptance; both: the last "
+            "two; block (parallel): guided, and the codes of a draft that block verification keeps. "
+            "Default: guided of eagle, both of parallel."
         ),
-    ] = "softmax",
-    components: Annotated[
-        int | None, typer.Option(help="mixture: Gaussians at every place. [default: 16]")
     ] = None,
-    denoising_steps: Annotated[
+    levels: Annotated[
         int | None,
-        typer.Option(help="diffusion: steps that a latent is drawn in; 8 to 25 are usual. [default: 10]"),
+        typer.Option(
+            help="parallel: codes of a draft; a drafter that --rollouts goes on with grows to so many. Default: 14."
+        ),
     ] = None,
-    denoiser_width: Annotated[
-        int | None, typer.Option(help="diffusion: width of the head. [default: 256]")
+    fade: Annotated[
+        float | None,
+        typer.Option(
+            help="parallel: weight of each level in the loss, relative to the one before. Default: 0.88."
+        ),
     ] = None,
-    denoiser_blocks: Annotated[
-        int | None, typer.Option(help="diffusion: layers of the head. [default: 3]")
+    aux_layers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="parallel: layers of the target below its last that the drafter reads too, evenly spread. Default: 0.",
+        ),
     ] = None,
-    dim: Annotated[int, typer.Option(help="Width.")] = 384,
-    layers: Annotated[int, typer.Option(help="Blocks.")] = 14,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = 6,
-    hidden: Annotated[int, typer.Option(help="Width inside a block's SwiGLU.")] = 1024,
-    weights_of: Annotated[
-        str | None, typer.Option(help="A model of the same width and depth whose weights it begins with.")
+    weight: Annotated[
+        float | None, typer.Option(help="eagle: of that loss beside SmoothL1 on the features. Default: 0.1.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 32,
-    lr: Annotated[float, typer.Option(help="Peak rate of AdamW (tables, prefix, norms).")] = 1.5e-3,
-    muon_lr: Annotated[float, typer.Option(help="Peak rate of Muon (matrices), in AdamW's scale.")] = 2e-3,
-    dropout: Annotated[float, typer.Option(help="Dropout inside the blocks.")] = 0.0,
-    corrupt: Annotated[
-        float, typer.Option(help="Share of the codes it reads replaced by random ones.")
-    ] = 0.0,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            help="eagle: how often it looks, each time but the first at its own features. Default: 1."
+        ),
+    ] = None,
+    cfg: Annotated[
+        float | None,
+        typer.Option(
+            help="Guidance that --self, guided, lk and the figures suppose; default: the model's own."
+        ),
+    ] = None,
+    layers: Annotated[
+        int, typer.Option(help="Blocks; a drafter that --rollouts goes on with grows to so many.")
+    ] = 1,
+    batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 16,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            help="Peak learning rate; the papers' long runs use 1e-4. Default: 1e-3 of eagle, 2e-3 of parallel."
+        ),
+    ] = None,
+    muon_lr: Annotated[
+        float | None,
+        typer.Option(help="parallel: peak rate of Muon (matrices), in AdamW's scale. Default: 8e-3."),
+    ] = None,
+    noise: Annotated[
+        float | None,
+        typer.Option(
+            help="Width of the uniform noise on the features. Default: 0.2 of eagle, 0.1 of parallel."
+        ),
+    ] = None,
+    inherit: Annotated[
+        bool | None, typer.Option("--inherit", help="eagle: begin as the target's last block.")
+    ] = None,
     crops: Crops = 2,
     decay: Decay = 0.995,
     warmup: Warmup = 100,
-    cfg: Annotated[float, typer.Option(help="Guidance of the sample pictures.")] = 2.5,
     seed: Seed = 0,
+    cache_features: Annotated[
+        bool | None,
+        typer.Option(
+            "--cache-features",
+            help="eagle: keep the target's features on disk; takes room, saves its passes.",
+        ),
+    ] = None,
+    save_minutes: Annotated[float, typer.Option(help="A state to resume from is saved this often.")] = 5.0,
     limit: Limit = None,
-    *,
     plan: Planned,
 ) -> None:
-    """Train the target: codes or latents from captions, one after another. Needs a trained tokenizer."""
-    from lanternpp.api.model import model_folder
-    from lanternpp.errors import InputError
-    from lanternpp.training import continuous
-    from lanternpp.training.target import TargetSettings, train
+    """Train a drafter for a target, on pictures or, with --self, on what the target draws."""
+    if stage is not None:
+        refuse_stage(stage)
+    from lanternpp.training import drafter as eagle
+    from lanternpp.training import parallel
+    from lanternpp.training import rollouts as runs
+    from lanternpp.training.material.samples import SelfSampling
+    from lanternpp.training.teacher import drafter_folder
 
-    settings = TargetSettings(batch_size, lr, muon_lr, seed, corrupt, decay=decay, warmup=warmup, cfg=cfg)
-    shape = {"dim": dim, "layers": layers, "heads": heads, "hidden": hidden, "dropout": dropout}
-    where = plan(model / "target")
-    of_mixture = {"components": components}
-    of_diffusion = {
-        "denoising_steps": denoising_steps,
-        "denoiser_width": denoiser_width,
-        "denoiser_blocks": denoiser_blocks,
-    }
-    own: dict[str, int] = {}
-    for name, options in (("mixture", of_mixture), ("diffusion", of_diffusion)):
-        given = {option: value for option, value in options.items() if value is not None}
-        if given and head != name:
-            option, value = next(iter(given.items()))
-            raise InputError(f"--{option.replace('_', '-')} {value} is of --head {name}: leave it out.")
-        own |= given
-    start = None if weights_of is None else model_folder(weights_of)
-    if head != "softmax":
-        diffusion = head == "diffusion"
-        leave(continuous.train(data, model, shape, settings, where, crops, limit, diffusion, start, **own))
+    check_self(own, data, prompts=prompts, samples=samples)
+    shared: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "decay": decay, "warmup": warmup}
+    shared |= given(loss=loss, lr=lr, noise=noise, cfg=cfg)
+    folder = drafter_folder(model, out, "drafter" if kind == "eagle" else kind)
+    where = plan(folder, save_minutes=save_minutes)
+    drawn = SelfSampling(prompts, samples, sample_batch, seed) if own else None
+    only = given(weight=weight, rounds=rounds, inherit=inherit)
+    only_parallel = given(levels=levels, fade=fade, aux_layers=aux_layers, muon_lr=muon_lr)
+    keep = bool(cache_features)
+    if method is not None and rollouts is None:
+        raise InputError("--method says how the runs of --rollouts are drawn: add --rollouts N.")
+    if kind == "eagle":
+        if only_parallel:
+            raise InputError(f"--{option(only_parallel)} is for drafters of --kind parallel: leave it out.")
+        if rollouts is not None:
+            raise InputError(
+                "--rollouts is for drafters of --kind parallel: an EAGLE drafter hears nothing of them."
+            )
+        eagle_hparams = eagle.DrafterSettings(**shared, **only)
+        leave(eagle.train(data, model, layers, eagle_hparams, where, crops, limit, drawn, cfg is None, keep))
+        store_rates(model, out, folder, "eagle")
+        say_how(model, out, "eagle")
         return
-    leave(train(data, model, shape, settings, where, crops, limit, start))
+    only |= given(cache_features=cache_features)
+    if only:
+        raise InputError(f"--{option(only)} is for drafters of --kind eagle: leave it out.")
+    hparams = parallel.ParallelSettings(**shared, **only_parallel)
+    if rollouts is not None and rollouts < 1:
+        raise InputError(f"--rollouts {rollouts} must be at least 1.")
+    if rollouts is None:
+        leave(parallel.train(data, model, layers, hparams, where, crops, limit, drawn, follow=cfg is None))
+    else:
+        more = {"follow": cfg is None, "layers": layers} | given(method=method)
+        leave(runs.train(data, model, hparams, where, rollouts, drawn, **more))
+    store_rates(model, out, folder, kind)
+    say_how(model, out, kind)
 
 
-@app.command()
-@plans(12, "int8")
-def classifier(
-    data: Data,
-    model: Model,
-    batch_size: Annotated[int, typer.Option(help="Pictures a step.")] = 64,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
-    redrawn: Annotated[
-        int, typer.Option(help="Training pictures that it also sees as the tokenizer draws them.")
-    ] = 4096,
-    decay: Decay = 0.998,
-    warmup: Warmup = 100,
-    seed: Seed = 0,
-    limit: Limit = None,
-    *,
-    plan: Planned,
-) -> None:
-    """Train a classifier of drawn pictures: it names their labels and gives features to compare them by. Needs a tokenizer."""
-    from lanternpp.training.classifier import ClassifierSettings, train
+def refuse_stage(stage: str) -> None:
+    """InputError that names what an argument of earlier versions is now."""
+    if stage in STAGES:
+        raise InputError(f"`train {stage}` is now `python recipes/nature/{STAGES[stage]}.py` in a checkout.")
+    if stage == "drafter":
+        raise InputError("`train drafter` is now `train`: leave the word out.")
+    raise InputError(f"train takes options alone, not {stage!r}.")
 
-    settings = ClassifierSettings(batch_size, lr, seed, redrawn, decay=decay, warmup=warmup)
-    where = plan(model / "classifier")
-    leave(train(data, model, {}, settings, where, limit))
+
+def store_rates(model: str, out: Path | None, folder: Path, kind: str) -> None:
+    """Count the acceptance rates of a drafter, by which drafts are fitted to a machine, and store them with it."""
+    from lanternpp.api.pipeline import Pipeline
+    from lanternpp.cli.terminal import progress_bar
+    from lanternpp.training.rates import record, strengths
+    from lanternpp.training.team import team
+    from lanternpp.tuning.batch_runner import usual_conditions
+
+    if not team().leads:
+        return
+    pipe = Pipeline.from_pretrained(model, out, tuned=False)
+    if not pipe.target.channels:
+        with progress_bar("counting what is accepted") as progress:
+            record(pipe, strengths(pipe, kind), folder, usual_conditions(pipe), progress=progress)
+
+
+def say_how(model: str, out: Path | None, method: str) -> None:
+    """Say which command draws with what was trained."""
+    from lanternpp.training.team import team
+
+    if team().leads:
+        other = ["--drafter", str(out)] if out else []
+        words = ["lanternpp", "compare", "PROMPT", "--model", model, *other, "--method", method]
+        print(f"draw with it: {shlex.join(words)}", file=sys.stderr)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Those that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def option(options: dict[str, Any]) -> str:
+    """The first of them, as it is written on the command line."""
+    return next(iter(options)).replace("_", "-")
+
+
+def check_self(own: bool, data: Path | None, **self_only: object) -> None:
+    """Refuse a drafter without anything to learn from, and options that only --self reads."""
+    given = [name for name, value in self_only.items() if value is not None]
+    if given and not own:
+        raise InputError(f"--{given[0]} says what the target draws itself: add --self.")
+    if data is None and not own:
+        raise InputError("a drafter learns from pictures, --data DIR, or from what its target draws, --self.")

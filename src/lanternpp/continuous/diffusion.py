@@ -161,9 +161,7 @@ def check_pair(target: Target, drafter: Any, named: Path | str = "the drafter") 
     heads = isinstance(target, DiffusionTarget), isinstance(drafter, DiffusionDrafter)
     if not all(heads):
         having = "has a diffusion head, which this model has not" if heads[1] else "has no diffusion head"
-        raise InputError(
-            f"{named} {having}; use a drafter that `lanternpp train drafter` trained for this model"
-        )
+        raise InputError(f"{named} {having}; use a drafter that `lanternpp train` trained for this model")
     if drafter.config.channels != target.channels:
         raise InputError(
             f"{named} draws latents of {drafter.config.channels} channels and the target of {target.channels}; use a "

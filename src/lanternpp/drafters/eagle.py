@@ -29,7 +29,7 @@ class EagleDrafter(Drafter):
     """fc(2D -> D), then the layer; embedding and head are the target's own, frozen."""
 
     config_class = EagleConfig
-    about = "folders written by lanternpp train drafter"
+    about = "folders written by lanternpp train"
 
     def __init__(self, config: EagleConfig, rotary_table: Tensor):
         super().__init__()

@@ -43,7 +43,7 @@ class ClassifierFeatures(Extractor):
         """The classifier of a model folder."""
         if not has_classifier(folder):
             raise InputError(
-                f"model {folder.name} has no classifier; make one with `lanternpp train classifier`, "
+                f"model {folder.name} has no classifier; make one with `python recipes/nature/classifier.py`, "
                 "or use --features inception with --reference DIR"
             )
         return cls(folder, device)

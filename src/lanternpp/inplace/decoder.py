@@ -199,4 +199,4 @@ class TransformersDecoder(Decoder):
         aux_layers: tuple[int, ...] = (),
     ) -> Tensor:
         """Not there: drafters are trained on a model that this package read itself."""
-        raise NotImplementedError("train drafters with `lanternpp train drafter --model ID --self`")
+        raise NotImplementedError("train drafters with `lanternpp train --model ID --self`")

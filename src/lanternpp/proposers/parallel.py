@@ -53,7 +53,7 @@ class Parallel(NetworkProposer):
             if not isinstance(made, Parallel) or getattr(made.drafter, "confidence", None) is None:
                 raise InputError(
                     f"min_survival {parts.min_survival} needs a parallel drafter that predicts which guesses are kept, and this one does "
-                    "not; train it again with `lanternpp train drafter --kind parallel`, or leave min_survival out"
+                    "not; train it again with `lanternpp train --kind parallel`, or leave min_survival out"
                 )
             made.min_survival = parts.min_survival
         return made

@@ -85,7 +85,7 @@ def read_teacher(model: str | Path, out: Path, device: torch.device) -> Teacher:
     place = Path(model)
     if (place / "tokenizer" / CONFIG).is_file() and not (place / "target" / CONFIG).is_file():
         raise InputError(
-            f"{place / 'target'} holds no target: run `lanternpp train target --data DIR --model {model}` first."
+            f"{place / 'target'} holds no target: run recipes/nature/target.py --data DIR --model {model} first."
         )
     return Teacher(str(model), model_folder(str(model)), out, device)
 

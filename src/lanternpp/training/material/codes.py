@@ -72,7 +72,7 @@ def tokenizer_of(model: Path) -> Path:
     folder = model / "tokenizer"
     if not (folder / CONFIG).is_file():
         raise InputError(
-            f"{folder} holds no tokenizer: run `lanternpp train tokenizer --data DIR --model {model}` first."
+            f"{folder} holds no tokenizer: run recipes/nature/tokenizer.py --data DIR --model {model} first."
         )
     return folder
 

@@ -1,30 +1,44 @@
-"""Training of the tokenizer: reconstruction first; then, with the codes frozen, a sharper decoder."""
+"""Trains a tokenizer, of codes or of latents: reconstruction first; then, with the codes frozen, a sharper decoder.
+
+python recipes/nature/tokenizer.py --data photos --model my-model --minutes 60
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
+from common import Data, Flat, Limit, Model, Run, about, script
+from lanternpp.api.model import model_folder
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import Classifier, fingerprint, has_classifier, read_classifier
-from lanternpp.models.vq.folder import read_tokenizer, read_vq
-from lanternpp.models.vq.model import VQ, Autoencoder, Stacks, VQConfig, channels_last, usage
+from lanternpp.models.vq.folder import KIND, read_tokenizer, read_vq
+from lanternpp.models.vq.kl import KL, KLConfig
+from lanternpp.models.vq.model import VQ, Autoencoder, Stacks, VQConfig, channels_last, stages, usage
 from lanternpp.nn.checkpoints import checksum
-from lanternpp.training import hardware, losses
-from lanternpp.training.adversarial import Discriminator, adaptive_weight, feature_matching, hinge_loss
+from lanternpp.training import hardware
 from lanternpp.training.data import BatchSampler, Pictures, describe
-from lanternpp.training.first_weights import begin_tokenizer
 from lanternpp.training.material.codes import tokenizer_of
-from lanternpp.training.perceptual import Perceptual
 from lanternpp.training.pictures import sheet
 from lanternpp.training.run import Task, TrainingOptions, averaged, run
 from lanternpp.training.task import check_rates
 from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import read_object
+from losses import (
+    Discriminator,
+    Perceptual,
+    adaptive_weight,
+    detail,
+    feature_matching,
+    hinge_loss,
+    psnr,
+    reconstruction,
+)
+from weights import begin_tokenizer
 
 CHECK_PICTURES = 512  # validation pictures measured at a check
 USAGE_PICTURES = 2048  # training pictures whose codes are counted at the end
@@ -34,21 +48,18 @@ USAGE_PICTURES = 2048  # training pictures whose codes are counted at the end
 class TokenizerSettings:
     """Hyperparameters: all that decides the result, except the budget and the machine."""
 
-    batch_size: int = 32
-    lr: float = 5e-4
-    seed: int = 0
-    adversarial: bool = False
-    adversarial_start: float = 0.5  # share of the budget
-    adversarial_weight: float = 0.3  # length of the adversarial gradient, in lengths of the reconstruction's
-    matching: float = 10.0  # weight of feature matching inside the adversarial loss
-    discriminator_lr: float = 2e-4
-    perceptual: float = 0.0  # weight of the distance in a classifier's features
-    classifier: str | None = None  # fingerprint of that classifier
-    decay: float = 0.999
-    warmup: int = 200
-    cooldown: float | None = 0.2
-    codes_of: str | None = None  # checksum of the codebook that it keeps; None: it learns its own
-    weights_of: str | None = None  # what the weights began as, in a word; None: random
+    batch_size: Annotated[int, about("Pictures a step.")] = 32
+    lr: Annotated[float, about("Peak learning rate.")] = 5e-4
+    adversarial: Annotated[bool, about("Sharpen the decoder against a discriminator.")] = True
+    adversarial_start: Annotated[float, about("Share of the budget before that.")] = 0.5
+    adversarial_weight: Annotated[float, about("Its gradient, in lengths of the reconstruction's.")] = 0.3
+    matching: Annotated[float, about("Weight of feature matching inside the adversarial loss.")] = 10.0
+    discriminator_lr: Annotated[float, about("Learning rate of the discriminator.")] = 2e-4
+    perceptual: Annotated[float, about("Weight of the distance in the features of a classifier.")] = 0.1
+    decay: Annotated[float, about("Of the moving average of the weights, per step.")] = 0.999
+    warmup: Annotated[int, about("Steps of linear warm-up.")] = 200
+    cooldown: Annotated[float, about("Last share of the budget, over which the rate falls to zero.")] = 0.2
+    seed: Annotated[int, about("Seed of weights, data order and noise.")] = 0
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -76,12 +87,15 @@ class TokenizerTask(Task):
         device: torch.device,
         start: Autoencoder | None = None,
         classifier: Classifier | None = None,
+        keep_codes: bool = False,
     ):
-        """start: with whose weights it begins. classifier: of the perceptual loss."""
+        """start: with whose weights it begins; keep_codes: and whose codes stay. classifier: of the perceptual loss."""
         torch.manual_seed(settings.seed)
         self.config, self.hparams, self.device, self.data = config, settings, device, data
         self.train, self.val = train.to(device), val.to(device)
-        self.settings = {**vars(config), **asdict(settings), "data": data["hash"]}
+        self.keep_codes = keep_codes
+        known = {"start": start and checksum_of(start), "classifier": classifier and fingerprint(classifier)}
+        self.settings = {**vars(config), **asdict(settings), **known, "data": data["hash"]}
         self.model = channels_last(self.make().to(device)).train()
         if start is not None:
             self.first_weights = begin_tokenizer(self.model, start)
@@ -94,7 +108,7 @@ class TokenizerTask(Task):
             "model": torch.optim.AdamW(
                 self.model.parameters(), settings.lr, (0.9, 0.99), weight_decay=1e-4, fused=fused
             ),
-            "judge": torch.optim.AdamW(
+            "discriminator": torch.optim.AdamW(
                 self.discriminator.parameters(),
                 settings.discriminator_lr,
                 (0.5, 0.9),
@@ -112,7 +126,7 @@ class TokenizerTask(Task):
 
     def modules(self) -> dict[str, torch.nn.Module]:
         """Model, average and discriminator."""
-        return {**super().modules(), "judge": self.discriminator}
+        return {**super().modules(), "discriminator": self.discriminator}
 
     def extra(self) -> dict[str, Any]:
         """The progress at which the adversarial part began."""
@@ -141,7 +155,7 @@ class TokenizerTask(Task):
     def reconstruction_step(self, images: Tensor) -> dict[str, Tensor]:
         """Encoder, codebook and decoder together; or the decoder alone, where the codes are kept."""
         with hardware.autocast(self.device):
-            if self.hparams.codes_of:
+            if self.keep_codes:
                 output, commitment = self.model.render(self.quantised(images)), images.new_zeros(())
             else:
                 output, _, commitment = self.model(images)
@@ -151,7 +165,7 @@ class TokenizerTask(Task):
 
     def reconstruction_loss(self, output: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """How far output is from images, both [B, 3, H, W]: the loss, and its parts for the log."""
-        loss = losses.reconstruction(output, images)
+        loss = reconstruction(output, images)
         if self.distance is None:
             return loss, {"loss": loss}
         with hardware.autocast(self.device):
@@ -183,8 +197,8 @@ class TokenizerTask(Task):
             discriminator_loss = hinge_loss(
                 self.discriminator(images)[0], self.discriminator(pixels.detach())[0]
             )
-        self.update("judge", self.discriminator, discriminator_loss)
-        return {**figures, "judge": discriminator_loss, "fooling": fooling}
+        self.update("discriminator", self.discriminator, discriminator_loss)
+        return {**figures, "discriminator": discriminator_loss, "fooling": fooling}
 
     @torch.no_grad()
     def quantised(self, images: Tensor) -> Tensor:
@@ -210,8 +224,8 @@ class TokenizerTask(Task):
             for images in self.val.centres(64, CHECK_PICTURES):
                 codes.append(self.average.encode(images))
                 drawn = self.average.redraw(codes[-1])
-                ratios.append(losses.psnr(drawn, images))
-                fine += torch.stack([losses.detail(x.float()).sum().cpu() for x in (drawn, images)])
+                ratios.append(psnr(drawn, images))
+                fine += torch.stack([detail(x.float()).sum().cpu() for x in (drawn, images)])
         contrast = (fine[0] / fine[1]).sqrt().item()
         figures = {"psnr": torch.cat(ratios).mean().item(), "detail": contrast}
         return {**figures, **self.describe(torch.cat(codes))}
@@ -247,9 +261,31 @@ class TokenizerTask(Task):
         return {"kind": "vq", **vars(self.config)}, self.average.weights()
 
 
+class KLTask(TokenizerTask):
+    """A KL autoencoder: as one of codes, with a divergence in the place of a codebook."""
+
+    regulariser = "divergence"
+
+    def make(self) -> KL:
+        """The tokenizer, with first weights."""
+        assert isinstance(self.config, KLConfig)
+        return KL(self.config)
+
+    def describe(self, codes: Tensor) -> dict[str, float]:
+        """Standard deviations of moments [M, length, 2 C]: `spread`, of the means over places; `noise`, at a place."""
+        mean, log_var = codes.float().chunk(2, -1)
+        return {
+            "spread": mean.flatten(0, 1).std(0).mean().item(),
+            "noise": (log_var / 2).exp().mean().item(),
+        }
+
+    def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The averaged tokenizer."""
+        return {"kind": KIND, **vars(self.config)}, self.average.weights()
+
+
 def train(
     data: Path,
-    model: Path,
     config: Stacks,
     settings: TokenizerSettings,
     options: TrainingOptions,
@@ -257,36 +293,39 @@ def train(
     codes_of: Path | None = None,
     weights_of: Path | None = None,
     classifier_of: Path | None = None,
-    kind: type[TokenizerTask] | None = None,
 ) -> bool:
-    """Train `model/tokenizer` on the pictures of `data`; False if interrupted.
+    """Train a tokenizer on the pictures of `data`; False if interrupted.
 
     codes_of: a model of our layout. Its tokenizer's codes stay as they are, of which `config` only says the size of a picture,
     and its decoder is trained further: targets that were trained on these codes stay valid, for pictures of their size.
     weights_of: a model with whose tokenizer's weights it begins, where `codes_of` is left out; of codes or of latents.
     classifier_of: a model whose classifier's features the perceptual loss compares; needed where that has a weight.
-    kind: what is trained; default: a `TokenizerTask`, of codes.
     """
     classifier = None
     if settings.perceptual:
         if classifier_of is None or not has_classifier(classifier_of):
             raise InputError("a perceptual loss compares a classifier's features; name a model that has one.")
         classifier = read_classifier(classifier_of)
-        settings = replace(settings, classifier=fingerprint(classifier))
     start: Autoencoder | None = None
     if codes_of is not None:
         start = vq = read_vq(tokenizer_of(codes_of))
         config = replace(vq.config, size=config.size)
-        settings = replace(settings, codes_of=checksum(vq.codebook))
     elif weights_of is not None:
         start = read_tokenizer(tokenizer_of(weights_of))
-        settings = replace(settings, weights_of=digest(map(checksum, start.state_dict().values())))
     pictures, val = (Pictures.read(data, split, config.size, limit) for split in ("train", "val"))
     facts = describe(pictures, val, data)
     if codes_of is not None:
         facts["codes_of"] = short_provenance(codes_of / "tokenizer")
-    task = kind or TokenizerTask
-    return run(task(config, settings, pictures, val, facts, options.device, start, classifier), options)
+    task = KLTask if isinstance(config, KLConfig) else TokenizerTask
+    made = task(
+        config, settings, pictures, val, facts, options.device, start, classifier, codes_of is not None
+    )
+    return run(made, options)
+
+
+def checksum_of(model: torch.nn.Module) -> str:
+    """A hash of a model's weights."""
+    return digest(map(checksum, model.state_dict().values()))
 
 
 def short_provenance(folder: Path) -> dict[str, Any]:
@@ -294,3 +333,62 @@ def short_provenance(folder: Path) -> dict[str, Any]:
     file = folder / "provenance.json"
     provenance = read_object(file) if file.is_file() else {}
     return {name: provenance[name] for name in ("command", "date", "git", "steps") if name in provenance}
+
+
+def main(
+    *,
+    data: Data,
+    model: Model,
+    kind: Annotated[
+        Literal["vq", "kl"],
+        about(
+            "vq: codes of a codebook; kl: continuous latents, for a target with a mixture or diffusion head."
+        ),
+    ] = "vq",
+    size: Annotated[int | None, about("Pixels of a side. [default: 128, or that of --codes-of]")] = None,
+    down: Annotated[int | None, about("Pixels of a side per code: 4, 8 or 16. [default: 8]")] = None,
+    codes: Annotated[int | None, about("vq: entries of the codebook. [default: 4096]")] = None,
+    channels: Annotated[int | None, about("kl: numbers of a latent. [default: 16]")] = None,
+    codes_of: Annotated[
+        str | None, about("A model whose codes are kept: only its decoder is trained further.")
+    ] = None,
+    weights_of: Annotated[
+        str | None,
+        about("A model with stages of the same shape, of either kind, whose weights it begins with."),
+    ] = None,
+    classifier_of: Annotated[
+        str, about("The model in whose classifier's features pictures are compared.")
+    ] = "nature-128",
+    limit: Limit = None,
+    settings: Annotated[TokenizerSettings, Flat] = TokenizerSettings(),
+    run: Annotated[Run, Flat] = Run(checks=20),
+) -> bool:
+    """Train a tokenizer: pictures <-> codes, or latents."""
+    if codes_of is not None and not (down is codes is None):
+        raise InputError("--down and --codes are those of --codes-of's model; leave them out.")
+    if codes_of is not None and weights_of is not None:
+        raise InputError(
+            "--codes-of keeps all weights of its model but the decoder's: leave --weights-of out."
+        )
+    shape = stages(8 if down is None else down)
+    config: Stacks
+    if kind == "kl":
+        if codes is not None or codes_of is not None:
+            raise InputError("--codes and --codes-of are of tokenizers of --kind vq: leave them out.")
+        config = KLConfig(size or 128, 16 if channels is None else channels, **shape)
+    elif channels is not None:
+        raise InputError(f"--channels {channels} is of tokenizers of --kind kl: leave it out.")
+    elif codes_of is None:
+        config = VQConfig(size or 128, codes or 4096, **shape)
+    else:
+        known = read_vq(tokenizer_of(model_folder(codes_of))).config
+        config = known if size is None else replace(known, size=size)
+    options = run.options(model / "tokenizer")
+    kept = None if codes_of is None else model_folder(codes_of)
+    start = None if weights_of is None else model_folder(weights_of)
+    judged = model_folder(classifier_of) if settings.perceptual else None
+    return train(data, config, settings, options, limit, kept, start, judged)
+
+
+if __name__ == "__main__":
+    script(main)

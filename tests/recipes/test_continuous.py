@@ -21,20 +21,21 @@ from lanternpp.models.vq.folder import read_kl, read_vq
 from lanternpp.models.vq.kl import KLConfig
 from lanternpp.models.vq.model import VQ
 from lanternpp.nn.sources import Source
-from lanternpp.training import continuous, drafter
-from lanternpp.training import target as codes
+from lanternpp.training import drafter
 from lanternpp.training.drafter import DrafterSettings
-from lanternpp.training.kl import KLTask
 from lanternpp.training.laws import TIMES, DiffusionLaws, LatentLaws
 from lanternpp.training.material.codes import Codes, Split
 from lanternpp.training.run import TrainingOptions
-from lanternpp.training.target import TargetSettings
-from lanternpp.training.tokenizer import TokenizerSettings, train
+from latents import ContinuousTask, DiffusionTask, LatentTask
+from target import Head, Shape
+from target import train as train_target
+from tokenizer import TokenizerSettings, train
+from words import TargetSettings
 
 TINY = KLConfig(32, 4, (16, 16, 32), (1,) * 3, (1,) * 3)
-SHAPE = {"dim": 32, "layers": 2, "heads": 2, "hidden": 48}
-MIXTURE = {"components": 3}
-DIFFUSION = {"diffusion": True, "denoising_steps": 3, "denoiser_width": 16, "denoiser_blocks": 1}
+SHAPE = Shape(32, 2, 2, 48)
+MIXTURE = {"head": "mixture", "own": Head(components=3)}
+DIFFUSION = {"head": "diffusion", "own": Head(None, 3, 16, 1)}
 
 
 def options(folder: Path, steps: int, stop: int | None = None, compiled: bool = False) -> TrainingOptions:
@@ -50,9 +51,10 @@ def tokenizer(
     config: KLConfig = TINY,
     **more: Any,
 ) -> bool:
+    more = {"adversarial": False, "perceptual": 0.0, **more}
     settings = TokenizerSettings(**{"batch_size": 4, "lr": 3e-3, "warmup": 2, **more})
     where = options(model / "tokenizer", steps, stop)
-    return train(data, model, config, settings, where, weights_of=weights_of, kind=KLTask)
+    return train(data, config, settings, where, weights_of=weights_of)
 
 
 def target(
@@ -67,7 +69,7 @@ def target(
 ) -> bool:
     settings = TargetSettings(**{"batch_size": 4, "warmup": 2, **more})
     where = options(model / "target", steps, stop, compiled)
-    return continuous.train(data, model, SHAPE, settings, where, crops=1, weights_of=weights_of, **head)
+    return train_target(data, model, SHAPE, settings, where, crops=1, weights_of=weights_of, **head)
 
 
 def diffusion(*args: Any, **more: Any) -> bool:
@@ -188,11 +190,11 @@ def test_a_tokenizer_of_latents_begins_with_the_weights_of_one_of_codes(
     assert tokenizer(data, tmp_path / "on", 1, weights_of=tmp_path / "kl", config=config, lr=1e-6)
     assert facts(tmp_path / "on", "tokenizer", "first_weights").endswith("new: nothing")
     assert {"encoder.10.weight", "decoder.0.weight"} <= shares(tmp_path / "on", tmp_path / "kl", "tokenizer")
-    with pytest.raises(InputError, match="weights_of"):
+    with pytest.raises(InputError, match="start "):
         tokenizer(data, tmp_path / "kl", 2, config=config, lr=1e-6)
     with pytest.raises(InputError, match="not a model of codes"):
         made = TrainingOptions(tmp_path / "t", 1)
-        codes.train(data, model, SHAPE, TargetSettings(), made, weights_of=latent_model[1])
+        train_target(data, model, SHAPE, TargetSettings(), made, weights_of=latent_model[1])
     coarser = KLConfig(32, 8, (16, 32), (1,) * 2, (1,) * 2)
     with pytest.raises(InputError, match=r"give --down 8$"):
         tokenizer(data, tmp_path / "other", 1, weights_of=model, config=coarser)
@@ -208,7 +210,7 @@ def test_a_target_of_latents_begins_with_the_weights_of_one_of_codes(
 ) -> None:
     data, ready = latent_model
     monkeypatch.setattr(VQ, "encode", by_brightness)  # an untrained tokenizer finds the same code everywhere
-    assert codes.train(
+    assert train_target(
         data, model, SHAPE, TargetSettings(batch_size=4), options(model / "target", 1), crops=1
     )
     shutil.copytree(ready / "tokenizer", tmp_path / "mine" / "tokenizer")
@@ -238,9 +240,9 @@ def test_a_target_of_latents_begins_with_the_weights_of_one_of_codes(
     assert {"latent_in.weight", weight} <= shares(again, tmp_path / "mine", "target")
 
 
-@pytest.mark.parametrize("kind", [continuous.ContinuousTask, continuous.DiffusionTask])
+@pytest.mark.parametrize("kind", [ContinuousTask, DiffusionTask])
 def test_the_target_learns_six_pictures_by_heart(
-    kind: type[continuous.LatentTask], latent_model: tuple[Path, Path]
+    kind: type[LatentTask], latent_model: tuple[Path, Path]
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     mean = torch.randn(6, 1, 16, 4, generator=generator) * 3 + 5
@@ -250,7 +252,7 @@ def test_the_target_learns_six_pictures_by_heart(
     shape |= {"words": ("red", "blue", "square"), "subjects": ("square",), "channels": 4}
     config = (
         ContinuousConfig(**shape, components=3)
-        if kind is continuous.ContinuousTask
+        if kind is ContinuousTask
         else DiffusionConfig(**shape, denoiser_width=32, denoiser_blocks=2, denoising_steps=6)
     )
     settings = TargetSettings(batch_size=6, lr=1e-2, muon_lr=1e-2, warmup=2, drop_captions=0.0)
@@ -325,7 +327,9 @@ def test_what_is_of_codes_is_refused(latent_model: tuple[Path, Path], tmp_path: 
         drafter.train(data, ready, 1, DrafterSettings(), options(tmp_path / "d", 2), crops=1, cache=True)
     with pytest.raises(InputError, match="denoising steps 0"):
         where = options(tmp_path / "t", 2)
-        continuous.train(data, ready, SHAPE, TargetSettings(), where, diffusion=True, denoising_steps=0)
+        train_target(
+            data, ready, SHAPE, TargetSettings(), where, head="diffusion", own=Head(denoising_steps=0)
+        )
 
 
 def test_a_drafter_of_another_head_is_refused(

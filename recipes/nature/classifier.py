@@ -1,15 +1,20 @@
-"""Training of a classifier: labels and caption words, of photos and of what the tokenizer makes of them."""
+"""Trains a classifier of pictures: labels and caption words, of photos and of what the tokenizer makes of them.
+
+python recipes/nature/classifier.py --data photos --model my-model --minutes 20
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common import Data, Flat, Limit, Model, Run, about, script
+from labelled import LabelledPictures, augment, label_pictures, vocabulary
 from lanternpp.api.picture import Panel, comparison
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import (
@@ -25,13 +30,12 @@ from lanternpp.nn import checkpoints
 from lanternpp.nn.stores import Store, pack, unpack
 from lanternpp.training import hardware
 from lanternpp.training.data import BatchSampler, Pictures, describe, read_rows
-from lanternpp.training.labelled import LabelledPictures, augment, label_pictures, vocabulary
 from lanternpp.training.material.codes import named, tokenizer_of
-from lanternpp.training.material.redrawn import redrawn
 from lanternpp.training.pictures import to_bytes
 from lanternpp.training.run import Task, TrainingOptions, averaged, run
 from lanternpp.training.task import check_rates
 from lanternpp.util import files
+from redrawn import redrawn
 
 SMALL_SIDE = 0.75  # of the side: half the work, so more pictures are seen in the same time
 SAMPLE_PICTURES = 8  # pictures of a sample sheet
@@ -41,16 +45,16 @@ SAMPLE_PICTURES = 8  # pictures of a sample sheet
 class ClassifierSettings:
     """Hyperparameters: all that decides the result, except the budget and the machine."""
 
-    batch_size: int = 64
-    lr: float = 3e-3
-    seed: int = 0
-    redrawn: int = 4096  # training pictures that are encoded and decoded by the tokenizer
-    share: float = 0.33  # share of a step's pictures that are redrawn
-    words: float = 1.0  # weight of the caption words beside the label
-    small: float = 0.6  # share of the budget that trains on smaller pictures
-    weight_decay: float = 0.05
-    decay: float = 0.998
-    warmup: int = 100
+    batch_size: Annotated[int, about("Pictures a step.")] = 64
+    lr: Annotated[float, about("Peak learning rate.")] = 3e-3
+    redrawn: Annotated[int, about("Training pictures that it also sees as the tokenizer draws them.")] = 4096
+    share: Annotated[float, about("Share of a step's pictures that are redrawn.")] = 0.33
+    words: Annotated[float, about("Weight of the caption words beside the label.")] = 1.0
+    small: Annotated[float, about("Share of the budget that trains on smaller pictures.")] = 0.6
+    weight_decay: Annotated[float, about("Weight decay of the matrices.")] = 0.05
+    decay: Annotated[float, about("Of the moving average of the weights, per step.")] = 0.998
+    warmup: Annotated[int, about("Steps of linear warm-up.")] = 100
+    seed: Annotated[int, about("Seed of weights, data order and noise.")] = 0
 
     def __post_init__(self) -> None:
         if self.batch_size < 2:
@@ -250,3 +254,19 @@ def write_features(model: Path, files: list[Path], texts: list[str]) -> None:
         classifier.features(part.float() / 127.5 - 1) for part in squares(photos, classifier.config.size, 64)
     ]
     write_reference(model, classifier, torch.cat(parts), texts)
+
+
+def main(
+    *,
+    data: Data,
+    model: Model,
+    limit: Limit = None,
+    settings: Annotated[ClassifierSettings, Flat] = ClassifierSettings(),
+    run: Annotated[Run, Flat] = Run(store="int8"),
+) -> bool:
+    """Train a classifier of drawn pictures: it names their labels and gives features to compare them by. Needs a tokenizer."""
+    return train(data, model, {}, settings, run.options(model / CLASSIFIER), limit)
+
+
+if __name__ == "__main__":
+    script(main)

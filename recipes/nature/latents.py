@@ -1,11 +1,9 @@
-"""Training of a continuous target: the next latent of a picture, given a caption's words and the latents so far."""
+"""Trainings of targets over latents, with a mixture of Gaussians or a diffusion head at every place."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +13,10 @@ from lanternpp.continuous.diffusion import KIND as DIFFUSION
 from lanternpp.continuous.diffusion import DiffusionConfig, DiffusionTarget
 from lanternpp.continuous.mixture import GaussianMixture
 from lanternpp.continuous.target import KIND, ContinuousConfig, ContinuousTarget, LatentTarget
-from lanternpp.errors import InputError
 from lanternpp.models.prompted import PromptedTarget
-from lanternpp.models.vq.folder import read_kl
 from lanternpp.models.vq.kl import KL
-from lanternpp.training.first_weights import begin_target, init_weights, same_codes
-from lanternpp.training.material.codes import read_codes, tokenizer_of
-from lanternpp.training.run import TrainingOptions, run
-from lanternpp.training.target import (
-    TargetSettings,
-    TargetTask,
-    check_shape,
-    code_logits,
-    read_start,
-    vocabulary,
-)
-from lanternpp.util.schema import checked, hints
+from weights import begin_target, init_weights, same_codes
+from words import TargetTask, code_logits
 
 TIMES = 4  # at which a diffusion head learns from a latent in a step
 FITTED = 32  # pictures by which the map of latents is fitted to that of another model
@@ -136,36 +122,3 @@ class DiffusionTask(LatentTask):
     def cost(self, params: Tensor, latents: Tensor) -> Tensor:
         """The denoising loss."""
         return denoising_loss(self.model.denoiser, params, latents, TIMES)
-
-
-def train(
-    data: Path,
-    model: Path,
-    shape: dict[str, Any],
-    settings: TargetSettings,
-    options: TrainingOptions,
-    crops: int = 2,
-    limit: int | None = None,
-    diffusion: bool = False,
-    weights_of: Path | None = None,
-    **head: int,
-) -> bool:
-    """Train `model/target` on the latents of `data`; False if interrupted. As `target.train`. InputError.
-
-    diffusion: whether it has a diffusion head instead of a mixture. head: `components` of a mixture, or
-    `denoising_steps`, `denoiser_width` and `denoiser_blocks` of a diffusion head.
-    """
-    check_shape(shape)
-    if settings.corrupt:
-        raise InputError(
-            f"corrupt {settings.corrupt} replaces codes, and this head reads latents: leave it out."
-        )
-    kind, task = (DiffusionConfig, DiffusionTask) if diffusion else (ContinuousConfig, ContinuousTask)
-    for name, value in head.items():
-        checked(name.replace("_", " "), value, hints(kind)[name])
-    start, settings = read_start(weights_of, settings)
-    kl = read_kl(tokenizer_of(model))
-    codes = read_codes(data, model, crops, options.device, limit)
-    fields = {"slots": 8, **shape, **vocabulary(codes, shape.get("slots", 8)), **head}
-    fields |= {"grid": kl.config.grid, "channels": kl.config.dim}
-    return run(task(kind(**fields), settings, codes, kl, options.device, start), options)

@@ -1,41 +1,41 @@
-"""Training of the target: the next code of a picture, given a caption's words and the codes so far."""
+"""The training of a target over codes: a caption's words and the codes so far -> the next code."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from captions import one_per_subject, word_ids
+from common import about
 from lanternpp.accept.exact import Exact
-from lanternpp.api.model import pack_target, read_target
+from lanternpp.api.model import pack_target
 from lanternpp.continuous.engine import engine_for
 from lanternpp.engine.batching import generate
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.models.prompted import PromptedConfig, PromptedTarget
-from lanternpp.models.vq.folder import read_vq
 from lanternpp.models.vq.model import VQ, Autoencoder
 from lanternpp.models.words import WordsConfig, WordsTarget
 from lanternpp.nn.checkpoints import checksum
 from lanternpp.nn.decoder import causal_mask
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.training import hardware
-from lanternpp.training.captions import one_per_subject, vocabulary, word_ids
 from lanternpp.training.data import BatchSampler, evenly_spaced
-from lanternpp.training.first_weights import begin_target, init_tables, init_weights
-from lanternpp.training.material.codes import Codes, VariantSampler, read_codes, tokenizer_of, unigram
+from lanternpp.training.material.codes import Codes, VariantSampler, unigram
 from lanternpp.training.pictures import sheet
-from lanternpp.training.run import Task, TrainingOptions, averaged, run
+from lanternpp.training.run import Task, averaged
 from lanternpp.training.task import check_rates, muon_and_adamw
 from lanternpp.util.devices import half_width
 from lanternpp.util.files import digest
+from weights import begin_target, init_tables, init_weights
 
 CHECK_PICTURES = 256  # validation pictures measured at a check; at the end all are
 SAMPLE_PICTURES = 4  # pictures drawn at a check
@@ -45,19 +45,16 @@ SAMPLE_PICTURES = 4  # pictures drawn at a check
 class TargetSettings:
     """Hyperparameters: all that decides the result, except the budget and the machine."""
 
-    batch_size: int = 32
-    lr: float = 1.5e-3  # AdamW: tables, prefix, norms
-    muon_lr: float = 2e-3  # Muon: the matrices of the blocks, in AdamW's scale
-    seed: int = 0
-    corrupt: float = 0.0  # share of input codes replaced by random ones
-    drop_captions: float = 0.1  # for classifier-free guidance
-    decay: float = 0.995
-    warmup: int = 100
-    cooldown: float | None = (
-        0.2  # the last share of the budget, over which the rates fall to zero; None: a cosine
-    )
-    cfg: float = 2.5  # of the pictures drawn at the checks
-    weights_of: str | None = None  # what the weights began as, in a word; None: random
+    batch_size: Annotated[int, about("Pictures a step.")] = 32
+    lr: Annotated[float, about("Peak rate of AdamW (tables, prefix, norms).")] = 1.5e-3
+    muon_lr: Annotated[float, about("Peak rate of Muon (matrices), in AdamW's scale.")] = 2e-3
+    corrupt: Annotated[float, about("Share of the codes it reads replaced by random ones.")] = 0.0
+    drop_captions: Annotated[float, about("Share of the captions that are hidden, for guidance.")] = 0.1
+    decay: Annotated[float, about("Of the moving average of the weights, per step.")] = 0.995
+    warmup: Annotated[int, about("Steps of linear warm-up.")] = 100
+    cooldown: Annotated[float, about("Last share of the budget, over which the rates fall to zero.")] = 0.2
+    cfg: Annotated[float, about("Guidance of the sample pictures.")] = 2.5
+    seed: Annotated[int, about("Seed of weights, data order and noise.")] = 0
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -91,7 +88,13 @@ class TargetTask(Task):
         self.config, self.hparams, self.codes, self.device = config, settings, codes, device
         self.data = codes.data
         self.decay, self.warmup, self.cooldown = settings.decay, settings.warmup, settings.cooldown
-        self.settings = {**asdict(config), **asdict(settings), "data": codes.data["codes"]}
+        begun = start and digest(map(checksum, start.state_dict().values()))
+        self.settings = {
+            **asdict(config),
+            **asdict(settings),
+            "weights_of": begun,
+            "data": codes.data["codes"],
+        }
         self.vq = vq.to(device)
         model = self.make()
         if start is not None:
@@ -227,60 +230,3 @@ def corrupt_codes(codes: Tensor, share: float, vocab: int, generator: torch.Gene
         return codes
     other = torch.randint(vocab, codes.shape, generator=generator)
     return torch.where(torch.rand(codes.shape, generator=generator) < share, other, codes)
-
-
-def train(
-    data: Path,
-    model: Path,
-    shape: dict[str, Any],
-    settings: TargetSettings,
-    options: TrainingOptions,
-    crops: int = 2,
-    limit: int | None = None,
-    weights_of: Path | None = None,
-) -> bool:
-    """Train `model/target` on the codes of `data`; False if interrupted.
-
-    shape: dim, layers, heads ... weights_of: the folder of a model of that shape, whose target's weights it begins with.
-    """
-    check_shape(shape)
-    start, settings = read_start(weights_of, settings, codes=True)
-    vq = read_vq(tokenizer_of(model))
-    codes = read_codes(data, model, crops, options.device, limit)
-    config = WordsConfig(
-        **{"slots": 8, **shape, **vocabulary(codes, shape.get("slots", 8))},
-        grid=vq.config.grid,
-        vocab=vq.config.codes,
-        code_dim=vq.config.dim,
-        factored=True,
-    )
-    return run(TargetTask(config, settings, codes, vq, options.device, start), options)
-
-
-def read_start(
-    weights_of: Path | None, settings: TargetSettings, codes: bool = False
-) -> tuple[PromptedTarget | None, TargetSettings]:
-    """The target to begin with if a model is named, and the settings with a hash of its weights. InputError.
-
-    codes: whether it must be one of codes.
-    """
-    if weights_of is None:
-        return None, settings
-    found = read_target(weights_of, torch.float32)
-    if not isinstance(found, WordsTarget if codes else PromptedTarget):
-        what = "a model of codes" if codes else "a model"
-        raise InputError(f"{weights_of} is not {what} that `lanternpp train target` trains.")
-    return found, replace(settings, weights_of=digest(map(checksum, found.state_dict().values())))
-
-
-def check_shape(shape: dict[str, Any]) -> None:
-    """Refuse a shape no decoder can have, before the pictures are read."""
-    for name in ("dim", "layers", "heads", "hidden"):
-        if shape[name] < 1:
-            raise InputError(f"{name} {shape[name]} must be at least 1.")
-    if shape["dim"] % (4 * shape["heads"]):
-        raise InputError(
-            f"dim {shape['dim']} over {shape['heads']} heads: a head's channels must be a multiple of 4."
-        )
-    if not 0 <= shape.get("dropout", 0.0) < 1:
-        raise InputError(f"dropout {shape['dropout']} is a share: 0 or more, and below 1.")

@@ -13,24 +13,17 @@ from typing import Any
 import pytest
 import torch
 
+from captions import one_per_subject, vocabulary, word_ids
 from lanternpp.api.model import read_target
 from lanternpp.errors import InputError
 from lanternpp.models.vq.folder import read_vq
 from lanternpp.training.data import BatchSampler
-from lanternpp.training.first_weights import init_weights
 from lanternpp.training.material import codes as cache
 from lanternpp.training.material.codes import Codes, Split, VariantSampler, read_codes, unigram
 from lanternpp.training.run import TrainingOptions
-from lanternpp.training.target import (
-    TargetSettings,
-    TargetTask,
-    code_logits,
-    corrupt_codes,
-    one_per_subject,
-    train,
-    vocabulary,
-    word_ids,
-)
+from target import Shape, train
+from weights import init_weights
+from words import TargetSettings, TargetTask, code_logits, corrupt_codes
 
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "hidden": 48}
 CPU = torch.device("cpu")
@@ -47,7 +40,7 @@ def go(
 ) -> bool:
     options = TrainingOptions(model / "target", steps, stop_after=stop, log_steps=1, checks=checks)
     hparams = TargetSettings(**{"batch_size": 4, "warmup": 2, **settings})
-    return train(data, model, SHAPE, hparams, options, crops=1, weights_of=weights_of)
+    return train(data, model, Shape(**SHAPE), hparams, options, crops=1, weights_of=weights_of)
 
 
 def log(model: Path) -> list[dict[str, Any]]:
@@ -113,12 +106,12 @@ def test_a_broken_cache_is_named(data: Path, model: Path) -> None:
 
 
 def test_missing_parts_name_the_command_to_run(data: Path, model: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="run `lanternpp train tokenizer"):
+    with pytest.raises(InputError, match=r"run recipes/nature/tokenizer\.py"):
         go(data, tmp_path / "none")
     with pytest.raises(InputError, match="crops 0"):
         read_codes(data, model, 0, CPU)
     with pytest.raises(InputError, match="dim 30 over 2 heads"):
-        train(data, model, {**SHAPE, "dim": 30}, TargetSettings(), TrainingOptions(tmp_path, 1))
+        Shape(**{**SHAPE, "dim": 30})
     with pytest.raises(InputError, match=r"corrupt 1\.5 is a share"):
         TargetSettings(corrupt=1.5)
 
@@ -276,7 +269,7 @@ def test_training_begins_with_the_weights_of_another_model(data: Path, model: Pa
         train(
             data,
             tmp_path / "other",
-            {**SHAPE, "layers": 1},
+            Shape(**{**SHAPE, "layers": 1}),
             TargetSettings(batch_size=4),
             TrainingOptions(tmp_path / "wider", 1),
             crops=1,

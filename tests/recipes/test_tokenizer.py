@@ -13,15 +13,16 @@ import pytest
 import torch
 from helpers.classifiers import write_classifier
 
+import losses
+import tokenizer
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import read_classifier
 from lanternpp.models.vq.folder import read_vq
 from lanternpp.models.vq.model import VQConfig
-from lanternpp.training import losses, tokenizer
 from lanternpp.training.data import Pictures
-from lanternpp.training.perceptual import Perceptual
 from lanternpp.training.run import STATE, TrainingOptions, set_rate
-from lanternpp.training.tokenizer import TokenizerSettings, TokenizerTask, train
+from losses import Perceptual
+from tokenizer import TokenizerSettings, TokenizerTask, train
 
 TINY = VQConfig(size=32, codes=64, channels=(16, 32), encoder_blocks=(1, 1), decoder_blocks=(1, 1), thin=16)
 
@@ -39,8 +40,8 @@ def go(
     options = TrainingOptions(
         model / "tokenizer", steps, restart=restart, stop_after=stop, log_steps=1, checks=2
     )
-    hparams = TokenizerSettings(**{"batch_size": 4, **settings})
-    return train(data, model, TINY, hparams, options, codes_of=codes_of, classifier_of=classifier_of)
+    hparams = TokenizerSettings(**{"batch_size": 4, "adversarial": False, "perceptual": 0, **settings})
+    return train(data, TINY, hparams, options, codes_of=codes_of, classifier_of=classifier_of)
 
 
 def log(model: Path) -> list[dict[str, Any]]:
@@ -104,7 +105,8 @@ def test_validations_are_part_of_a_budget_in_minutes(
     monkeypatch.setattr(tokenizer, "TokenizerTask", Slow)
     monkeypatch.setattr(time, "monotonic", lambda: Slow.now)
     options = TrainingOptions(tmp_path / "model" / "tokenizer", minutes=2, log_steps=1)
-    assert train(data, tmp_path / "model", TINY, TokenizerSettings(batch_size=4), options)
+    settings = TokenizerSettings(batch_size=4, adversarial=False, perceptual=0.0)
+    assert train(data, TINY, settings, options)
     rows = log(tmp_path / "model")
     assert 110 <= Slow.now <= 122
     checks = [row["step"] for row in rows if "validation" in row]

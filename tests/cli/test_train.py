@@ -1,4 +1,4 @@
-"""`lanternpp train drafter` as its documentation says, on tiny published checkpoints, and what it refuses."""
+"""`lanternpp train` as its documentation says, on tiny published checkpoints, and what it refuses."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def test_a_newcomers_drafter_works_in_compare(name: str, run, shelf: Path) -> No
     refused(run(*relaxed), "comes without a drafter", "train one")
     drawn = run(*compare)
     assert (drawn.code, drawn.err) == (0, "") and "jacobi-coupled (auto: no drafter" in drawn.out
-    done = run("train", "drafter", "--model", name, "--kind", "parallel", *own(name))
+    done = run("train", "--model", name, "--kind", "parallel", *own(name))
     assert done.code == 0, done.err
     assert f"weights in {name}/parallel" in done.err and f"--model {name} --method parallel" in done.err
     refused(run(*relaxed), "for the parallel drafter it has, use --method parallel")
     drawn = run(*compare)
     assert (drawn.code, drawn.err) == (0, "") and "parallel (auto: " in drawn.out
-    done = run("train", "drafter", "--model", name, *own(name))
+    done = run("train", "--model", name, *own(name))
     assert done.code == 0 and f"weights in {name}/drafter" in done.err
     assert "drawing" not in done.err, "the pictures were drawn for the other drafter"
     drawn = run(*relaxed)  # as the README has it, with no option that a small codebook would need
@@ -88,7 +88,7 @@ def test_a_newcomers_drafter_works_in_compare(name: str, run, shelf: Path) -> No
 
 @pytest.mark.parametrize("kind", ["eagle", "parallel"])
 def test_a_drafter_elsewhere_is_named(kind: str, run, shelf: Path) -> None:
-    done = run("train", "drafter", "--model", "janus", "--kind", kind, "--out", "mine", *own("janus"))
+    done = run("train", "--model", "janus", "--kind", kind, "--out", "mine", *own("janus"))
     assert done.code == 0 and f"--drafter mine --method {kind}" in done.err
     assert not (shelf / "janus" / "drafter").exists()
     compare = ("compare", PROMPT["janus"], "--model", "janus", "--runs", 1, "--method", kind, "--json")
@@ -98,7 +98,7 @@ def test_a_drafter_elsewhere_is_named(kind: str, run, shelf: Path) -> None:
 
 
 def test_a_corrupt_photo_is_named_once_and_left_out(run, shelf: Path, photos: Path) -> None:
-    train = ("train", "drafter", "--model", "janus", "--data", "photos", "--crops", 1, *SMALL)
+    train = ("train", "--model", "janus", "--data", "photos", "--crops", 1, *SMALL)
     (photos / "train" / "004.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
     done = run(*train)
     assert done.code == 0 and "encoding 99 pictures" in done.err
@@ -114,7 +114,7 @@ def test_a_corrupt_photo_is_named_once_and_left_out(run, shelf: Path, photos: Pa
 
 
 def test_a_folder_without_captions_is_refused(run, shelf: Path, photos: Path) -> None:
-    train = ("train", "drafter", "--model", "janus", *SMALL)
+    train = ("train", "--model", "janus", *SMALL)
     (photos / "train" / "metadata.jsonl").write_text("")
     refused(run(*train, "--data", "photos"), "names none of the 100 pictures")
     (photos / "train" / "metadata.jsonl").write_text('{"file_name": "000.png"}\n')
@@ -128,7 +128,7 @@ def test_a_folder_without_captions_is_refused(run, shelf: Path, photos: Path) ->
 def test_other_settings_are_named_before_anything_is_drawn_or_encoded(
     run, shelf: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train = ("train", "drafter", "--model", "janus", *own("janus"))
+    train = ("train", "--model", "janus", *own("janus"))
     assert run(*train).code == 0
     before = {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
     for module, name in ((samples, "generate"), (codes, "encode")):
@@ -144,7 +144,6 @@ def test_other_settings_are_named_before_anything_is_drawn_or_encoded(
 def test_rollouts_end_once_and_go_on_from_their_end_when_asked(run, shelf: Path) -> None:
     base = (
         "train",
-        "drafter",
         "--model",
         "t2i",
         "--kind",
@@ -183,7 +182,7 @@ def test_rollouts_end_once_and_go_on_from_their_end_when_asked(run, shelf: Path)
 
 
 def test_options_of_the_other_kind_and_a_method_without_runs_are_refused(run, shelf: Path) -> None:
-    train = ("train", "drafter", "--model", "janus", *own("janus"))
+    train = ("train", "--model", "janus", *own("janus"))
     refused(run(*train, "--levels", 9), "--levels is for drafters of --kind parallel")
     refused(run(*train, "--muon-lr", 0.1), "--muon-lr is for drafters of --kind parallel")
     refused(run(*train, "--kind", "parallel", "--rounds", 2), "--rounds is for drafters of --kind eagle")
@@ -205,7 +204,7 @@ def weights(folder: Path) -> dict[str, list[float]]:
 def test_a_full_disk_is_one_sentence_and_the_training_goes_on_later(
     kind: str, run, shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train = ("train", "drafter", "--model", "janus", "--kind", kind, *own("janus"))
+    train = ("train", "--model", "janus", "--kind", kind, *own("janus"))
     place = shelf / "janus" / ("drafter" if kind == "eagle" else kind)
     enter = files.replacing.__enter__
 
@@ -226,8 +225,8 @@ def test_a_full_disk_is_one_sentence_and_the_training_goes_on_later(
 
 
 def test_a_drafter_of_another_target_is_refused_or_warned_of(run, shelf: Path) -> None:
-    assert run("train", "drafter", "--model", "t2i", *own("t2i")).code == 0
-    assert run("train", "drafter", "--model", "janus", *own("janus")).code == 0
+    assert run("train", "--model", "t2i", *own("t2i")).code == 0
+    assert run("train", "--model", "janus", *own("janus")).code == 0
     for verb in (("compare", "a red tulip"), ("tune", "--prompts", "prompts.txt", "--no-plots")):
         refused(
             run(*verb, "--model", "janus", "--drafter", "t2i/drafter"),
@@ -238,4 +237,4 @@ def test_a_drafter_of_another_target_is_refused_or_warned_of(run, shelf: Path) -
     save_file({name: x.flip(0) for name, x in tensors.items()}, target, metadata={"format": "pt"})
     drawn = run("compare", PROMPT["janus"], "--model", "janus", "--runs", 1)
     assert drawn.code == 0 and "trained for another target than this one" in drawn.err
-    refused(run("train", "drafter", "--model", "janus", *own("janus")), "target '", "the target's weights")
+    refused(run("train", "--model", "janus", *own("janus")), "target '", "the target's weights")

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from captions import split_words
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import ClassifierConfig
-from lanternpp.training.captions import split_words
 from lanternpp.training.data import Pictures
 
 COMMON = 0.01  # a word is learned where at least this share of the captions says it

@@ -1,0 +1,156 @@
+"""Trains a target: the next code or latent of a picture, given a caption's words and those before. Needs a tokenizer.
+
+python recipes/nature/target.py --data photos --model my-model --minutes 120
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+
+from captions import vocabulary
+from common import Crops, Data, Flat, Limit, Model, Run, about, script
+from lanternpp.api.model import model_folder, read_target
+from lanternpp.continuous.diffusion import DiffusionConfig
+from lanternpp.continuous.target import ContinuousConfig
+from lanternpp.errors import InputError
+from lanternpp.models.prompted import PromptedTarget
+from lanternpp.models.vq.folder import read_kl, read_vq
+from lanternpp.models.words import WordsConfig, WordsTarget
+from lanternpp.training.material.codes import read_codes, tokenizer_of
+from lanternpp.training.run import TrainingOptions, run
+from lanternpp.util.schema import checked, hints
+from latents import ContinuousTask, DiffusionTask
+from words import TargetSettings, TargetTask
+
+SLOTS = 8  # words of a caption that a target reads, at least
+OF_HEAD = {
+    "components": "mixture",
+    "denoising_steps": "diffusion",
+    "denoiser_width": "diffusion",
+    "denoiser_blocks": "diffusion",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of the network."""
+
+    dim: Annotated[int, about("Width.")] = 384
+    layers: Annotated[int, about("Blocks.")] = 14
+    heads: Annotated[int, about("Attention heads.")] = 6
+    hidden: Annotated[int, about("Width inside a block's SwiGLU.")] = 1024
+    dropout: Annotated[float, about("Dropout inside the blocks.")] = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "layers", "heads", "hidden"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} {getattr(self, name)} must be at least 1.")
+        if self.dim % (4 * self.heads):
+            raise InputError(
+                f"dim {self.dim} over {self.heads} heads: a head's channels must be a multiple of 4."
+            )
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"dropout {self.dropout} is a share: 0 or more, and below 1.")
+
+
+@dataclass(frozen=True)
+class Head:
+    """What predicts a latent."""
+
+    components: Annotated[int | None, about("mixture: Gaussians at every place. [default: 16]")] = None
+    denoising_steps: Annotated[
+        int | None, about("diffusion: steps that a latent is drawn in; 8 to 25 are usual. [default: 10]")
+    ] = None
+    denoiser_width: Annotated[int | None, about("diffusion: width of the head. [default: 256]")] = None
+    denoiser_blocks: Annotated[int | None, about("diffusion: layers of the head. [default: 3]")] = None
+
+    def given(self, head: str) -> dict[str, int]:
+        """The options given. InputError where one is of another head."""
+        found = {name: value for name, value in asdict(self).items() if value is not None}
+        for name, value in found.items():
+            if OF_HEAD[name] != head:
+                option = name.replace("_", "-")
+                raise InputError(f"--{option} {value} is of --head {OF_HEAD[name]}: leave it out.")
+        return found
+
+
+def train(
+    data: Path,
+    model: Path,
+    shape: Shape,
+    settings: TargetSettings,
+    options: TrainingOptions,
+    crops: int = 2,
+    limit: int | None = None,
+    weights_of: Path | None = None,
+    head: str = "softmax",
+    own: Head = Head(),
+) -> bool:
+    """Train `model/target` on the codes or latents of `data`; False if interrupted. InputError.
+
+    weights_of: the folder of a model of that shape, with whose target's weights it begins.
+    """
+    given = own.given(head)
+    of_codes = head == "softmax"
+    if settings.corrupt and not of_codes:
+        raise InputError(
+            f"corrupt {settings.corrupt} replaces codes, and this head reads latents: leave it out."
+        )
+    config: Any = {"softmax": WordsConfig, "mixture": ContinuousConfig, "diffusion": DiffusionConfig}[head]
+    for name, value in given.items():
+        checked(name.replace("_", " "), value, hints(config)[name])
+    start: PromptedTarget | None = None
+    if weights_of is not None:
+        found = read_target(weights_of, torch.float32)
+        if not isinstance(found, WordsTarget if of_codes else PromptedTarget):
+            what = "a model of codes" if of_codes else "a model"
+            raise InputError(f"{weights_of} is not {what} that this script trains.")
+        start = found
+    place = tokenizer_of(model)
+    vq: Any
+    fields = {**asdict(shape), **given}
+    if of_codes:
+        vq = read_vq(place)
+        fields |= {"vocab": vq.config.codes, "code_dim": vq.config.dim, "factored": True}
+    else:
+        vq = read_kl(place)
+        fields |= {"channels": vq.config.dim}
+    codes = read_codes(data, model, crops, options.device, limit)
+    task: Any = {"softmax": TargetTask, "mixture": ContinuousTask, "diffusion": DiffusionTask}[head]
+    made = config(**fields, **vocabulary(codes, SLOTS), grid=vq.config.grid)
+    return run(task(made, settings, codes, vq, options.device, start), options)
+
+
+def main(
+    *,
+    data: Data,
+    model: Model,
+    head: Annotated[
+        Literal["softmax", "mixture", "diffusion"],
+        about(
+            "softmax: over codes; mixture: of Gaussians, over latents of a tokenizer of --kind kl; diffusion: over such "
+            "latents too, each drawn in some denoising steps."
+        ),
+    ] = "softmax",
+    weights_of: Annotated[
+        str | None, about("A model of the same width and depth whose weights it begins with.")
+    ] = None,
+    crops: Crops = 2,
+    limit: Limit = None,
+    shape: Annotated[Shape, Flat] = Shape(),
+    own: Annotated[Head, Flat] = Head(),
+    settings: Annotated[TargetSettings, Flat] = TargetSettings(),
+    run: Annotated[Run, Flat] = Run(),
+) -> bool:
+    """Train a target: codes or latents from captions, one after another. Needs a trained tokenizer."""
+    options = run.options(model / "target")
+    start = None if weights_of is None else model_folder(weights_of)
+    return train(data, model, shape, settings, options, crops, limit, start, head, own)
+
+
+if __name__ == "__main__":
+    script(main)

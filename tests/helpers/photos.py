@@ -1,0 +1,93 @@
+"""A tiny imagefolder of coloured shapes, a tokenizer for it, and the commands that train on them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from common import script
+from lanternpp.cli import main
+from lanternpp.models.vq.model import VQ, VQConfig
+from lanternpp.nn import checkpoints
+from lanternpp.training.pictures import to_bytes
+
+
+def draw(folder: Path, count: int, size: tuple[int, int] = (40, 36)) -> None:
+    """`count` pictures, red or blue squares on a gradient, with metadata.jsonl."""
+    generator = torch.Generator().manual_seed(count)
+    rows = []
+    for number in range(count):
+        colour = ("red", "blue")[number % 2]
+        height, width = size
+        image = torch.linspace(-1, 1, width).expand(1, 3, height, width).clone() * 0.5
+        row, column = torch.randint(4, 20, (2,), generator=generator).tolist()
+        image[0, :, row : row + 12, column : column + 12] = -0.8
+        image[0, 0 if colour == "red" else 2, row : row + 12, column : column + 12] = 0.9
+        name = f"{colour}/{number:03d}.png"
+        (folder / colour).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(to_bytes(image)[0].numpy()).save(folder / name)
+        rows.append({"file_name": name, "text": f"a photo of a {colour} square", "label": colour})
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="session")
+def paint() -> Callable[[Path, int], None]:
+    """Writes a folder of that many captioned pictures."""
+    return draw
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """train/ with 12 pictures, val/ with 4."""
+    draw(tmp_path / "data" / "train", 12)
+    draw(tmp_path / "data" / "val", 4)
+    return tmp_path / "data"
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained tokenizer's folder: 4 x 4 codes of 64, untrained in fact."""
+    torch.manual_seed(0)
+    config = VQConfig(
+        size=32, codes=64, channels=(16, 16, 32), encoder_blocks=(1,) * 3, decoder_blocks=(1,) * 3
+    )
+    folder = tmp_path_factory.mktemp("tokenizer")
+    checkpoints.save(folder, {"kind": "vq", **asdict(config)}, VQ(config).weights())
+    return folder
+
+
+@pytest.fixture
+def model(tokenizer: Path, tmp_path: Path) -> Path:
+    """A model folder with a tokenizer and nothing else."""
+    shutil.copytree(tokenizer, tmp_path / "model" / "tokenizer")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def twin(model: Path, tmp_path: Path) -> Path:
+    """Another like `model`."""
+    shutil.copytree(model, tmp_path / "twin")
+    return tmp_path / "twin"
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `lanternpp`, or the script of a stage, with some arguments in an empty folder: (status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("lanternpp.training.rates.PASSES", 10)
+
+    def run(name: str, *args: object) -> tuple[Any, str, str]:
+        words = [str(arg) for arg in args]
+        with pytest.raises(SystemExit) as end:
+            main(words) if name == "lanternpp" else script(import_module(name).main, words)
+        return end.value.code, *capsys.readouterr()
+
+    return run

@@ -1,0 +1,138 @@
+"""Every stage by its script, from photos to a picture, at toy size; and what a script refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from lanternpp.api.model import read_target
+
+SMALL = ("--steps", 2, "--checks", 1, "--batch-size", 4, "--limit", 4)
+SHAPE = ("--dim", 32, "--layers", 1, "--heads", 2, "--hidden", 48)
+BASE = ("--data", "data", "--model", "mine", *SMALL)
+LATENTS = ("--kind", "kl", "--size", 32, "--channels", 4)
+DENOISER = ("--head", "diffusion", "--denoising-steps", 3, "--denoiser-width", 16, "--denoiser-blocks", 1)
+
+
+@pytest.fixture
+def done(command, data: Path):
+    """Runs a command that must end well: what it printed."""
+
+    def run(*args: object) -> str:
+        status, out, err = command(*args)
+        assert status == 0, err
+        return out
+
+    return run
+
+
+@pytest.fixture
+def refused(command, data: Path):
+    """Runs a command that must be refused in one line: that line."""
+
+    def run(*args: object) -> str:
+        status, out, err = command(*args)
+        assert (status, out) == (2, "") and err.splitlines()[-1].startswith("lanternpp: error: "), err
+        return err.splitlines()[-1]
+
+    return run
+
+
+def test_codes_from_photos_to_a_picture_and_on_to_larger_ones(done, refused) -> None:
+    """4 pixels a code, and a side that is no power of two: 7 x 7 codes of 28 x 28 pixels."""
+    done("tokenizer", *BASE, "--size", 28, "--down", 4, "--codes", 64, "--classifier-of", "nature-128")
+    done("target", *BASE, *SHAPE)
+    assert json.loads(Path("mine/target/config.json").read_text())["grid"] == 7
+    done("classifier", *BASE, "--redrawn", 2)
+    assert Path("mine/classifier/reference.safetensors").is_file()
+    window = ("--method", "jacobi-coupled", "--window", 3, "--alternatives", 1, "--window-rows", 3)
+    draw = ("lanternpp", "generate", "a red square", "--model")
+    figures = json.loads(done(*draw, "mine", *window, "--json"))
+    assert figures["settings"]["window_rows"] == 3 and figures["settings"]["verify"] == "traversal"
+    assert sum(figures["accepted_per_pass"]) == 49
+    assert "window_rows 8: the model's pictures have 7 rows" in refused(
+        *draw, "mine", "--method", "jacobi", "--window-rows", 8
+    )
+    # The same codes for larger pictures, and a target that begins with the smaller one's weights.
+    larger = ("--data", "data", "--model", "larger", *SMALL)
+    done("tokenizer", *larger, "--codes-of", "mine", "--size", 36, "--perceptual", 0)
+    done("target", *larger, *SHAPE, "--weights-of", "mine", "--lr", 1e-9, "--muon-lr", 1e-9)
+    tables = [read_target(Path(name), torch.float32).codes_in.table for name in ("mine", "larger")]
+    assert torch.allclose(*tables, atol=1e-4), "the codes are not the same ones"
+    done(*draw, "larger", "-o", "large.png", "--json")
+    assert Image.open("large.png").size == (36, 36)
+
+
+@pytest.mark.parametrize("head", [("--head", "mixture", "--components", 3), DENOISER])
+def test_latents_from_photos_to_a_comparison(head: tuple[object, ...], done, refused) -> None:
+    done("tokenizer", *BASE, *LATENTS, "--perceptual", 0, "--no-adversarial")
+    done("target", *BASE, *head, *SHAPE)
+    draw = ("a red square", "--model", "mine")
+    assert json.loads(done("lanternpp", "generate", *draw, "--json"))["method"] == "ar"
+    train = ("lanternpp", "train", *BASE)
+    assert "--kind eagle" in refused(*train, "--kind", "parallel")
+    done(*train)
+    rules = ("exact", "cspd") if head is DENOISER else ("exact",)
+    for rule in rules:
+        found = json.loads(
+            done(
+                "lanternpp",
+                "compare",
+                *draw,
+                "--runs",
+                1,
+                "--cfg",
+                2,
+                "--method",
+                "eagle",
+                "--accept",
+                rule,
+                "--json",
+            )
+        )
+        ar, eagle = found["methods"]
+        assert (ar["passes"], eagle["method"], eagle["settings"]["tree"]) == (16, "eagle", "chain-4")
+        assert eagle["codes"] == 16 and eagle["passes"] <= 16
+    listed = json.loads(done("lanternpp", "models", "--model", "mine", "--json"))["methods"]
+    assert {row["name"]: row["tree"] for row in listed if row["fits"]} == {"ar": None, "eagle": "chain-4"}
+    for options, said in (
+        (("--method", "eagle", "--tree", "eagle-25"), "chain"),
+        (("--method", "eagle", "--verify", "block"), "--verify token"),
+        (("--method", "jacobi-coupled"), "--method ar"),
+        (("--method", "eagle", "--accept", "cool", "--delta", 1.5), "--accept exact"),
+        (("--method", "lantern++"), "no codebook"),
+        (("--temperature", 0), "temperature 0"),
+        (("--top-k", 5), "top-k 5"),
+        (("--top-p", 0.9), "top-p 0.9"),
+    ):
+        assert said in refused("lanternpp", "generate", *draw, *options), options
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "named"),
+    [
+        ("tokenizer", ("--down", 5), "5 pixels a code: a tokenizer has 4, 8, 16"),
+        ("tokenizer", ("--size", 30, "--down", 4), "size 30 is not a multiple of 4"),
+        ("tokenizer", ("--codes-of", "nature-128", "--down", 4), "--down and --codes are those of"),
+        ("tokenizer", ("--codes-of", "nature-128", "--size", 100), "size 100 is not a multiple of 8"),
+        ("tokenizer", ("--channels", 4), "--channels 4 is of tokenizers of --kind kl"),
+        ("tokenizer", ("--lr", 2), "lr 2.0 must be between 0 and 1"),
+        ("target", SHAPE, "holds no tokenizer: run recipes/nature/tokenizer.py"),
+        ("target", ("--head", "diffusion", "--components", 3), "--components 3 is of --head mixture"),
+        (
+            "target",
+            ("--head", "mixture", "--denoising-steps", 3),
+            "--denoising-steps 3 is of --head diffusion",
+        ),
+        ("target", ("--denoiser-width", 16), "--denoiser-width 16 is of --head diffusion"),
+        ("target", ("--head", "diffusion", "--denoising-steps", 0), "denoising steps 0"),
+        ("target", ("--dim", 30), "dim 30 over 6 heads"),
+        ("classifier", (), "holds no tokenizer"),
+    ],
+)
+def test_what_no_stage_can_do_is_one_sentence(stage: str, options, named: str, refused) -> None:
+    assert named in refused(stage, *BASE, *options)
