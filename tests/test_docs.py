@@ -107,3 +107,10 @@ def test_a_notebook_runs_and_is_kept_without_outputs(path: Path, tmp_path: Path,
     client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     assert any(output.output_type == "display_data" for cell in code for output in cell.outputs)
+
+
+def test_every_file_that_the_architecture_names_is_there() -> None:
+    page, source = (ROOT / "ARCHITECTURE.md").read_text(), ROOT / "src" / "lanternpp"
+    named = set(re.findall(r"`((?:[\w]+/)*[\w.]+\.(?:py|c))`", page))
+    missing = [path for path in named if not any(source.rglob(path)) and not (ROOT / path).exists()]
+    assert named and not missing, f"ARCHITECTURE.md names {sorted(missing)}, which are no files"
