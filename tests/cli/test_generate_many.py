@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import signal
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from helpers.models import write_model
@@ -19,8 +17,7 @@ from PIL import Image
 
 from lanternpp.cli import with_values
 from lanternpp.jobs import cluster
-from lanternpp.jobs.renderer import RefusedPrompt, Renderer
-from lanternpp.util import names
+from lanternpp.jobs.renderer import Renderer
 
 PROMPTS = ["red tulip", "a tulip", "a photo of a red tulip", "a photo of a tulip", "the red, red tulip"]
 
@@ -143,7 +140,7 @@ def test_a_picture_damaged_inside_is_drawn_again(job, elsewhere: Path) -> None:
 def test_a_job_has_its_folder_for_itself(job, run, model, requested, elsewhere: Path, monkeypatch) -> None:
     reported = []
 
-    def second(renderer: Renderer, prompts: list[str]) -> tuple[list[RefusedPrompt], list[str]]:
+    def second(renderer: Renderer, prompts: list[str]) -> tuple[dict[str, str], list[str]]:
         """Another process begins while the first is about to draw."""
         command = [
             sys.executable,
@@ -155,7 +152,7 @@ def test_a_job_has_its_folder_for_itself(job, run, model, requested, elsewhere: 
         ]
         command += ["--prompts", requested, "--model", model, "--temperature", "0.5"]
         reported.append(subprocess.run(command, capture_output=True, text=True))
-        return [], []
+        return {}, []
 
     monkeypatch.setattr(Renderer, "check", second)
     assert job("--out", "new/out").code == 0
@@ -164,37 +161,6 @@ def test_a_job_has_its_folder_for_itself(job, run, model, requested, elsewhere: 
     assert f"new/out is being filled by another process ({os.getpid()} on " in other.stderr
     assert len(contents(elsewhere / "new/out")) == 10  # and nothing else
     assert "nothing to draw" in job("--out", "new/out").out
-
-
-def test_prompts_whose_short_hashes_agree_have_files_of_their_own(
-    run, model, elsewhere: Path, monkeypatch
-) -> None:
-    def colliding(data: bytes) -> SimpleNamespace:
-        """The first 32 bits of every prompt's hash are the same."""
-        return SimpleNamespace(hexdigest=lambda: "c0ffee00" + hashlib.sha256(data).hexdigest()[8:])
-
-    monkeypatch.setattr(names, "hashlib", SimpleNamespace(sha256=colliding))
-    (elsewhere / "two.txt").write_text("red tulip\nRed tulip\n")
-    assert run("generate", "--prompts", "two.txt", "--model", model, "--out", "out").code == 0
-    made = [Image.open(path).text["prompt"] for path in (elsewhere / "out").iterdir()]
-    assert sorted(made) == ["Red tulip", "red tulip"]
-
-
-def test_pictures_under_the_names_of_earlier_versions_are_known(job, elsewhere: Path) -> None:
-    job("--out", "out")
-    whole = contents(elsewhere / "out")
-    for path in sorted((elsewhere / "out").iterdir()):
-        words, mark, seed = path.stem.rsplit("-", 2)
-        path.rename(path.with_name(f"{words}-{mark[:8]}-{seed}.png"))
-    older = contents(elsewhere / "out")
-    assert not older.keys() & whole.keys()
-    assert "nothing to draw" in job("--out", "out").out
-    refused = job("--out", "out", "--temperature", 0.5)
-    assert refused.code == 2 and "was drawn with other settings" in refused.err
-    assert contents(elsewhere / "out") == older
-    assert job("--out", "out", "--temperature", 0.5, "--overwrite").code == 0
-    after = contents(elsewhere / "out")
-    assert after.keys() == older.keys() and after != older
 
 
 def test_other_settings_do_not_mix(job, elsewhere: Path) -> None:

@@ -19,9 +19,8 @@ from lanternpp.cli.terminal import progress_bar, tell_effect
 from lanternpp.errors import InputError
 
 if TYPE_CHECKING:
-    from lanternpp.jobs.job import Totals
     from lanternpp.jobs.renderer import Renderer
-    from lanternpp.jobs.worker_pool import WorkerPool
+    from lanternpp.jobs.workers import WorkerPool
 
 _many = partial(typer.Option, rich_help_panel="Many pictures")
 ray_option = partial(typer.Option, rich_help_panel="Ray")
@@ -102,9 +101,8 @@ def draw(given: ManyOptions, n: int, seed: int, as_json: bool, options: DrawOpti
     """Do the job and print its summary. Raises InputError."""
     assert given.prompts and given.out
     from lanternpp.evaluation.prompts import read_prompts
-    from lanternpp.jobs.job import run
-    from lanternpp.jobs.lock import locked
-    from lanternpp.jobs.planned_images import plan_images
+    from lanternpp.jobs.job import locked, run
+    from lanternpp.jobs.plan import plan_images
 
     planned = plan_images(read_prompts(given.prompts, given.prompts), n, seed)
     with (
@@ -112,12 +110,16 @@ def draw(given: ManyOptions, n: int, seed: int, as_json: bool, options: DrawOpti
         open_renderer(given, with_full_paths(options)) as renderer,
         progress_bar("drawing") as progress,
     ):
-        tell_effect(renderer.effect)
-        totals = run(renderer, planned, given.out, given.prompts, given.overwrite, progress)
+        tell_effect(renderer.info.effect)
+        stats, skipped = run(renderer, planned, given.out, given.prompts, given.overwrite, progress)
+    row = stats.to_json() | {"skipped": skipped, "folder": str(given.out)}
     if as_json:
-        typer.echo(json.dumps(totals.to_json() | {"folder": str(given.out)}))
+        typer.echo(json.dumps(row))
+    elif not stats.images:
+        typer.echo(f"{given.out}: nothing to draw, all {skipped} pictures are there")
     else:
-        typer.echo(summary(totals, given.out))
+        there = [f"{skipped} were there already"] if skipped else []
+        typer.echo(f"{given.out}: {', '.join([f'{stats.images} pictures', *there, *figures(row)])}")
 
 
 @contextmanager
@@ -128,7 +130,7 @@ def open_renderer(given: ManyOptions, options: DrawOptions) -> Iterator[Renderer
 
         yield Renderer(options)
         return
-    from lanternpp.jobs.worker_pool import worker_pool
+    from lanternpp.jobs.workers import worker_pool
 
     with worker_pool(given.ray, given.actors, options) as workers:
         yield workers
@@ -142,11 +144,3 @@ def with_full_paths(options: DrawOptions) -> DrawOptions:
         return model if model in MODELS or not Path(model).exists() else str(Path(model).absolute())
 
     return replace(options, model=full(options.model), drafter=options.drafter and full(options.drafter))
-
-
-def summary(totals: Totals, folder: Path) -> str:
-    """The line that is printed at the end."""
-    if totals.codes_per_pass is None:
-        return f"{folder}: nothing to draw, all {totals.skipped} pictures are there"
-    skipped = [f"{totals.skipped} were there already"] if totals.skipped else []
-    return f"{folder}: {', '.join([f'{totals.drawn} pictures', *skipped, *figures(totals.to_json())])}"

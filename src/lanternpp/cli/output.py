@@ -56,7 +56,7 @@ def free_path(path: Path, notes: Mapping[str, str]) -> Path:
     That is one that does not exist, or has only pictures that the PNG with these notes has too.
     """
     from lanternpp.api.picture import png_notes
-    from lanternpp.jobs.planned_images import differences
+    from lanternpp.jobs.plan import differences
 
     for number in itertools.count(1):
         free = path if number == 1 else path.with_stem(f"{path.stem}-{number}")

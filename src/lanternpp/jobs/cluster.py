@@ -10,14 +10,12 @@ import secrets
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from lanternpp.errors import InputError
@@ -36,7 +34,6 @@ QUIET = {
 }
 OTHERS = ("RAY_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_NAMESPACE")  # of a cluster that runs already
 TRIES = 3  # of starting a cluster
-START_SECONDS = 180.0  # in which the processes of a new cluster must have found each other
 STORE = 256 * 2**20  # bytes of shared memory, through which pictures are sent
 
 
@@ -86,46 +83,42 @@ def cluster(address: str, workers: int | None = None) -> Iterator[Any]:
 
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     with ExitStack() as ends:
-        ends.enter_context(ending_on_sigterm())
+        exit_on_sigterm()
         ends.enter_context(redirect_stdout(io.StringIO()))
+        # Ray makes its folder readable for everybody, so it is put inside one that only this user can read.
+        made = tempfile.TemporaryDirectory(prefix="lanternpp-", ignore_cleanup_errors=True)
+        folder = str(Path(ends.enter_context(made), "ray"))
+        ends.callback(ray.shutdown)
         if address == LOCAL:
-            made = tempfile.TemporaryDirectory(prefix="lanternpp-", ignore_cleanup_errors=True)
-            local: dict[str, Any] = {"num_cpus": max(cores(), workers or 1), "object_store_memory": STORE}
-            # Ray makes its folder readable for everybody, so it is put inside one that only this user can read.
-            local["_temp_dir"] = str(Path(ends.enter_context(made), "ray"))
-            ends.callback(ray.shutdown)
-            start(ray, local | quiet)
+            size = {"num_cpus": max(cores(), workers or 1), "object_store_memory": STORE}
+            start(ray, folder, size | quiet)
         else:
-            ends.callback(ray.shutdown)
-            connect(ray, address, quiet)
-        ends.enter_context(ending_on_sigterm())  # Ray has replaced the handler
+            try:
+                ray.init(address=address, **quiet)
+            except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
+                raise InputError(
+                    f"--ray {address}: no Ray cluster answers there ({brief(error)}); start one with `ray start`, or "
+                    f"use --ray {LOCAL}"
+                ) from None
+        exit_on_sigterm()  # Ray has replaced the handler
         yield ray
 
 
-@contextmanager
-def ending_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit inside the block, with the status of a killed process, so that Ray is shut down."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def exit_on_sigterm() -> None:
+    """Let SIGTERM raise SystemExit, with the status of a killed process, so that Ray is shut down."""
 
-    def leave(sig: int, frame: FrameType | None) -> None:
+    def leave(sig: int, frame: object) -> None:
         raise SystemExit(128 + sig)
 
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, leave)
 
 
-def start(ray: Any, options: dict[str, Any]) -> None:
-    """Start a cluster on this machine; tried several times, since on a busy machine its processes may not connect."""
+def start(ray: Any, folder: str, options: dict[str, Any]) -> None:
+    """Start a cluster on this machine, with its files in a folder; tried several times, since on a busy machine its processes may not connect."""
     for attempt in range(1, TRIES + 1):
         try:
-            with longer_start(ray):
-                ray.init(address=LOCAL, include_dashboard=False, **options)
-            folder = options["_temp_dir"]
+            ray.init(address=LOCAL, include_dashboard=False, _temp_dir=folder, **options)
             if not all(node["ObjectStoreSocketName"].startswith(folder) for node in ray.nodes()):
                 raise RuntimeError("it found another cluster's parts")
             return
@@ -136,42 +129,6 @@ def start(ray: Any, options: dict[str, Any]) -> None:
                     f"--ray {LOCAL}: Ray does not start on this machine ({brief(error)}); leave --ray out to do "
                     "without it"
                 ) from None
-
-
-@contextmanager
-def longer_start(ray: Any) -> Iterator[None]:
-    """Give Ray `START_SECONDS` inside the block to start its processes; its own limit of 30 s is too short on a busy machine."""
-    services = ray._private.services
-    look = getattr(services, "get_node", None)
-    until = time.monotonic() + START_SECONDS
-
-    def get_node(*args: Any, **options: Any) -> Any:
-        while True:
-            try:
-                return look(*args, **options)  # type: ignore[misc]
-            except RuntimeError:
-                if time.monotonic() > until:
-                    raise
-            time.sleep(0.2)
-
-    if look is not None:
-        services.get_node = get_node
-    try:
-        yield
-    finally:
-        if look is not None:
-            services.get_node = look
-
-
-def connect(ray: Any, address: str, options: dict[str, Any]) -> None:
-    """Connect to a running cluster. Raises InputError where none answers."""
-    try:
-        ray.init(address=address, **options)
-    except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
-        raise InputError(
-            f"--ray {address}: no Ray cluster answers there ({brief(error)}); start one with `ray start`, or use "
-            f"--ray {LOCAL}"
-        ) from None
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -14,67 +14,61 @@ from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.api.pixels import check_output
 from lanternpp.api.settings import Settings
 from lanternpp.engine.batching import drawing
-from lanternpp.engine.decode import Engine
+from lanternpp.engine.decode import FinishedSample
 from lanternpp.errors import InputError
-from lanternpp.jobs.planned_images import JobInfo, PlannedImage
+from lanternpp.jobs.plan import JobInfo, PlannedImage
 
-BATCH = (
-    8  # the default batch size, whatever the number of pictures: a job that grows keeps its pictures' bytes
-)
+# The default batch size, whatever the number of pictures: a job that grows keeps its pictures' bytes.
+BATCH = 8
 KEPT = 512  # most prompts whose encoding the target keeps between the check and the drawing
-
-
-@dataclass(frozen=True)
-class FinishedPng:
-    """A finished picture as the bytes of a PNG."""
-
-    png: bytes
-    accepted: list[int]  # codes decided by each pass, the prefill first
-    tv_cost: float | None
-
-
-@dataclass(frozen=True)
-class RefusedPrompt:
-    """A prompt that the target refuses, and the reason."""
-
-    prompt: str
-    why: str
 
 
 class Renderer:
     """Draws pictures with one model and one engine. Raises InputError where `options` are wrong.
 
-    settings: the settings to draw with; None: they follow from the options.
+    info: what the pictures have in common; None: that follows from the options.
     """
 
-    def __init__(self, options: DrawOptions, settings: Settings | None = None):
-        self.pipe = Pipeline.from_pretrained(**options.pretrained)
-        check_output(self.pipe.target)
-        given = {"batch_size": BATCH, **options.overrides}
-        self.settings = settings or self._fitted(self.pipe.settings(options.method, **given))
-        self.engine = self._engine(0)  # so that a wrong part is found before anything is drawn
-        noted = self.pipe.describe(self.settings)
-        why, length = self.pipe.chosen(options.method).why, self.pipe.target.length
-        self.info = JobInfo(self.settings.method, self.pipe.name, noted, versions(), length, auto=why)
+    def __init__(self, options: DrawOptions, info: JobInfo | None = None):
+        pipe = self.pipe = Pipeline.from_pretrained(**options.pretrained)
+        check_output(pipe.target)
+        if info is None:
+            settings = self._fitted(
+                pipe.settings(options.method, **{"batch_size": BATCH, **options.overrides})
+            )
+        else:
+            settings = info.settings
+        effect = None if pipe.effect is None else str(pipe.effect)
+        self.info = JobInfo(
+            pipe.name,
+            settings,
+            pipe.describe(settings),
+            versions(),
+            pipe.target.length,
+            pipe.chosen(options.method).why,
+            effect,
+        )
+        self._make_engine(BATCH)  # so that a wrong part is found before anything is drawn
 
     def _fitted(self, settings: Settings) -> Settings:
         """Settings with a fitted draft, as large as a batch may be before the pictures are known."""
         sane = replace(settings, batch_size=batch_size(settings.batch_size, BATCH))
         return replace(self.pipe.fit(sane), batch_size=settings.batch_size)
 
-    def _engine(self, pictures: int) -> Engine:
-        size = batch_size(self.settings.batch_size, max(pictures, BATCH))
-        return self.pipe.new_engine(replace(self.settings, batch_size=size))
+    def _make_engine(self, pictures: int) -> None:
+        size = batch_size(self.info.settings.batch_size, max(pictures, BATCH))
+        self.engine = self.pipe.new_engine(replace(self.info.settings, batch_size=size))
 
-    @property
-    def effect(self) -> str | None:
-        """A sentence on the effect of weights in 8 bits; None: they are not in 8 bits."""
-        return None if self.pipe.effect is None else str(self.pipe.effect)
+    def adopt(self, info: JobInfo) -> None:
+        """Draw what another renderer would draw, which reported this."""
+        changed, self.info = info.settings != self.info.settings, info
+        if changed:
+            self._make_engine(BATCH)
 
     @torch.inference_mode()
-    def check(self, prompts: Sequence[str]) -> tuple[list[RefusedPrompt], list[str]]:
-        """The prompts that the target refuses, and its warnings about the others, each once."""
-        refused = []
+    def check(self, prompts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+        """The prompts that the target refuses, each with the reason, and its warnings about the others, each once."""
+        refused = {}
         self.pipe.target.cache_prompts(min(len(prompts), KEPT))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -82,26 +76,29 @@ class Renderer:
                 try:
                     self.pipe.target.check(prompt)
                 except InputError as error:
-                    refused.append(RefusedPrompt(prompt, str(error)))
+                    refused[prompt] = str(error)
         return refused, list(dict.fromkeys(str(warning.message) for warning in caught))
 
     def render(
         self, images: Sequence[PlannedImage], progress: Callable[[int, int], None] | None = None
-    ) -> Iterator[tuple[int, FinishedPng]]:
-        """Draw pictures; yields (index in `images`, picture) as they finish. Warnings, which `check` gives, are ignored.
+    ) -> Iterator[tuple[int, bytes, FinishedSample]]:
+        """Draw pictures; yields (index in `images`, PNG, sample without its codes) as they finish.
 
-        progress: called with (decided codes, all codes).
+        Warnings, which `check` gives, are ignored. progress: called with (decided codes, all codes).
         """
-        if min(len(images), self.settings.batch_size) > self.engine.batch:
-            self.engine = self._engine(len(images))
+        if min(len(images), self.info.settings.batch_size) > self.engine.batch:
+            self._make_engine(len(images))
         prompts, seeds = [image.prompt for image in images], [image.seed for image in images]
         found = drawing(self.engine, prompts, seeds, progress)
         while True:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                index, harvest = next(found, (0, None))
-            if harvest is None:
+                index, sample = next(found, (0, None))
+            if sample is None:
                 return
-            (image,) = self.pipe.images(harvest.codes[None])
-            png = png_bytes(image, self.info.notes(images[index]))
-            yield index, FinishedPng(png, harvest.accepted, harvest.tv_cost)
+            (image,) = self.pipe.images(sample.codes[None])
+            yield (
+                index,
+                png_bytes(image, self.info.notes(images[index])),
+                replace(sample, codes=torch.empty(0)),
+            )

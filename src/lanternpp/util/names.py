@@ -11,7 +11,7 @@ def slug(prompt: str) -> str:
     return "-".join(re.findall(r"[^\W_]+", prompt.lower()))[:50].strip("-") or "picture"
 
 
-def picture_name(prompt: str, seed: int, bits: int = 64) -> str:
-    """SLUG-HASH-SEED.png: the same for the same prompt and seed, another for any other pair. bits: of the hash."""
-    mark = hashlib.sha256(prompt.encode()).hexdigest()[: bits // 4]
+def picture_name(prompt: str, seed: int) -> str:
+    """SLUG-HASH-SEED.png: the same for the same prompt and seed, another for any other pair."""
+    mark = hashlib.sha256(prompt.encode()).hexdigest()[:16]
     return f"{slug(prompt)}-{mark}-{seed}.png"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lanternpp.api.dials import DRAFT, PARTS, RULE, names
 from lanternpp.api.methods import BASELINE
 from lanternpp.api.picture import notes, png_notes
-from lanternpp.api.settings import SHAPES
+from lanternpp.api.settings import SHAPES, Settings
 from lanternpp.errors import InputError
 from lanternpp.util.jsonfile import parse_json
 from lanternpp.util.names import picture_name
@@ -24,28 +24,28 @@ class PlannedImage:
 
     prompt: str
     seed: int
-    bits: int = 64  # of the prompt's hash in the file name; earlier versions used 32
 
     @property
     def name(self) -> str:
         """The name of its file."""
-        return picture_name(self.prompt, self.seed, self.bits)
+        return picture_name(self.prompt, self.seed)
 
 
 @dataclass(frozen=True)
 class JobInfo:
     """What all pictures of a job have in common."""
 
-    method: str
     model: str
-    settings: Mapping[str, Any]  # as Pipeline.describe gives them
+    settings: Settings
+    noted: dict[str, Any]  # the settings as Pipeline.describe gives them
     versions: Mapping[str, str]
     length: int  # codes of a picture
     auto: str | None = None  # as `Stats.auto`
+    effect: str | None = None  # a sentence on weights in 8 bits; None: they are not in 8 bits
 
     def notes(self, image: PlannedImage) -> dict[str, str]:
         """The text chunks of the PNG of a picture."""
-        return notes(image.prompt, image.seed, self.model, self.settings, self.versions)
+        return notes(image.prompt, image.seed, self.model, self.noted, self.versions)
 
 
 def plan_images(prompts: Sequence[str], n: int, seed: int) -> list[PlannedImage]:
@@ -62,20 +62,14 @@ def missing(
     """
     found = []
     for image in planned:
-        if not (folder / image.name).exists():
-            old_name = replace(image, bits=32)
-            if (png_notes(folder / old_name.name) or {}).get("prompt") != image.prompt:
-                found.append(image)
-                continue
-            image = old_name
         path = folder / image.name
-        existing = png_notes(path)
+        existing = png_notes(path) if path.exists() else None
         differing = None if existing is None else differences(existing, info.notes(image), any_draft=True)
         if existing is None or (differing and overwrite):
             found.append(image)
         elif differing:
             raise InputError(
-                f"{path} was drawn with other settings ({differing}); choose another --out, or replace such "
+                f"{path} was drawn with other settings ({differing}); choose another folder, or replace such "
                 "pictures with --overwrite"
             )
     return found

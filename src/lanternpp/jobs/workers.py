@@ -1,0 +1,136 @@
+"""Renderers on the workers of a Ray cluster, with the interface of one renderer.
+
+Workers send PNGs back as they finish, so they need no file system in common with the caller. Ray starts a worker that died
+again, and has it draw the pictures that it had not sent yet.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lanternpp.api.arguments import DrawOptions
+from lanternpp.engine.decode import FinishedSample
+from lanternpp.errors import InputError
+from lanternpp.jobs.cluster import LOCAL, Share, brief, cluster, share
+from lanternpp.jobs.plan import JobInfo, PlannedImage, differences
+from lanternpp.jobs.renderer import Renderer
+
+CHUNK = 4  # most batches that a worker gets at once
+RESTARTS = 5  # of a worker that died, after which the job fails
+
+
+class RenderWorker:
+    """A renderer in a process of its own, an actor of Ray. info: what the first worker reported; None: this is the first."""
+
+    def __init__(self, options: DrawOptions, threads: int, info: JobInfo | None = None):
+        torch.set_num_threads(threads)
+        self.renderer = Renderer(options, info)
+
+    def info(self) -> JobInfo:
+        """What this worker would draw with."""
+        return self.renderer.info
+
+    def check(self, prompts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+        """As `Renderer.check`."""
+        return self.renderer.check(prompts)
+
+    def render(
+        self, images: Sequence[PlannedImage], info: JobInfo
+    ) -> Iterator[tuple[int, bytes, FinishedSample]]:
+        """As `Renderer.render`. info: what the first worker reported."""
+        self.renderer.adopt(info)
+        yield from self.renderer.render(images)
+
+
+class WorkerPool:
+    """Several workers with the interface of one `Renderer`. Raises InputError where the options are wrong."""
+
+    def __init__(self, ray: Any, options: DrawOptions, actors: int, part: Share, threads: int):
+        self.ray = ray
+        actor = ray.remote(RenderWorker).options(max_restarts=RESTARTS, max_task_retries=-1, **part.options)
+        self._workers = [actor.remote(options, threads)]
+        self.info: JobInfo = self._get(self._workers[0].info.remote())
+        self._workers += [actor.remote(options, threads, self.info) for _ in range(actors - 1)]
+
+    def check(self, prompts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+        """As `Renderer.check`, by the first worker."""
+        found: tuple[dict[str, str], list[str]] = self._get(self._workers[0].check.remote(list(prompts)))
+        return found
+
+    def render(
+        self, images: Sequence[PlannedImage], progress: Callable[[int, int], None] | None = None
+    ) -> Iterator[tuple[int, bytes, FinishedSample]]:
+        """Draw pictures; yields as `Renderer.render`, each once.
+
+        Towards the end workers get fewer pictures at a time, so that they finish at about the same time. progress: called
+        with (decided codes, all codes).
+        """
+        waiting, finished, length = deque(range(len(images))), 0, self.info.length
+        # a worker and the indices of the pictures that it still has to draw; None: it reads its model
+        doing: dict[Any, tuple[Any, dict[int, int] | None]] = {
+            worker.info.remote(): (worker, None) for worker in self._workers
+        }
+        while finished < len(images):
+            (key,), _ = self.ray.wait(list(doing), num_returns=1)
+            worker, left = doing[key]
+            if left is None:
+                self._compare(self._get(key))
+            else:
+                try:
+                    place, png, sample = self._get(next(key))
+                except StopIteration:
+                    waiting.extendleft(left.values())
+                else:
+                    if place in left:
+                        finished += 1
+                        yield left.pop(place), png, sample
+                        if progress:
+                            progress(finished * length, len(images) * length)
+                    continue
+            del doing[key]
+            if indices := [waiting.popleft() for _ in range(self._share(len(waiting)))]:
+                stream = worker.render.remote([images[index] for index in indices], self.info)
+                doing[stream] = worker, dict(enumerate(indices))
+
+    def _share(self, waiting: int) -> int:
+        """How many of the waiting pictures a worker gets: whole batches, fewer towards the end."""
+        batch = self.info.settings.batch_size
+        even = -(-waiting // (len(self._workers) * batch))  # batches if all workers got the same number
+        return min(batch * min(even, CHUNK), waiting)
+
+    def _get(self, ref: Any) -> Any:
+        """A result of a worker. An InputError of its code is raised again, any other error as RuntimeError."""
+        try:
+            return self.ray.get(ref)
+        except self.ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, InputError) else RuntimeError(str(error)) from None
+        except self.ray.exceptions.RayError as error:
+            raise InputError(
+                f"a worker died {RESTARTS + 1} times ({brief(error)}); fewer --actors leave each more memory"
+            ) from None
+
+    def _compare(self, info: JobInfo) -> None:
+        """InputError where a worker would draw other pictures than the first."""
+        old, new = (each.notes(PlannedImage("", 0)) for each in (self.info, info))
+        differing = differences(old, new)
+        if not differing and old["versions"] != new["versions"]:
+            differing = f"versions {old['versions']}, now {new['versions']}"
+        if differing:
+            raise InputError(
+                f"the machines of the cluster would draw different pictures ({differing}); name --device and "
+                "--dtype, and give them the same versions"
+            )
+
+
+@contextmanager
+def worker_pool(address: str, actors: int | None, options: DrawOptions) -> Iterator[WorkerPool]:
+    """A pool on the Ray cluster at an address. Its workers end with the block. Raises InputError."""
+    with cluster(address, actors) as ray:
+        count, part = share(ray, actors, options.device)
+        threads = max(1, torch.get_num_threads() // count) if address == LOCAL else part.cpus
+        yield WorkerPool(ray, options, count, part, threads)
