@@ -21,7 +21,7 @@ from lanternpp.api.picture import notes
 from lanternpp.api.settings import Settings
 from lanternpp.api.tuned import Tuned
 from lanternpp.engine.observers import AcceptanceByRank
-from lanternpp.jobs.planned_images import differences
+from lanternpp.jobs.plan import differences
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.tickets import ImageSpec
 from lanternpp.training.rates import record, strengths
