@@ -50,13 +50,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("proposers.network", "proposers.no_draft", "proposers.tree", "drafters.eagle"),
     },
     "api": LIBRARY | {""},
-    "inplace": LIBRARY,
     "jobs": LIBRARY | {""},
     "evaluation": LIBRARY,
     "training": {*LIBRARY, "evaluation.prompts"},
     "tuning": LIBRARY | {"evaluation"},
     "serve": {*LIBRARY, "evaluation.prompts", "jobs.cluster"},
-    "cli": LIBRARY | {"training", "evaluation", "tuning", "jobs", "serve", "inplace", ""},
+    "cli": LIBRARY | {"training", "evaluation", "tuning", "jobs", "serve", ""},
     "__main__": {"cli"},
 }
 MOST_FLOORS = 11  # of rooms: steps of the longest chain of imports, without __main__

@@ -8,10 +8,10 @@ from lanternpp.errors import InputError
 
 if TYPE_CHECKING:
     from lanternpp.accept import RULES
+    from lanternpp.api.accelerate import accelerate, custom_generate, generate, restore
     from lanternpp.api.methods import METHODS
     from lanternpp.api.pipeline import Pipeline
     from lanternpp.engine.sampling import Sampling
-    from lanternpp.inplace.generate import accelerate, custom_generate, generate, restore
     from lanternpp.trees import TREES
 
 __version__ = "0.2.0"
@@ -36,10 +36,10 @@ _HOMES = {
     "METHODS": "lanternpp.api.methods",
     "RULES": "lanternpp.accept",
     "TREES": "lanternpp.trees",
-    "accelerate": "lanternpp.inplace.generate",
-    "custom_generate": "lanternpp.inplace.generate",
-    "generate": "lanternpp.inplace.generate",
-    "restore": "lanternpp.inplace.generate",
+    "accelerate": "lanternpp.api.accelerate",
+    "custom_generate": "lanternpp.api.accelerate",
+    "generate": "lanternpp.api.accelerate",
+    "restore": "lanternpp.api.accelerate",
 }
 
 

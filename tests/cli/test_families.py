@@ -66,21 +66,20 @@ def test_a_published_folder_is_compared_and_its_size_drawn(name: str, run, model
 
 @every_family
 def test_a_converted_folder_draws_the_same_picture(name: str, run, models: Path, tmp_path: Path) -> None:
-    out, small = tmp_path / "ours", tmp_path / "small"
+    out = tmp_path / "ours"
     done = run("convert", models / name, out, "--store", "float32")
-    assert (done.code, done.err) == (0, "") and "target, tokenizer, text" in done.out
-    assert run("convert", out, small).code == 0
+    assert (done.code, done.err) == (0, "") and "target" in done.out
+    refused = run("convert", models / name, tmp_path / "small", "--store", "int8")
+    assert refused.code == 2 and "float32 or bfloat16, not int8" in refused.err
     pictures = []
-    for model in (models / name, out, small):
+    for model in (models / name, out):
         file = tmp_path / f"{model.name}.png"
         args = ("--model", model, "--method", "ar", "--dtype", "float32", "-o", file, "--json")
         done = run("generate", PROMPT, *args)
         assert (done.code, done.err) == (0, "")
         pictures.append(Image.open(file))
-    assert pictures[0].size == SIZES[name] == pictures[2].size
+    assert pictures[0].size == SIZES[name]
     assert pictures[0].tobytes() == pictures[1].tobytes()
-    weights = "target/model.safetensors"
-    assert (small / weights).stat().st_size < (out / weights).stat().st_size / 2
 
 
 def test_a_size_is_an_option_of_models_that_draw_several(

@@ -39,7 +39,7 @@ def anole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for shard in SHARDS:
         part = {name: tensor for name, tensor in tensors.items() if where[name] == shard}
         save_file(part, folder / shard, metadata={"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     return folder
 
 
@@ -54,7 +54,7 @@ def other_codebook(folder: Path) -> None:
     )
     tensors = load_file(path)
     tensors["model.vqmodel.quantize.embedding.weight"] = torch.ones(128, 4)
-    save_file(tensors, path)
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def truncated_shard(folder: Path) -> None:
@@ -90,7 +90,7 @@ def no_json(folder: Path) -> None:
         (truncated_shard, [SHARDS[1], "truncated"]),
         (missing_shard, [SHARDS[0], "missing"]),
         (pickle_with_code, ["pytorch_model.bin", "could run code", "convert it to safetensors"]),
-        (missing_field, ["config.json", "num_hidden_layers"]),
+        (missing_field, ["missing model.layers.10."]),
         (no_json, ["config.json", "not valid JSON"]),
     ],
 )

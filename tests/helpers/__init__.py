@@ -12,7 +12,6 @@
 * `latents`: tiny targets over latents, drafters that know nothing of them, and the distance between two samples of pictures.
 * `laws`: the laws the library must follow, written a second time, in plain Python, from the papers alone.
 * `models`: model folders with random weights, small enough to be made in a moment.
-* `parity`: our targets beside the implementation they come from: the same weights, the same logits.
 * `photos`: fixtures: captioned pictures, a tokenizer for them, and the commands that train on them.
 * `processes`: processes that a test started, to kill some of them.
 * `relaxed`: relaxed rules over three to five codes, small enough to enumerate what they do.

@@ -14,9 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from helpers.checkpoints import made
-from lanternpp.models.chameleon import image_token
-from lanternpp.models.emu3 import visual_token
-from lanternpp.models.janus import BEGIN, DRAW, PAD
+from lanternpp.models.transformers.janus import BEGIN, DRAW, PAD
 from lanternpp.models.vq.vqgan import VQGANConfig
 
 WORDS = [
@@ -40,6 +38,16 @@ WORDS = [
     "lowres",
 ]
 CODES = 64
+
+
+def image_token(code: int) -> str:
+    """Chameleon's name of a code's token: its decimal digits as the letters A to J."""
+    return f"IMGIMG{''.join(chr(ord('A') + int(digit)) for digit in str(code))}Z"
+
+
+def visual_token(code: int) -> str:
+    """Emu3's name of a code's token."""
+    return f"<|visual token {code:06d}|>"
 
 
 def lively(module: torch.nn.Module, seed: int = 0) -> None:

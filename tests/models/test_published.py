@@ -65,7 +65,7 @@ def write_shelf(shelf: Path) -> None:
     llamagen.write_drafter(shelf / "llamagen_drafter2", text=True)
     write_chameleon(shelf / "anole")
     write_chameleon(shelf / "Lumina-mGPT-7B-64", lumina=True)
-    write_janus(shelf / "janus", authors=True)
+    write_janus(shelf / "janus")
     write_emu3(shelf / "emu3", hub=True)
     shape = EagleConfig.like(DecoderConfig(LANGUAGE["hidden_size"], 1, LANGUAGE["num_attention_heads"], 48))
     torch.manual_seed(1)

@@ -29,7 +29,7 @@ def test_a_copy_without_kernels_draws_after_one_changed_line(method: str, tmp_pa
     copy = tmp_path / "lanternpp"
     shutil.copytree(Path(lanternpp.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.rmtree(copy / "kernels")
-    file = copy / "backend.py"
+    file = copy / "nn" / "backend.py"
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     (at,) = (i for i, line in enumerate(lines) if "lanternpp.kernels" in line)
     lines[at] = lines[at].replace("lanternpp.kernels:in_use", "lanternpp.nn.backend:Backend", 1)

@@ -63,10 +63,11 @@ def recognised(what: str, source: Source, table: Mapping[str, Any]) -> Any:
     kind = str(source.config.get("kind", ""))
     if kind in table:
         return find(what, kind, table)
-    entries = {name: find(what, name, table) for name in table}
-    for entry in entries.values():
-        if entry.claims(source):
-            return entry
+    entries = {}
+    for name in table:  # an entry is imported when its turn comes
+        entries[name] = find(what, name, table)
+        if entries[name].claims(source):
+            return entries[name]
     called = f" (it calls itself {', '.join(map(repr, sorted(source.kinds)))})" if source.kinds else ""
     known = "; ".join(f"{name}: {entry.about}" for name, entry in entries.items())
     raise InputError(f"{source.path} is no {what} known here{called}; known are {known}")
@@ -265,7 +266,7 @@ class Model:
         """Have blocks packed as soon as they are read, where the backend does that, and 8 bits kept where it computes from them."""
         used, like = backend(), torch.empty(0, dtype=self.dtype, device=self.device)
         if self.packed and used.packs_blocks(like):
-            source.pack = partial(used.pack, int8=int8)
+            source.pack, source.packing = partial(used.pack, int8=int8), INT8 if int8 else "bfloat16"
         source.int8 = self.packed and (
             used.gemm_dtype(like) != self.dtype or (int8 and source.pack is not None)
         )

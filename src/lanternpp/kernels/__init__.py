@@ -58,14 +58,13 @@ class Kernels(Backend):
         """bfloat16 on a CPU."""
         return self.library is not None and packable(like)
 
-    def decoder(self, stack: Stack, rotary_table: Tensor, dtype: str) -> StackForward | None:
+    def decoder(
+        self, stack: Stack, rotary_table: Tensor, dtype: str, release: bool = False
+    ) -> StackForward | None:
         """bfloat16 on a CPU."""
-        served = self.library is not None and unserved(stack) is None
-        return (
-            KernelDecoder(stack, rotary_table, self.library, dtype == "int8")
-            if served and self.library
-            else None
-        )
+        if self.library is None or unserved(stack) is not None:
+            return None
+        return KernelDecoder(stack, rotary_table, self.library, dtype == "int8", release)
 
     def head(self, layer: nn.Module | None) -> HeadLogits | None:
         """bfloat16 on a CPU."""

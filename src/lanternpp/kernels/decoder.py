@@ -28,7 +28,10 @@ class KernelDecoder:
     rotary_table: [positions, 2, head_dim], in the stack's `qk_order`.
     """
 
-    def __init__(self, stack: Stack, rotary_table: Tensor, library: ctypes.CDLL, int8: bool):
+    def __init__(
+        self, stack: Stack, rotary_table: Tensor, library: ctypes.CDLL, int8: bool, release: bool = False
+    ):
+        """release: free the weights of every layer as soon as they are packed."""
         self.library, self.stack_shape, self.int8 = library, (stack.heads, stack.kv_heads), int8
         self._kept = list[Tensor]()
         self.packed: list[dict[str, Packed]] = []
@@ -36,6 +39,9 @@ class KernelDecoder:
         for i, layer in enumerate(stack.layers):
             self.packed.append(self._pack(stack, layer))
             self.layers[i] = self._layer(stack, layer, self.packed[-1])
+            if release:
+                for module in (*layer.qkv, layer.out, *layer.gate_up, layer.down):
+                    module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
         shape = (len(stack.layers), stack.dim, stack.heads, stack.kv_heads, stack.head_dim, stack.hidden)
         kinds = QK_KINDS.index(stack.qk_norm), GATES.index(stack.gate)
         scale = stack.head_dim**-0.5 if stack.scale is None else stack.scale

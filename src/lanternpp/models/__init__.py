@@ -11,8 +11,8 @@ FAMILIES = {
     "continuous": "lanternpp.continuous.target:ContinuousTarget",
     "diffusion": "lanternpp.continuous.diffusion:DiffusionTarget",
     "llamagen": "lanternpp.models.llamagen:LlamaGenTarget",
-    "chameleon": "lanternpp.models.chameleon:ChameleonTarget",
-    "janus": "lanternpp.models.janus:JanusTarget",
-    "emu3": "lanternpp.models.emu3:Emu3Target",
-    "glm-image": "lanternpp.models.glm_image:GlmImageTarget",
+    "chameleon": "lanternpp.models.transformers.chameleon:Chameleon",
+    "janus": "lanternpp.models.transformers.janus:Janus",
+    "emu3": "lanternpp.models.transformers.emu3:Emu3",
+    "glm-image": "lanternpp.models.transformers.glm_image:GlmImage",
 }

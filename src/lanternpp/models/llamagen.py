@@ -174,7 +174,11 @@ class LlamaGenTarget(Target):
 
     def reader(self) -> Reader:
         """The published tokenizers read pictures too."""
-        return Reader.of(self.vq, self.width * self.vq.down, self.length, lambda grid: grid.flatten(1))
+        vq = self.vq
+        encoder = None if vq.encoder is None else vq.encoder()
+        return Reader.of(
+            encoder, vq.codebook, self.width * vq.down, self.length, lambda grid: grid.flatten(1)
+        )
 
     @property
     def conditions(self) -> Sequence[str]:

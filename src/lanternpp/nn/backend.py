@@ -118,10 +118,12 @@ class Backend:
         int8: those of linear layers may be stored in 8 bits.
         """
 
-    def decoder(self, stack: Any, rotary_table: Tensor, dtype: str) -> StackForward | None:
+    def decoder(
+        self, stack: Any, rotary_table: Tensor, dtype: str, release: bool = False
+    ) -> StackForward | None:
         """The passes of a `Stack`, from a copy of its weights in `dtype`: "bfloat16", or "int8" with a scale for each output.
 
-        rotary_table [positions, 2, head_dim] float32, in the order of the stack's `qk_order`.
+        release: free the weights of every layer as soon as they are copied. rotary_table [positions, 2, head_dim] float32, in the order of the stack's `qk_order`.
         """
         return None
 

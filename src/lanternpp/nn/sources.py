@@ -147,10 +147,11 @@ class Source:
     """One checkpoint: a folder or a file.
 
     pack: called with every `Block` as soon as it is read, to replace its layers by packed ones, so that the weights of one block alone
-    are there twice; None: blocks stay as they are. int8: whether weights that lie on disk in 8 or 6 bits keep these beside them.
+    are there twice; None: blocks stay as they are. packing: the dtype that it packs weights in, "bfloat16" or "int8". int8: whether weights that lie on disk in 8 or 6 bits keep these beside them.
     """
 
     pack: Callable[[nn.Module], None] | None = None
+    packing: str | None = None
     int8 = False
 
     def __init__(self, path: Path, files: Sequence[Shard], given: Mapping[str, Any] | None = None):
@@ -198,6 +199,13 @@ class Source:
         if len(found) != dims or 0 in found:
             raise InputError(f"{self.path}: {name} is {found} where {dims} dimensions are expected.")
         return found
+
+    def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Some tensors, by their names."""
+        for file in self._files:
+            metas = file.metas()
+            for name, tensor, _ in read_tensors(file, [name for name in metas if name in names], metas):
+                yield name, tensor
 
     def layers(self, prefix: str = r"layers\.") -> int:
         """How many layers there are, by the highest number behind `prefix`, a regular expression."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -26,14 +25,10 @@ class Names:
     stage: str
     block: str
     coarse_first: bool  # stage 0 of a decoder is the coarsest, not the finest; of an encoder it is the finest
-    down: str  # the encoder's `stage`
 
 
-TAMING = Names(
-    ("mid.block_1", "mid.attn_1", "mid.block_2"), "up", "block", False, "down"
-)  # taming-transformers
-TRANSFORMERS = Names(TAMING.middle, "up", "block", True, "down")  # JanusVQVAE
-LLAMAGEN = Names(("mid.0", "mid.1", "mid.2"), "conv_blocks", "res", True, "conv_blocks")  # FoundationVision
+TAMING = Names(("mid.block_1", "mid.attn_1", "mid.block_2"), "up", "block", False)  # taming-transformers
+LLAMAGEN = Names(("mid.0", "mid.1", "mid.2"), "conv_blocks", "res", True)  # FoundationVision
 
 
 def rules(config: VQGANConfig, names: Names, prefix: str = "") -> list[Rename]:
@@ -59,20 +54,20 @@ def rules(config: VQGANConfig, names: Names, prefix: str = "") -> list[Rename]:
     return found + _parts(body, blocks, mixes, config.channels * config.multiples[-1])
 
 
-def encoder_rules(config: VQGANConfig, names: Names, prefix: str = "") -> list[Rename]:
-    """The names of a layout, below `prefix` (a regular expression), as a `VQGANEncoder`'s."""
-    body = prefix + r"encoder\."
+def encoder_rules(config: VQGANConfig) -> list[Rename]:
+    """LlamaGen's names as a `VQGANEncoder`'s."""
+    body, names = r"encoder\.", LLAMAGEN
     blocks = {names.middle[0]: "middle.0", names.middle[2]: "middle.2"}
     mixes = {names.middle[1]: "middle.1"}
     found = [
-        Rename(prefix + r"quant_conv" + PARAMETER, r"squeeze.\1"),
+        Rename("quant_conv" + PARAMETER, r"squeeze.\1"),
         Rename(body + "conv_in" + PARAMETER, r"entry.\1"),
         Rename(body + "norm_out" + PARAMETER, r"exit.0.\1"),
         Rename(body + "conv_out" + PARAMETER, r"exit.2.\1"),
     ]
     last = len(config.multiples) - 1
     for i in range(last + 1):
-        theirs = f"{names.down}.{i}"
+        theirs = f"{names.stage}.{i}"
         found.append(
             Rename(body + re.escape(f"{theirs}.downsample.conv") + PARAMETER, rf"stages.{i}.down.\1")
         )
@@ -100,39 +95,25 @@ def _parts(body: str, blocks: dict[str, str], mixes: dict[str, str], width: int)
     return found
 
 
-def read_vqgan(
-    source: Source,
-    config: VQGANConfig,
-    names: Names,
-    prefix: str,
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> VQGAN:
-    """The decoder below `prefix` (a regular expression) in a checkpoint, its codebook in float32."""
+def read_vqgan(source: Source, config: VQGANConfig, prefix: str, dtype: torch.dtype) -> VQGAN:
+    """The decoder in taming-transformers' layout below `prefix` (a regular expression), its codebook in float32."""
     with blank(source.path):
         vq = VQGAN(config)
     others = [f"(?!{prefix}).*"] if prefix else []
-    skip = [*others, f"{prefix}(?!{DRAWING}).*"]
-    source.fill(vq, rules(config, names, prefix), dtype, skip, device)
-    vq.prepare_for_inference().encoder = partial(read_encoder, source, config, names, prefix, dtype, device)
-    return vq
+    source.fill(vq, rules(config, TAMING, prefix), dtype, [*others, f"{prefix}(?!{DRAWING}).*"])
+    return vq.prepare_for_inference()
 
 
 def read_encoder(
-    source: Source,
-    config: VQGANConfig,
-    names: Names,
-    prefix: str,
-    dtype: torch.dtype,
-    device: torch.device | str,
+    source: Source, config: VQGANConfig, dtype: torch.dtype, device: torch.device | str
 ) -> VQGANEncoder:
-    """The encoder below `prefix` (a regular expression) in a checkpoint. InputError where there is none."""
-    if not any(re.fullmatch(prefix + r"encoder\.mid\..*", name) for name in source.metas):
+    """The encoder in a checkpoint of LlamaGen's layout. InputError where there is none."""
+    if not any(re.fullmatch(r"encoder\.mid\..*", name) for name in source.metas):
         raise InputError(
             f"{source.path} has no encoder, so it reads no pictures: use --self instead of --data, or its original."
         )
     with blank(source.path):
         encoder = VQGANEncoder(config)
-    source.fill(encoder, encoder_rules(config, names, prefix), dtype, [f"(?!{prefix}({READING})).*"], device)
+    source.fill(encoder, encoder_rules(config), dtype, [f"(?!({READING})).*"], device)
     encoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return encoder.eval().requires_grad_(False)

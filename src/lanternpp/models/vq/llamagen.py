@@ -96,5 +96,5 @@ def read_tokenizer(source: Source, grid: int, dtype: torch.dtype, device: torch.
     source.fill(vq, [SAME] if ours else rules(config, LLAMAGEN), dtype, () if ours else SKIP, device)
     vq.prepare_for_inference()
     if not ours:
-        vq.encoder = partial(read_encoder, source, config, LLAMAGEN, "", dtype, device)
+        vq.encoder = partial(read_encoder, source, config, dtype, device)
     return vq

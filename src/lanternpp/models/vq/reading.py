@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,6 @@ from torch import Tensor, nn
 from lanternpp.errors import InputError
 from lanternpp.models.vq.quantiser import argmax
 from lanternpp.nn.checkpoints import checksum
-
-
-class Published(Protocol):
-    """A published tokenizer: its codebook, and what reads its encoder where it may have one."""
-
-    codebook: Tensor  # [V, C]
-    encoder: (
-        Callable[[], nn.Module] | None
-    )  # the module: images [B, 3, H, W] -> latents [B, C, rows, columns]
 
 
 @dataclass(frozen=True)
@@ -37,17 +28,23 @@ class Reader:
     each: tuple[int, ...] = ()  # shape of what it finds at a place: of moments, (2 C,)
 
     @classmethod
-    def of(cls, vq: Published, size: int, length: int, lay: Callable[[Tensor], Tensor]) -> Self:
-        """What a published tokenizer reads. lay: codes of a grid [B, rows, columns] -> of a picture [B, length].
+    def of(
+        cls,
+        encoder: nn.Module | None,
+        book: Tensor,
+        size: int,
+        length: int,
+        lay: Callable[[Tensor], Tensor],
+    ) -> Self:
+        """What a published tokenizer reads: its encoder, images [B, 3, H, W] -> latents [B, C, rows, columns], and codebook [V, C].
 
-        Raises InputError where it has no encoder.
+        lay: codes of a grid [B, rows, columns] -> of a picture [B, length]. Raises InputError where there is no encoder.
         """
-        if vq.encoder is None:
+        if encoder is None:
             raise InputError(
                 "this model's tokenizer was kept without its encoder, so it reads no pictures: use --self "
                 "instead of --data, or the model as it was published."
             )
-        encoder, book = vq.encoder(), vq.codebook
         plain = (
             x.float().clone(memory_format=torch.contiguous_format) for x in encoder.state_dict().values()
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -35,34 +35,6 @@ class VQGANConfig:
     def down(self) -> int:
         """Pixels of an image's side per code."""
         return 1 << (len(self.multiples) - 1)
-
-
-@dataclass(frozen=True)
-class PublishedVQ:
-    """The `vq_config` of a config.json in the layout of transformers' Chameleon or Janus."""
-
-    num_embeddings: Codes = 8192
-    embed_dim: Width = 256
-    latent_channels: Width = 256
-    base_channels: Width = 128
-    channel_multiplier: Stages = (1, 1, 2, 2, 4)
-    num_res_blocks: Annotated[int, Between(0, 32)] = 2
-    attn_resolutions: tuple[int, ...] | None = None
-    resolution: Annotated[int, Between(1, 1 << 14)] = 512
-
-    def shape(self, **more: Any) -> VQGANConfig:
-        """The decoder's shape; `more` are fields that its family knows better."""
-        coarsest = self.resolution >> len(self.channel_multiplier) - 1
-        shape = VQGANConfig(
-            codes=self.num_embeddings,
-            dim=self.embed_dim,
-            latent=self.latent_channels,
-            channels=self.base_channels,
-            multiples=self.channel_multiplier,
-            blocks=self.num_res_blocks + 1,
-            attention=coarsest in (self.attn_resolutions or ()),
-        )
-        return replace(shape, **more)
 
 
 def norm(channels: int) -> nn.GroupNorm:

@@ -18,19 +18,22 @@ from types import MethodType
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from lanternpp.errors import InputError
-from lanternpp.inplace.stack import rotary_table, stack_of
+from lanternpp.models.transformers.stack import rotary_table, stack_of
 from lanternpp.nn.backend import StackForward, backend
-from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig, additive_mask
+from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig, additive_mask, causal_mask
+from lanternpp.nn.rope import line_table
 from lanternpp.nn.stack import Stack
 from lanternpp.types import Nodes, on_host
 from lanternpp.util.devices import free_memory
 from lanternpp.util.registry import unknown
 
 NAME = "lanternpp"  # of the attention function, in the config of the replicas
+MOST = 1 << 15  # positions of the rotary table that drafters get
 # bytes of a weight that is packed in this dtype, with the scales of int8
 PACKED = {"bfloat16": 2.0, "int8": 1.01}
 M = TypeVar("M", bound=nn.Module)
@@ -71,23 +74,31 @@ class TransformersDecoder(Decoder):
     """
 
     native: StackForward | None = None
+    # the nodes and the cache of a pass; None: a whole sequence without a cache
+    _running: tuple[Nodes, AttentionCache] | None
     packed_bytes = 0  # of the weights' copy
 
     def __init__(
         self,
-        body: nn.Module,
-        config: DecoderConfig,
-        rotary_table: Tensor,
+        body: Any,
+        qk_norm: bool = False,
         positions: Callable[[Tensor], Tensor] = lambda position: position,
     ):
         nn.Module.__init__(self)
-        self.body, self.config, self.positions = body, config, positions
-        self.register_buffer("rotary_table", rotary_table, persistent=False)  # for drafters
+        self.body, self.positions = body, positions
+        self.config, given = shape_of(body.config, qk_norm), body.config
+        base = float((getattr(given, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
+        table = line_table(min(int(given.max_position_embeddings), MOST), self.config.head_dim, base)
+        # for drafters
+        self.register_buffer(
+            "rotary_table", table.float().to(next(body.parameters()).device), persistent=False
+        )
         attention_config: Any = copy.deepcopy(body.config)
         attention_config._attn_implementation = NAME
         self._attention_config = attention_config
         self.packed_dtype: str | None = None
         self._packed_weights: list[tuple[int, int, int]] = []
+        self._prepared = 0  # positions
         self.replicate()
 
     def replicate(self) -> None:
@@ -108,17 +119,18 @@ class TransformersDecoder(Decoder):
         """As `stack_of`."""
         return stack_of(self.body)
 
-    def use_kernels(self, dtype: str) -> None:
+    def use_kernels(self, dtype: str, release: bool = False) -> None:
         """Have the backend compute passes from now on, from a copy of the weights in `dtype`, a name of `PACKED`.
 
-        Raises InputError with the reason where it cannot compute these layers, or where there is no memory for the copy.
+        release: free the weights of every layer as soon as they are copied, for a model that nobody else has. Raises InputError with
+        the reason where the backend cannot compute these layers, or where there is no memory for the copy.
         """
         if dtype not in PACKED:
             raise InputError(unknown("kernels", dtype, PACKED))
-        self._pack(dtype)
+        self._pack(dtype, release)
         self.packed_dtype = dtype
 
-    def _pack(self, dtype: str) -> None:
+    def _pack(self, dtype: str, release: bool = False) -> None:
         """Copy the weights, unless the copy is of the same ones."""
         stack = self.stack()
         parts = (self.body.get_submodule(name) for name in ("layers", "norm"))
@@ -126,9 +138,10 @@ class TransformersDecoder(Decoder):
         weights = [(id(x), x.data_ptr(), 0 if x.is_inference() else x._version) for x in parameters]
         if weights == self._packed_weights:
             return
-        self.native, self._packed_weights = None, []  # the old copy is freed first
+        # the old copy is freed first
+        self.native, self._packed_weights = None, []
         size = int(sum(x.numel() for x in parameters) * PACKED[dtype])
-        free = free_memory(torch.device("cpu"))
+        free = None if release else free_memory(torch.device("cpu"))
         if free is not None and size > free:
             raise InputError(
                 f"the copy of the weights that kernels={dtype!r} makes takes {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are "
@@ -136,17 +149,20 @@ class TransformersDecoder(Decoder):
             )
         # rotations are those of a call's positions, by `prepare`
         table = torch.zeros(1, 2, stack.head_dim)
-        self.native, self.packed_bytes = backend().decoder(stack, table, dtype), size
+        own = stack.layers[0].out.weight.dtype
+        self.native, self.packed_bytes = backend().decoder(stack, table, dtype, release), size
         if self.native is None:
-            own = stack.layers[0].out.weight.dtype
             reason = f"this model is in {own}; load it with dtype=torch.bfloat16"
             if own == torch.bfloat16:
                 reason = "there are none for this machine, or LANTERNPP_KERNELS=0 turns them off; leave out kernels"
             raise InputError(f"the kernels do not compute this model: {reason}")
         self._packed_weights = weights
+        if self._prepared:
+            self.prepare(self._prepared)
 
     def prepare(self, count: int) -> None:
         """Compute the rotations of positions 0 to `count` - 1, as `positions` has them now."""
+        self._prepared = count
         if self.native is None:
             return
         table = rotary_table(self.body, self.config.head_dim, self.positions(torch.arange(count)[None]))
@@ -157,8 +173,12 @@ class TransformersDecoder(Decoder):
 
     def attend(self, layer: int, mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [R, H, N, d], key and value [R, Hkv, N, d] of the running pass -> [R, N, H, d]."""
-        nodes, cache = self._running
+        running = self._running
         self._attended += 1
+        if running is None:
+            gqa = query.shape[1] != key.shape[1]
+            return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=gqa).transpose(1, 2)
+        nodes, cache = running
         return cache.attend(layer, nodes, mask, *(x.transpose(1, 2) for x in (query, key, value)))
 
     def forward(
@@ -168,12 +188,31 @@ class TransformersDecoder(Decoder):
         native = self.native
         if native is not None and on_host(x):
             return cache.computed(lambda kv: native(x, nodes, kv, aux_layers))
-        self._running, self._attended = (nodes, cache), 0
+        self._running = nodes, cache
+        return self._run(x, additive_mask(nodes.mask, x.dtype), nodes.position, aux_layers)
+
+    def forward_sequence(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        seen: Tensor | None = None,
+        aux_layers: tuple[int, ...] = (),
+    ) -> Tensor:
+        """x [B, T, D] -> features [B, T, D], as of `Decoder`."""
+        count = x.shape[1]
+        mask = causal_mask(count, x)[None, None] if seen is None else additive_mask(seen, x.dtype)
+        line = torch.arange(count, device=x.device)[None] if positions is None else positions
+        self._running = None
+        return self._run(x, mask.expand(len(x), -1, -1, -1), line.expand(len(x), -1), aux_layers)
+
+    def _run(self, x: Tensor, mask: Tensor, positions: Tensor, aux_layers: tuple[int, ...]) -> Tensor:
+        """A pass through the replicas; their attention calls `attend`."""
+        self._attended = 0
         try:
             found = self._replicas[0](
                 inputs_embeds=x,
-                attention_mask=additive_mask(nodes.mask, x.dtype),
-                position_ids=self.positions(nodes.position),
+                attention_mask=mask,
+                position_ids=self.positions(positions),
                 use_cache=False,
                 output_hidden_states=bool(aux_layers),
             )
@@ -191,12 +230,17 @@ class TransformersDecoder(Decoder):
             else features
         )
 
-    def forward_sequence(
-        self,
-        x: Tensor,
-        positions: Tensor | None = None,
-        seen: Tensor | None = None,
-        aux_layers: tuple[int, ...] = (),
-    ) -> Tensor:
-        """Not there: drafters are trained on a model that this package read itself."""
-        raise NotImplementedError("train drafters with `lanternpp train --model ID --self`")
+
+def shape_of(config: Any, qk_norm: bool) -> DecoderConfig:
+    """The shape of a body by its config."""
+    heads = int(config.num_attention_heads)
+    return DecoderConfig(
+        dim=int(config.hidden_size),
+        layers=int(config.num_hidden_layers),
+        heads=heads,
+        hidden=int(config.intermediate_size),
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        norm_eps=float(config.rms_norm_eps),
+        qk_norm=qk_norm,
+        head_dim=int(getattr(config, "head_dim", None) or 0),
+    )

@@ -28,10 +28,11 @@ from lanternpp.api.results import Partial
 from lanternpp.api.settings import Settings, network_needed
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
-from lanternpp.inplace.families import MODE, Call, family_of
-from lanternpp.inplace.format import Format, Processors, check_config
-from lanternpp.inplace.target import refused, token_rows
-from lanternpp.util.registry import unknown
+from lanternpp.models.transformers import CLASSES
+from lanternpp.models.transformers.adapter import TransformersTarget
+from lanternpp.models.transformers.call import MODE, Call, Processors, check_config, refused, token_rows
+from lanternpp.models.transformers.format import Format
+from lanternpp.util.registry import find, unknown
 
 HELD = "_lanternpp"  # the attribute of a model that keeps what it is drawn with
 EMBEDDED = ("inputs_embeds", "pixel_values", "image")  # prompts that are more than tokens
@@ -42,7 +43,7 @@ class Held:
     """A model's target, the drafters that were read for it, and the engine of its last call; copies of a model have none."""
 
     def __init__(self, model: Any, drafter: str | None, kernels: str | None = None):
-        self.target, self.drafter, self.kernels = family_of(model), drafter, kernels
+        self.target, self.drafter, self.kernels = adapter_of(model), drafter, kernels
         if kernels is not None:
             self.target.decoder.use_kernels(kernels)
         here = Path(str(getattr(model, "name_or_path", "") or "-"))
@@ -94,7 +95,7 @@ class Held:
             branches = Guidance(scale).branches
             tokens = token_rows(call.ids, call.mask)
             if branches == 2:
-                tokens += target.unconditional(call)
+                tokens += target.unconditional_rows(call)
             prompts, slots = target.encode(tokens, branches)
             if slots + format.length > target.most:
                 raise InputError(
@@ -114,6 +115,18 @@ class Held:
             target.prompts = ()
             self.codes_per_pass = result.stats.codes_per_pass
             return result.codes, format
+
+
+def adapter_of(model: Any) -> TransformersTarget:
+    """The adapter of a model. InputError where there is none, or the model lies on several devices."""
+    name = next((kind.__name__ for kind in type(model).__mro__ if kind.__name__ in CLASSES), None)
+    if name is None:
+        raise InputError(unknown("a transformers model of class", type(model).__name__, CLASSES))
+    places = {str(parameter.device) for parameter in model.parameters()}
+    if len(places) > 1:
+        raise InputError(f"the model lies on {', '.join(sorted(places))}; load it on one device")
+    found: TransformersTarget = find("model family", name, CLASSES)(model)
+    return found
 
 
 def held(model: Any, drafter: str | Path | None, kernels: str | None = None) -> Held:

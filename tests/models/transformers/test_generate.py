@@ -40,6 +40,7 @@ from transformers.generation import (
 
 import lanternpp
 from lanternpp import InputError, Pipeline
+from lanternpp.api.accelerate import adapter_of, held
 from lanternpp.api.fit import store
 from lanternpp.api.fit.choice import Fit
 from lanternpp.api.fit.rates import Counts
@@ -47,9 +48,7 @@ from lanternpp.api.model import read_target
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.cache import HEAD_ALIGN
-from lanternpp.inplace.families import family_of
-from lanternpp.inplace.generate import held
-from lanternpp.models.janus import PAD
+from lanternpp.models.transformers.janus import PAD
 from lanternpp.nn import checkpoints
 
 
@@ -136,7 +135,7 @@ def test_a_chameleon_draws_though_its_class_only_writes(made: Callable[[str], Ca
 
 def test_custom_generate_is_a_hook_of_transformers(made: Callable[[str], Case]) -> None:
     """Without `accelerate`: by the function, and by the folder for a hub."""
-    hub = Path(__file__).parents[2] / "integrations" / "transformers"
+    hub = Path(__file__).parents[3] / "integrations" / "transformers"
     for name in ("emu3", "janus", "glm-image"):
         case = made(name)
         given = case.inputs(2) | {"do_sample": False}
@@ -302,7 +301,7 @@ class Peak(TorchDispatchMode):
 def test_weights_stay_where_they_are(made: Callable[[str], Case], name: str) -> None:
     model = made(name).model
     held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    target = family_of(model)
+    target = adapter_of(model)
     assert {x.untyped_storage().data_ptr() for x in target.parameters()} <= held
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert not any(isinstance(value, torch.nn.Module) for value in vars(lanternpp.accelerate(model)).values())
@@ -392,7 +391,7 @@ def test_drafts_in_place_are_fitted_to_the_machine(
     lanternpp.accelerate(case.model, method="jacobi-coupled")
     drawn = case.model.generate(**given)
     (steps,) = held(case.model, None).pipe._fit.store.content.steps.values()
-    assert {"plain", "window-16", "window-4"} <= {step.draft for step in steps}
+    assert {"plain", "window-4"} <= {step.draft for step in steps}
     assert len(drawn) == len(case.model.generate(**given)) == 2
 
 
@@ -683,7 +682,7 @@ def test_the_script_of_the_documentation_draws(tmp_path: Path, monkeypatch: pyte
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
     script = re.search(r"```python\n([^`]*Janus[^`]*)```", page)
     assert (
         script

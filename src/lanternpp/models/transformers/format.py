@@ -1,95 +1,80 @@
-"""What a call of transformers' `generate` asks for: how codes are sampled, and which tokens may stand at each place.
-
-`generate` says both as a list of logits processors. Those that are known here are read; any other is refused.
-"""
+"""Where the codes of a picture stand in a sequence, and which tokens may stand at each place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import generation
-from transformers.generation import logits_process
+from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 
-Allowed = Callable[[int, Tensor], Any]  # transformers' prefix_allowed_tokens_fn
+Allowed = Callable[[int, Tensor], Any]
+"""transformers' `prefix_allowed_tokens_fn`."""
 REMEMBERED = 16  # returned lists of tokens that are recognised when they are returned again
 RESTORE = "leave it out, or undo the acceleration with lanternpp.restore(model)"
-HARMLESS = (logits_process.LogitNormalization, logits_process.InfNanRemoveLogitsProcessor)
-# in this order: the temperature before top-k before top-p
-WARPERS: tuple[tuple[type, str], ...] = (
-    (logits_process.TemperatureLogitsWarper, "temperature"),
-    (logits_process.TopKLogitsWarper, "top_k"),
-    (logits_process.TopPLogitsWarper, "top_p"),
-)
 
 
 @dataclass(frozen=True)
-class Processors:
-    """The logits processors of a call, as settings."""
+class Raster:
+    """Rows of codes, in raster order; with `ends`, every row except the last is followed by a row end."""
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    guidance: float | None = None
-    unconditional: Tensor | None = None  # [b, T] tokens; None: the last of each prompt
-    unconditional_mask: Tensor | None = None  # [b, T]
-    allowed: Allowed | None = None
-    suppressed: frozenset[int] = frozenset()
+    rows: int
+    columns: int
+    ends: bool = False
 
     @classmethod
-    def read(cls, processors: Iterable[Any]) -> Processors:
-        """From the list that `generate` prepares. Raises InputError for one that is not known."""
-        found: dict[str, Any] = {}
-        last = -1
-        for each in processors:
-            kind = type(each)
-            place = next((i for i, (warper, _) in enumerate(WARPERS) if kind is warper), None)
-            if place is not None:
-                if place <= last or getattr(each, "min_tokens_to_keep", 1) > 1:
-                    raise InputError(
-                        "temperature, top-k and top-p are honoured once each and in this order; give them as arguments of "
-                        "generate"
-                    )
-                found[WARPERS[place][1]], last = getattr(each, WARPERS[place][1]), place
-            elif kind is logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor:
-                context = each.unconditional_context
-                found |= {"guidance": each.guidance_scale, "unconditional": context["input_ids"]}
-                found["unconditional_mask"] = context["attention_mask"]
-            elif kind is logits_process.PrefixConstrainedLogitsProcessor and "allowed" not in found:
-                found["allowed"] = each._prefix_allowed_tokens_fn
-            elif kind is logits_process.SuppressTokensLogitsProcessor:
-                tokens = frozenset(each.suppress_tokens.tolist())
-                found["suppressed"] = found.get("suppressed", frozenset()) | tokens
-            elif kind not in HARMLESS:
-                raise InputError(
-                    f"the logits processor {kind.__name__} is not supported with drafts; {RESTORE}"
-                )
-        return cls(**found)
+    def of(cls, size: str, patch: int, ends: bool, most: int, step: int = 1) -> Raster:
+        """A size such as "768x512" in pixels (width first) or "768", of codes `patch` pixels wide.
 
-    def greedy(self, greedy: bool) -> Processors:
-        """The same, or the most probable code always."""
-        return replace(self, temperature=0.0, top_k=0, top_p=1.0) if greedy else self
-
-
-def check_config(config: Any, criteria: Iterable[Any]) -> None:
-    """InputError where a generation config or a stopping criterion asks for what drafts cannot give."""
-    mode = config.get_generation_mode().value
-    if mode not in ("greedy_search", "sample"):
-        raise InputError(f"{mode.replace('_', ' ')} is not supported with drafts; sample, or decode greedily")
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-        if getattr(config, name):
-            raise InputError(f"{name} is not supported with drafts; {RESTORE}")
-    for each in criteria:
-        if not isinstance(each, generation.MaxLengthCriteria | generation.EosTokenCriteria):
+        Raises InputError unless both sides are multiples of `step` codes and the image has at most `most`.
+        """
+        found = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", size if "x" in size else f"{size}x{size}")
+        side = patch * step
+        width, height = map(int, found.groups()) if found else (0, 0)
+        if not (width and height) or width % side or height % side:
             raise InputError(
-                f"the stopping criterion {type(each).__name__} is not supported with drafts; {RESTORE}"
+                f"size {size!r} cannot be drawn; give WIDTHxHEIGHT in multiples of {side} pixels"
             )
+        raster = cls(height // patch, width // patch, ends)
+        if raster.rows * raster.columns > most:
+            raise InputError(
+                f"size {size} has {raster.rows * raster.columns} codes and the model draws at most {most}"
+            )
+        return raster
+
+    @property
+    def width(self) -> int:
+        """Places from one code to the one below it."""
+        return self.columns + self.ends
+
+    @property
+    def length(self) -> int:
+        """Codes of an image and the row ends between its rows."""
+        return self.rows * self.width - self.ends
+
+    def lay(self, grid: Tensor, end: int) -> Tensor:
+        """Codes of a grid [B, rows, columns] -> [B, length], the code `end` after every row except the last."""
+        if self.ends:
+            grid = nn.functional.pad(grid, (0, 1), value=end)
+        return grid.flatten(1)[:, : self.length]
+
+    def grid(self, codes: Tensor) -> Tensor:
+        """codes [B, length] -> [B, rows, columns] without the row ends."""
+        full = nn.functional.pad(codes, (0, int(self.ends)))
+        return full.unflatten(1, (self.rows, self.width))[..., : self.columns]
+
+    def format(self, codes: Collection[int], row_end: int) -> Format:
+        """The same with tokens: those of codes, and the one that ends a row."""
+        if not self.ends:
+            return Format(self.length, self.width)
+        kinds = [int(place % self.width == self.columns) for place in range(self.length)]
+        sets = frozenset(codes), frozenset((row_end,))
+        return Format(self.length, self.width, (row_end,), sets, tuple(kinds))
 
 
 @dataclass(frozen=True)
@@ -101,7 +86,7 @@ class Format:
     """
 
     length: int
-    width: int  # places from one code to the one below it; only guesses depend on it
+    width: int  # places from one code to the one below it; only drafts depend on it
     extras: tuple[int, ...] = ()  # allowed tokens that are no codes of the image, such as a row end
     sets: tuple[frozenset[int], ...] = ()
     kinds: tuple[int, ...] = ()
@@ -122,19 +107,19 @@ class Format:
     @classmethod
     def probed(
         cls,
-        processors: Processors,
+        allowed: Allowed,
+        suppressed: frozenset[int],
         prompts: Tensor,
         limit: int,
         codes: Collection[int],
         ends: Collection[int],
     ) -> Format:
-        """What `prefix_allowed_tokens_fn` allows behind prompts [B, T], called with every length up to `limit` new tokens.
+        """What `prefix_allowed_tokens_fn` allows after prompts [B, T], called with every length up to `limit` new tokens.
 
         codes: the tokens of image codes; ends: those that end a sequence. Raises InputError where no image code is
         allowed, or the prompts of a batch differ.
         """
-        assert processors.allowed is not None
-        reading = _Reading(processors.allowed, processors.suppressed)
+        reading = _Reading(allowed, suppressed)
         rows = [reading.places(row, prompt, limit, ends) for row, prompt in enumerate(prompts)]
         if any(row != rows[0] for row in rows):
             raise InputError(
@@ -152,14 +137,12 @@ class Format:
         width = cls.plain(length).width if end is None else end + 1
         return cls(length, width, tuple(extras), tuple(sets), tuple(kinds[:length]), tail)
 
-    def check(self, processors: Processors, sequences: Tensor, prompt: int) -> None:
-        """InputError where `prefix_allowed_tokens_fn` allows something else behind what was drawn than was assumed.
+    def check(self, allowed: Allowed, suppressed: frozenset[int], sequences: Tensor, prompt: int) -> None:
+        """InputError where `prefix_allowed_tokens_fn` allows something else after the drawn codes than was assumed.
 
         sequences [B, prompt + n]: with the codes drawn.
         """
-        if processors.allowed is None:
-            return
-        reading = _Reading(processors.allowed, processors.suppressed, self.sets)
+        reading = _Reading(allowed, suppressed, self.sets)
         for row, sequence in enumerate(sequences):
             for place, kind in enumerate(self.kinds[: sequences.shape[1] - prompt]):
                 if reading.kind(row, sequence[: prompt + place]) != kind:
@@ -179,7 +162,7 @@ class _Reading:
         self._objects: dict[int, tuple[Any, int]] = {}  # most functions return the same list again and again
 
     def kind(self, row: int, tokens: Tensor) -> int:
-        """The number of the set that is allowed behind these tokens."""
+        """The number of the set that is allowed after these tokens."""
         given = self._allowed(row, tokens)
         held = self._objects.get(id(given))
         if held is None:
@@ -196,7 +179,7 @@ class _Reading:
         return held[1]
 
     def places(self, row: int, prompt: Tensor, limit: int, ends: Collection[int]) -> list[int]:
-        """The kinds of all places behind a prompt [T], up to the end of the sequence or to `limit`."""
+        """The kinds of all places after a prompt [T], up to the end of the sequence or to `limit`."""
         tokens = torch.cat((prompt, prompt.new_zeros(limit)))
         kinds: list[int] = []
         for place in range(len(prompt), len(tokens)):
@@ -206,10 +189,3 @@ class _Reading:
                 break
             tokens[place] = next(iter(allowed))
         return kinds
-
-
-def first_end(tokens: Tensor, ends: Sequence[int]) -> Tensor:
-    """tokens [B, n] -> how many are kept of each row, the first token that ends it among them, [B]."""
-    final = torch.isin(tokens, torch.tensor(list(ends), dtype=tokens.dtype, device=tokens.device))
-    count = final.shape[1]
-    return torch.where(final.any(1), final.int().argmax(1) + 1, count)

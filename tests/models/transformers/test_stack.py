@@ -24,7 +24,7 @@ from transformers import (
 
 from lanternpp.engine.cache import Cache
 from lanternpp.errors import InputError
-from lanternpp.inplace.stack import rotary_table, stack_of
+from lanternpp.models.transformers.stack import rotary_table, stack_of
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.nn.stack import Stack
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lanternpp
 from lanternpp import InputError
-from lanternpp.inplace import decoder
+from lanternpp.models.transformers import decoder
 from lanternpp.nn.backend import Backend
 from lanternpp.nn.stack import Stack
 
@@ -26,7 +26,7 @@ class Reference(Backend):
     def __init__(self) -> None:
         self.packed: list[StackPasses] = []
 
-    def decoder(self, stack: Stack, rotary_table: Tensor, dtype: str) -> StackPasses:
+    def decoder(self, stack: Stack, rotary_table: Tensor, dtype: str, release: bool = False) -> StackPasses:
         """The passes of a stack."""
         self.packed.append(StackPasses(stack, rotary_table))
         return self.packed[-1]

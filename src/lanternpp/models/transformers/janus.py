@@ -1,0 +1,111 @@
+"""Janus and Janus-Pro (arXiv 2410.13848, 2501.17811): a language model with a table and a head of codes beside it.
+
+24 x 24 codes, 384 px. A prompt is <bos> <|User|>: text, a blank line, <|Assistant|>: <begin_of_image>; the unconditional branch is the
+same with every token except the first and the last replaced by padding, which is attended to (deepseek-ai/Janus,
+generation_inference.py, which draws with guidance 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lanternpp.errors import InputError
+from lanternpp.models.transformers.adapter import TransformersTarget
+from lanternpp.models.transformers.call import MODE, Call, set_length, token_rows
+from lanternpp.models.transformers.format import Format, Raster
+from lanternpp.nn.backend import backend
+from lanternpp.nn.sources import Source
+
+BEGIN, PAD, DRAW = "<｜begin▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>"  # noqa: RUF001
+TURN = "<|User|>: {prompt}\n\n<|Assistant|>:"
+
+
+class Janus(TransformersTarget):
+    """Its `generate` draws where generation_mode is "image", always with guidance."""
+
+    class_name, model_type = "JanusForConditionalGeneration", "janus"
+    about = "Janus and Janus-Pro in transformers' layout, as deepseek-community publishes them"
+    guidance = 5.0
+    defaults = {"cfg": 5.0}  # noqa: RUF012
+    unused = ("vision_model", "aligner")
+
+    def __init__(self, model: Any):
+        inner = model.model
+        codes = range(inner.generation_embeddings.num_embeddings)
+        super().__init__(model, inner.language_model, codes)
+        self.count = int(inner.vision_model.config.num_image_tokens)
+
+    def raster_of(self, source: Source, size: str | None) -> Raster:
+        """A square of one size."""
+        side = round(self.count**0.5)
+        pixels = side * self.pixels_per_code
+        if size not in (None, str(pixels), f"{pixels}x{pixels}"):
+            raise InputError(f"size {size} cannot be drawn; this model draws {pixels}x{pixels} pixels")
+        return Raster(side, side)
+
+    def conditional(self, text: str) -> list[int]:
+        """The user's turn of the chat, and the start of the assistant's."""
+        turn = self.text.ids(TURN.format(prompt=text.strip()))
+        return [self.text.id(BEGIN), *turn, self.text.id(DRAW)]
+
+    def unconditional(self, text: str | None) -> list[int]:
+        """The same length of padding tokens, which are attended to; without a prompt, that of an empty one."""
+        first, *turn, last = self.conditional(text or "")
+        return [first, *[self.text.id(PAD)] * len(turn), last]
+
+    def embed(self, codes: Tensor) -> Tensor:
+        """codes [R, N] -> [R, N, D]."""
+        embedded: Tensor = self.model.prepare_embeddings_for_image_generation(codes)
+        return embedded
+
+    def head(self, features: Tensor) -> Tensor:
+        """features [..., D] -> logits [..., V]."""
+        logits: Tensor = self.model.model.generation_head(features)
+        return logits
+
+    @property
+    def latents(self) -> Tensor:
+        """l2-normalised."""
+        return F.normalize(self.vq.quantize.embedding.weight, dim=-1)
+
+    def decoded(self, grid: Tensor) -> Tensor:
+        """By `JanusVQVAE`."""
+        images: Tensor = self.vq.decode(grid.flatten(1))
+        return images
+
+    def pack_head(self) -> None:
+        """The two layers of the head, and those that embed codes."""
+        for module in (self.model.model.generation_head, self.model.model.generation_aligner):
+            backend().pack(module)
+
+    @staticmethod
+    def asks_for_picture(arguments: Mapping[str, Any]) -> bool:
+        """By the mode alone."""
+        return arguments.get(MODE) == "image"
+
+    def adjust(self, arguments: dict[str, Any]) -> None:
+        """Its pictures have one length, whatever the call says."""
+        set_length(arguments, self.count)
+
+    def format(self, call: Call) -> Format:
+        """A square of codes."""
+        return Format.plain(self.count)
+
+    def unconditional_rows(self, call: Call) -> list[list[int]]:
+        """The prompt with every token except the begin of the text and of the image replaced by padding."""
+        start = (getattr(call.config, "generation_kwargs", None) or {}).get("boi_token_id")
+        if start is None or call.config.pad_token_id is None:
+            raise InputError(
+                "guidance of Janus needs pad_token_id and generation_kwargs={'boi_token_id': ...} in its generation config"
+            )
+        kept = {call.config.bos_token_id, start}
+        rows = token_rows(call.ids, call.mask)
+        return [[token if token in kept else call.config.pad_token_id for token in row] for row in rows]
+
+    def sequences(self, codes: Tensor, format: Format, call: Call) -> Tensor:
+        """The codes alone."""
+        return codes.to(call.ids)
