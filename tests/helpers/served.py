@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ from types import SimpleNamespace
 
 import torch
 import uvicorn
+from fastapi.testclient import TestClient
 from PIL import Image
 
 from lanternpp import Pipeline
@@ -23,13 +26,18 @@ from lanternpp.api.methods import AUTO
 from lanternpp.api.settings import Settings, resolve
 from lanternpp.engine.decode import FinishedSample
 from lanternpp.errors import InputError
+from lanternpp.serve.app import create_app
 from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.connections import Limits
 from lanternpp.serve.server import bind, configured, url
 from lanternpp.serve.tickets import ImageSpec
 
 LENGTH = 4
 PROMPT = "a red tulip"
+IMAGES = "/v1/images/generations"
+KEY = "correct-horse-battery"
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 
 
 def settings(method: str = "ar", **overrides: object) -> Settings:
@@ -186,6 +194,43 @@ def listening(app: object, limits: Limits | None = None, proxies: Sequence[str] 
         server.should_exit = True
         thread.join(60)
         bound.close()
+
+
+@contextmanager
+def app_of(
+    pipe: object,
+    config: ServerConfig | None = None,
+    page: bool = False,
+    limits: Limits | None = None,
+    proxies: Sequence[str] = (),
+    **options: object,
+) -> Iterator[tuple[Batcher, str]]:
+    """A batcher of a pipeline, and the address of a real server of its app."""
+    with (
+        batcher_of(pipe, **options) as batcher,
+        listening(create_app(batcher, config, page), limits, proxies) as address,
+    ):
+        yield batcher, address
+
+
+@contextmanager
+def client_of(pipe: object, config: ServerConfig | None = None, page: bool = False) -> Iterator[TestClient]:
+    """A client of an app in this process, without a socket."""
+    with batcher_of(pipe) as batcher, TestClient(create_app(batcher, config, page)) as http:
+        yield http
+
+
+def dial(address: str) -> socket.socket:
+    """A connection to a server."""
+    host, _, port = address.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=120)
+
+
+def request(**fields: object) -> bytes:
+    """A request for a picture, as it is sent."""
+    body = json.dumps({"prompt": "tulip", **fields}).encode()
+    head = f"POST {IMAGES} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve"]

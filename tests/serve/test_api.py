@@ -12,30 +12,34 @@ import threading
 import httpx
 import openai
 import pytest
-from fastapi.testclient import TestClient
 from helpers.latents import write_diffusion
-from helpers.served import PacedPipe, SlowPipe, batcher_of, listening, tiny, until
+from helpers.served import (
+    AUTHORIZED,
+    IMAGES,
+    KEY,
+    PacedPipe,
+    SlowPipe,
+    app_of,
+    client_of,
+    dial,
+    request,
+    tiny,
+    until,
+)
 from PIL import Image
 
 from lanternpp import Pipeline
 from lanternpp.serve import streaming
-from lanternpp.serve.app import create_app
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.pictures import half_drawn
-
-KEY = "correct-horse-battery"
-IMAGES = "/v1/images/generations"
 
 
 @pytest.fixture(scope="module")
 def server(pipe: Pipeline):
     """A server of the tiny model; its address."""
-    with batcher_of(pipe, slots=4) as batcher:
-        app = create_app(
-            batcher, ServerConfig(hosts=["127.0.0.1"], prompt_limit=50, body_limit=4000), page=False
-        )
-        with listening(app) as address:
-            yield address
+    config = ServerConfig(hosts=["127.0.0.1"], prompt_limit=50, body_limit=4000)
+    with app_of(pipe, config, slots=4) as (_, address):
+        yield address
 
 
 @pytest.fixture
@@ -84,7 +88,7 @@ def test_the_openai_client_streams(pipe, monkeypatch):
     paced = PacedPipe(pipe)
     fields = {"stream": True, "partial_images": 3, "extra_body": {"seed": 5, "method": "ar"}}
     seen, length = threading.Semaphore(0), pipe.target.length
-    with batcher_of(paced) as batcher, listening(create_app(batcher, ServerConfig(), page=False)) as address:
+    with app_of(paced) as (batcher, address):
 
         def pace() -> None:
             until(lambda: any(ticket.interval is not None for ticket in batcher._scheduler.tickets))
@@ -117,7 +121,7 @@ def test_the_openai_client_streams(pipe, monkeypatch):
 def test_the_rule_is_a_field_like_the_tree(http, tmp_path):
     pipe = tiny(write_diffusion(tmp_path))
     fields = {"method": "eagle", "accept": "cspd"}
-    with batcher_of(pipe) as batcher, TestClient(create_app(batcher, page=False)) as latents:
+    with client_of(pipe) as latents:
         answer = latents.post(IMAGES, json={"prompt": "a red tulip", "seed": 3, **fields})
         assert answer.status_code == 200, answer.text
         (one,) = answer.json()["data"]
@@ -231,10 +235,7 @@ def test_a_name_that_is_not_ours_is_not_answered(http):
 )
 def test_names_of_a_server(host, status):
     names = ("127.0.0.1", "::1", "draw.example", "*.flowers.example")
-    with (
-        batcher_of(SlowPipe()) as batcher,
-        TestClient(create_app(batcher, ServerConfig(hosts=names), page=False)) as http,
-    ):
+    with client_of(SlowPipe(), ServerConfig(hosts=names)) as http:
         assert http.get("/healthz", headers={"host": host}).status_code == status
 
 
@@ -277,7 +278,7 @@ def test_the_server_s_own_page_and_links_to_it_are_answered(server, http):
 )
 def test_a_name_that_is_allowed_opens_the_server_to_its_own_page_alone(origin, status):
     config = ServerConfig(hosts=("127.0.0.1", "draw.example"))
-    with batcher_of(SlowPipe()) as batcher, TestClient(create_app(batcher, config, page=False)) as http:
+    with client_of(SlowPipe(), config) as http:
         for host in ("draw.example", "draw.example:443"):
             assert http.get("/healthz", headers={"host": host, "origin": origin}).status_code == status
 
@@ -307,49 +308,41 @@ def test_health_and_figures(http, client):
 
 
 def test_keys(pipe):
-    with batcher_of(pipe) as batcher:
-        app = create_app(batcher, ServerConfig(keys=["another-key-of-ours", KEY]), page=False)
-        with listening(app) as address, httpx.Client(base_url=address, timeout=300) as http:
+    with app_of(pipe, ServerConfig(keys=["another-key-of-ours", KEY])) as (_, address):
+        with httpx.Client(base_url=address, timeout=300) as http:
             assert http.get("/healthz").status_code == 200
             for path in ("/v1/models", "/metrics", "/openapi.json", "/"):
                 for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic ???"}):
                     answer = http.get(path, headers=headers)
                     assert refusal(answer)[0] == 401 and "www-authenticate" in answer.headers
-            assert http.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
-            assert (
-                http.get("/metrics", auth=("anyone", KEY)).status_code == 401
-            )  # browsers send that by themselves
-            with pytest.raises(openai.AuthenticationError):
-                openai.OpenAI(base_url=f"{address}/v1", api_key="sk-no").models.list()
-            assert openai.OpenAI(base_url=f"{address}/v1", api_key=KEY).models.list().data
+            assert http.get("/v1/models", headers=AUTHORIZED).status_code == 200
+            # browsers send these by themselves
+            assert http.get("/metrics", auth=("anyone", KEY)).status_code == 401
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{address}/v1", api_key="sk-no").models.list()
+        assert openai.OpenAI(base_url=f"{address}/v1", api_key=KEY).models.list().data
 
 
 @pytest.fixture
 def slow():
     """An app over engines that step when they are allowed to: one slot, two places in the queue."""
     pipe = SlowPipe()
-    with (
-        batcher_of(pipe, slots=1, queue=2) as batcher,
-        listening(create_app(batcher, ServerConfig("ar"), page=False)) as address,
-    ):
+    with app_of(pipe, ServerConfig("ar"), slots=1, queue=2) as (batcher, address):
         yield pipe, batcher, address
         pipe.allow()
 
 
-def ask(address: str, stream: bool = False, **more: object) -> socket.socket:
+def ask(address: str, **fields: object) -> socket.socket:
     """A request whose answer is not awaited."""
-    host, _, port = address.removeprefix("http://").partition(":")
-    body = json.dumps({"prompt": "tulip", "stream": stream, **more}).encode()
-    line = socket.create_connection((host, int(port)))
-    head = f"POST {IMAGES} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    line.sendall(head.encode() + body)
+    line = dial(address)
+    line.sendall(request(**fields))
     return line
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_vanishes_frees_its_slot_within_a_step(slow, stream, caplog):
     pipe, batcher, address = slow
-    with ask(address, stream, seed=1):
+    with ask(address, stream=stream, seed=1):
         until(lambda: pipe.admitted == [1])
         other = ask(address, seed=2)
         until(lambda: batcher.stats.queued == 1)

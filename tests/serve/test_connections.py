@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import socket
 import subprocess
@@ -13,15 +12,12 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import psutil
 import pytest
-from helpers.served import COMMAND, SlowPipe, batcher_of, listening, until
+from helpers.served import AUTHORIZED, COMMAND, IMAGES, KEY, SlowPipe, app_of, dial, listening, request, until
 
-from lanternpp.serve.app import create_app
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.connections import Limits
 
-IMAGES = "/v1/images/generations"
 SHORT = {"request": 0.5, "idle": 1.0, "stalled": 0.5}
-KEY = "correct-horse-battery"
 
 
 @contextmanager
@@ -29,23 +25,10 @@ def serving(
     limits: Limits, proxies: tuple[str, ...] = (), **config: object
 ) -> Iterator[tuple[SlowPipe, object, str]]:
     """A pipeline of slow engines, its batcher and the address."""
-    pipe = SlowPipe()
-    with batcher_of(pipe, slots=1, queue=8) as batcher:
-        app = create_app(batcher, ServerConfig("ar", **config), page=False)
-        with listening(app, limits, proxies) as address:
-            yield pipe, batcher, address
-            pipe.allow()
-
-
-def dial(address: str) -> socket.socket:
-    host, _, port = address.removeprefix("http://").partition(":")
-    return socket.create_connection((host, int(port)), timeout=120)
-
-
-def request(**fields: object) -> bytes:
-    body = json.dumps({"prompt": "tulip", **fields}).encode()
-    head = f"POST {IMAGES} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+    pipe, config = SlowPipe(), ServerConfig("ar", **config)
+    with app_of(pipe, config, limits=limits, proxies=proxies, slots=1, queue=8) as (batcher, address):
+        yield pipe, batcher, address
+        pipe.allow()
 
 
 def received(line: socket.socket) -> bytes:
@@ -229,11 +212,10 @@ def test_a_real_process_outlives_floods_of_headers_and_of_connections(model) -> 
         line = process.stdout.readline()
         assert line.startswith("http://"), process.stderr.read()
         address = line.split(": ")[0]
-        authorized = {"Authorization": f"Bearer {KEY}"}
 
         def draw() -> None:
             answer = httpx.post(
-                address + IMAGES, json={"prompt": "red tulip"}, headers=authorized, timeout=300
+                address + IMAGES, json={"prompt": "red tulip"}, headers=AUTHORIZED, timeout=300
             )
             assert answer.status_code == 200
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import schemathesis
-from helpers.served import batcher_of
+from helpers.served import AUTHORIZED, KEY, batcher_of
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
@@ -17,8 +17,6 @@ from lanternpp.serve.config import ServerConfig
 # A prompt without a word that the model knows follows the schema, and so do dials that a method does not read.
 TAKEN = ["2xx", 400, 404, 504]
 CONFIG = {"checks": {"positive_data_acceptance": {"expected-statuses": TAKEN}}}
-KEY = "correct-horse-battery"
-KEYS = {"Authorization": f"Bearer {KEY}"}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +25,7 @@ def document(pipe):
     with batcher_of(pipe, slots=2) as batcher:
         app = create_app(batcher, ServerConfig("ar", keys=[KEY]), page=False)
         config = SchemathesisConfig.from_dict(CONFIG)
-        yield schemathesis.openapi.from_asgi("/openapi.json", app, config=config, headers=KEYS)
+        yield schemathesis.openapi.from_asgi("/openapi.json", app, config=config, headers=AUTHORIZED)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +52,7 @@ def test_generated_requests(document, path, method, mode):
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def requests(case):
-        case.call_and_validate(checks=CHECKS.get_all(), headers=KEYS)
+        case.call_and_validate(checks=CHECKS.get_all(), headers=AUTHORIZED)
 
     try:
         requests()

@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fastapi.testclient import TestClient
-from helpers.served import batcher_of
+from helpers.served import IMAGES, client_of
 
 from lanternpp import Pipeline
 from lanternpp.cli import main
 from lanternpp.serve import server
-from lanternpp.serve.app import create_app
 from lanternpp.serve.fresh_thread import run_in_fresh_thread
 from lanternpp.serve.pictures import half_drawn
 
@@ -115,9 +113,9 @@ def test_a_server_that_starts_has_computed_aside(model: Path, monkeypatch: pytes
 
 def test_requests_compute_aside(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     read, drawn = Calls(monkeypatch, pipe.target, "prompt"), Calls(monkeypatch, pipe, "images")
-    with batcher_of(pipe) as batcher, TestClient(create_app(batcher, page=False)) as http:
+    with client_of(pipe) as http:
         body = {"prompt": "red tulip", "stream": True, "partial_images": 2}
-        assert "completed" in http.post("/v1/images/generations", json=body).text
+        assert "completed" in http.post(IMAGES, json=body).text
         half_drawn(pipe, torch.arange(5))
         assert drawn.left == {"lanternpp-batcher"}
         assert read.left == set()  # the thread that draws reads no prompt

@@ -6,20 +6,16 @@ import re
 import tomllib
 from pathlib import Path
 
-from fastapi.testclient import TestClient
 from helpers.latents import write_diffusion
 from helpers.models import write_model
-from helpers.served import SlowPipe, batcher_of, tiny
+from helpers.served import AUTHORIZED, KEY, SlowPipe, client_of, tiny
 
 from lanternpp.api.pipeline import Pipeline
-from lanternpp.serve.app import create_app
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.page import FILES
 from lanternpp.serve.page.routes import FOLDER
 from lanternpp.serve.page.setup import DIALS, methods, setup
 from lanternpp.serve.schemas import ImagesRequest
-
-KEY = "correct-horse-battery"
 
 
 def test_a_method_shows_the_dials_that_it_reads_at_its_own_values(pipe: Pipeline) -> None:
@@ -61,7 +57,7 @@ def test_a_method_whose_network_is_missing_is_not_offered(tmp_path: Path) -> Non
 
 
 def test_the_page_shadows_no_route_and_runs_nothing_that_is_not_its_own(pipe: Pipeline) -> None:
-    with batcher_of(pipe) as batcher, TestClient(create_app(batcher)) as http:
+    with client_of(pipe, page=True) as http:
         for path, (_, kind) in FILES.items():
             answer = http.get(path)
             assert answer.status_code == 200 and answer.headers["content-type"].startswith(kind)
@@ -77,17 +73,16 @@ def test_the_page_shadows_no_route_and_runs_nothing_that_is_not_its_own(pipe: Pi
 
 
 def test_with_keys_the_page_is_open_and_says_nothing(pipe: Pipeline) -> None:
-    with batcher_of(pipe) as batcher, TestClient(create_app(batcher, ServerConfig(keys=[KEY]))) as http:
+    with client_of(pipe, ServerConfig(keys=[KEY]), page=True) as http:
         for path in FILES:
             assert http.get(path).status_code == 200 and pipe.name not in http.get(path).text
         answer = http.get("/page/setup")
         assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
-        known = http.get("/page/setup", headers={"authorization": f"Bearer {KEY}"})
-        assert known.json()["model"] == pipe.name
+        assert http.get("/page/setup", headers=AUTHORIZED).json()["model"] == pipe.name
 
 
 def test_without_the_page_its_paths_are_nothing() -> None:
-    with batcher_of(SlowPipe()) as batcher, TestClient(create_app(batcher, page=False)) as http:
+    with client_of(SlowPipe()) as http:
         assert {http.get(path).status_code for path in (*FILES, "/page/setup")} == {404}
 
 

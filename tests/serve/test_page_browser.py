@@ -18,12 +18,11 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from helpers.served import batcher_of, listening, until
+from helpers.served import KEY, app_of, until
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from lanternpp.api.pipeline import Pipeline
-from lanternpp.serve.app import create_app
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
 
@@ -33,7 +32,6 @@ QUIET += ("--disable-background-networking", "--disable-component-update")
 QUIET += ("--host-resolver-rules=MAP *.test 127.0.0.1",)
 PATIENCE = 400_000  # milliseconds; a busy machine is slow
 MOUNTAIN = "a photo of a mountain covered in snow under a blue sky"
-KEY = "correct-horse-battery"
 CONTRAST = """() => {
   const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
   const light = (colour) => numbers(colour).slice(0, 3)
@@ -61,16 +59,19 @@ needs_browser = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here; insta
 
 
 @pytest.fixture(scope="module")
-def batcher() -> Iterator[Batcher]:
-    made = Batcher(Pipeline.from_pretrained("nature-128", tuned=False))
-    yield made
-    made.close(drain=False, timeout=30)
+def served() -> Iterator[tuple[Batcher, str]]:
+    with app_of(Pipeline.from_pretrained("nature-128", tuned=False), page=True) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
-def address(batcher: Batcher) -> Iterator[str]:
-    with listening(create_app(batcher)) as address:
-        yield address
+def batcher(served: tuple[Batcher, str]) -> Batcher:
+    return served[0]
+
+
+@pytest.fixture(scope="module")
+def address(served: tuple[Batcher, str]) -> str:
+    return served[1]
 
 
 @pytest.fixture(scope="module")
@@ -237,11 +238,7 @@ def test_a_band_is_what_one_pass_decided(page: Page) -> None:
 def test_a_wrong_prompt_is_answered_in_a_sentence_and_the_next_one_is_drawn(
     browser: Browser, pipe: Pipeline
 ) -> None:
-    with (
-        batcher_of(pipe) as batcher,
-        listening(create_app(batcher)) as address,
-        opened(browser, address) as page,
-    ):
+    with app_of(pipe, page=True) as (_, address), opened(browser, address) as page:
         page.get_by_label("Prompt").fill("a bicycle {{value}} ${1+1} <img src=x onerror=alert(1)>")
         page.get_by_role("button", name="Race").click()
         alert = page.locator("#board").get_by_role("alert")
@@ -279,11 +276,7 @@ def test_stop_and_a_closed_page_free_their_slots(page: Page, batcher: Batcher) -
 @needs_browser
 def test_with_keys_the_page_asks_for_one_and_races(browser: Browser, pipe: Pipeline) -> None:
     config = ServerConfig(hosts=["127.0.0.1"], keys=[KEY])
-    with (
-        batcher_of(pipe) as batcher,
-        listening(create_app(batcher, config)) as address,
-        opened(browser, address) as page,
-    ):
+    with app_of(pipe, config, page=True) as (_, address), opened(browser, address) as page:
         page.get_by_label("API key").fill("not-the-key-that-it-is")
         page.get_by_role("button", name="Open").click()
         expect(page.get_by_role("alert")).to_contain_text("not one of this server's keys")
@@ -366,7 +359,7 @@ def test_a_page_of_another_site_can_neither_draw_nor_read(
     browser: Browser, pipe: Pipeline, victim: str, attacker: str
 ) -> None:
     config = ServerConfig(hosts=["127.0.0.1", "localhost", "draw.test"])  # as with --allow-host draw.test
-    with batcher_of(pipe) as batcher, listening(create_app(batcher, config)) as address:
+    with app_of(pipe, config, page=True) as (_, address):
         port = urlsplit(address).port
         with (
             another_site(f"http://{victim}:{port}") as other,

@@ -9,13 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from helpers.served import SlowPipe, batcher_of, serving, spec, until
+from helpers.served import IMAGES, SlowPipe, batcher_of, serving, spec, until
 
 from lanternpp.cli import main
 from lanternpp.serve.app import create_app
 from lanternpp.serve.server import bind, run
-
-IMAGES = "/v1/images/generations"
 
 
 def test_sigterm_under_load_finishes_what_was_accepted_and_refuses_what_comes(long_model):

@@ -19,13 +19,13 @@ import httpx
 import openai
 import pytest
 from helpers.processes import descendants
+from helpers.served import IMAGES, KEY
 from PIL import Image
 
 from lanternpp import Pipeline
 from lanternpp.cli import main
 
-IMAGES, REPLICA = "/v1/images/generations", "ray::ServeReplica"
-KEY = "correct-horse-battery"
+REPLICA = "ray::ServeReplica"
 
 
 def open_to_others(folder: Path) -> list[Path]:

@@ -11,19 +11,17 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.served import PacedPipe, batcher_of, listening, until
+from helpers.served import IMAGES, PacedPipe, app_of, batcher_of, client_of, until
 from PIL import Image
 
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve import streaming
-from lanternpp.serve.app import create_app
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.request_mapping import RequestMapper
 from lanternpp.serve.schemas import ImagesRequest
 from lanternpp.serve.streaming import PictureStream
 from lanternpp.serve.tickets import Cancelled
 
-IMAGES = "/v1/images/generations"
 PROMPT = "a red tulip"
 
 
@@ -39,10 +37,7 @@ def events(address: str, **fields: object) -> Iterator[dict[str, Any]]:
 def test_progress_tells_figures_and_shows_the_picture_grow(pipe: Pipeline, monkeypatch) -> None:
     monkeypatch.setattr(streaming, "EVERY", 0.02)
     paced = PacedPipe(pipe)
-    with (
-        batcher_of(paced) as batcher,
-        listening(create_app(batcher, ServerConfig("ar"), page=False)) as address,
-    ):
+    with app_of(paced, ServerConfig("ar")) as (_, address):
         received = []
         paced.allow(pipe.target.length // 2)  # then not before something is seen of it
         for event in events(address, progress=True, n=2, seed=5):
@@ -66,10 +61,7 @@ def test_progress_tells_figures_and_shows_the_picture_grow(pipe: Pipeline, monke
 
 
 def test_a_request_hears_what_is_said_of_its_own_prompt(pipe: Pipeline) -> None:
-    with (
-        batcher_of(pipe) as batcher,
-        listening(create_app(batcher, ServerConfig("ar"), page=False)) as address,
-    ):
+    with app_of(pipe, ServerConfig("ar")) as (_, address):
         first = next(events(address, progress=True, prompt="a shiny red tulip"))
         assert "shiny" in " ".join(first["warnings"])
         assert next(events(address, progress=True))["warnings"] == []
@@ -77,16 +69,16 @@ def test_a_request_hears_what_is_said_of_its_own_prompt(pipe: Pipeline) -> None:
 
 @pytest.mark.parametrize("given", [{"progress": True}, {"tree": "os:system"}, {"tree": "trees/own.json"}])
 def test_what_cannot_be_asked_for(pipe: Pipeline, given: dict) -> None:
-    with batcher_of(pipe) as batcher, listening(create_app(batcher, page=False)) as address:
-        answer = httpx.post(address + IMAGES, json={"prompt": PROMPT, **given})
+    with client_of(pipe) as http:
+        answer = http.post(IMAGES, json={"prompt": PROMPT, **given})
         assert answer.status_code == 400
         assert ("set stream to true" if "progress" in given else "is unknown; known: eagle-25") in answer.text
 
 
 def test_a_tree_of_ours_is_taken_by_name(pipe: Pipeline) -> None:
-    with batcher_of(pipe) as batcher, listening(create_app(batcher, page=False)) as address:
+    with client_of(pipe) as http:
         fields = {"prompt": PROMPT, "tree": "chain-3", "method": "lantern++"}
-        answer = httpx.post(address + IMAGES, json=fields, timeout=300)
+        answer = http.post(IMAGES, json=fields)
         assert answer.json()["data"][0]["lanternpp"]["settings"]["tree"] == "chain-3"
 
 
