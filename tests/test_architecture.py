@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lanternpp.accept import RULES
-from lanternpp.api.methods import METHODS
+from lanternpp.api.options import METHODS
 from lanternpp.drafters import DRAFTERS
 from lanternpp.models import FAMILIES
 from lanternpp.proposers import PROPOSERS

@@ -17,10 +17,17 @@ from helpers.models import LENGTH, SIDE, write_model
 
 from lanternpp import InputError, Pipeline
 from lanternpp.accept.base import Acceptance
-from lanternpp.api.dials import DIALS, DRAFT, PARTS, RULE, names
-from lanternpp.api.keywords import MethodDials, PictureDials
+from lanternpp.api.options import (
+    DIALS,
+    DraftDials,
+    MethodDials,
+    PartDials,
+    PictureDials,
+    RuleDials,
+    Settings,
+    names,
+)
 from lanternpp.api.pipeline import Partial
-from lanternpp.api.settings import Settings
 from lanternpp.engine.proposer import Proposer
 from lanternpp.trees.base import TreeBuilder
 
@@ -39,7 +46,7 @@ def pipe(folder: Path) -> Pipeline:
 
 def test_every_dial_is_a_keyword_of_its_type() -> None:
     assert set(PictureDials.__annotations__) == set(DIALS) == {*Settings.__annotations__} - {"method"}
-    assert set(MethodDials.__annotations__) == set(names(DRAFT, RULE, PARTS))
+    assert set(MethodDials.__annotations__) == set(names(DraftDials, RuleDials, PartDials))
     known = {each.__name__: each for each in (Acceptance, Proposer, TreeBuilder)}
     for name, hint in typing.get_type_hints(PictureDials, localns=known).items():
         taken = {each for each in typing.get_args(hint) if each in (int, float, bool, str)}

@@ -10,7 +10,7 @@ import torch
 from helpers.models import write_model
 
 from lanternpp.api import compiled
-from lanternpp.api.methods import METHODS
+from lanternpp.api.options import METHODS
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.evaluation import report
 from lanternpp.evaluation.profile import profile_race

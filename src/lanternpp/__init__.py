@@ -9,7 +9,7 @@ from lanternpp.errors import InputError
 if TYPE_CHECKING:
     from lanternpp.accept import RULES
     from lanternpp.api.accelerate import accelerate, custom_generate, generate, restore
-    from lanternpp.api.methods import METHODS
+    from lanternpp.api.options import METHODS
     from lanternpp.api.pipeline import Pipeline
     from lanternpp.engine.sampling import Sampling
     from lanternpp.trees import TREES
@@ -33,7 +33,7 @@ __all__ = [
 _HOMES = {
     "Pipeline": "lanternpp.api.pipeline",
     "Sampling": "lanternpp.engine.sampling",
-    "METHODS": "lanternpp.api.methods",
+    "METHODS": "lanternpp.api.options",
     "RULES": "lanternpp.accept",
     "TREES": "lanternpp.trees",
     "accelerate": "lanternpp.api.accelerate",

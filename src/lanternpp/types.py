@@ -7,6 +7,8 @@ D features, T prompt slots, S cache slots, W frontier width, K children.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,15 @@ Warping = tuple[float, int, float]
 def on_host(x: Tensor) -> bool:
     """Whether Python can look at the values of a tensor at no cost: on a CPU, but for the tracing of a graph."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+class Dials(SimpleNamespace):
+    """The dials of a picture by name, for the parts that read them; one that is left out is None, the part's own default."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ def test_a_code_the_target_rules_out_stays_out_under_lantern_pp():
 @pytest.mark.parametrize("name", NAMED)
 def test_a_code_the_format_forces_is_never_relaxed(name, delta):
     for residual in RESIDUALS:
-        dials = Dials(lambda k: TABLE[:, :k], 12, delta, lam=1e9, nu=0.1, residual=residual)
+        dials = Dials(lambda k: TABLE[:, :k], neighbours=12, delta=delta, lam=1e9, nu=0.1, residual=residual)
         rule, forced = NAMED[name].build(dials), torch.eye(VOCAB).double()
         for x in range(VOCAB):
             for at in (rule.at(0), rule.at(3)):
@@ -151,7 +151,7 @@ def test_a_mixture_is_one_and_costs_its_share_of_the_distance():
 
 @pytest.mark.parametrize("name", ["lantern", "lantern++", "cool", "cactus", "mixture"])
 def test_every_relaxation_can_fall_with_the_level(name):
-    made = Dials(lambda k: TABLE[:, :k], 12, {"cool": 2.0}.get(name, 0.6), lam=3.0, nu=0.5)
+    made = Dials(lambda k: TABLE[:, :k], neighbours=12, delta={"cool": 2.0}.get(name, 0.6), lam=3.0, nu=0.5)
     rule, p, q = NAMED[name].build(made), P[:120], laws(120, 2.0)
     spent = [tv_cost(rule.at(level), p, q).mean() for level in range(5)]
     assert rule.at(0).relax(p, CODE[:120]).equal(rule.relax(p, CODE[:120]))

@@ -12,8 +12,8 @@ from helpers.models import write_model
 from lanternpp import InputError, Pipeline
 from lanternpp.accept import RULES
 from lanternpp.api.default_method import Chosen, choose
-from lanternpp.api.methods import METHODS
 from lanternpp.api.model import model_folder, read_defaults
+from lanternpp.api.options import METHODS
 from lanternpp.api.tuned import Tuned
 from lanternpp.serve.config import ServerConfig
 
@@ -47,7 +47,9 @@ def test_the_drafter_that_a_model_has_decides_and_what_is_taken_is_lossless(fold
     assert chosen(folder).method == "eagle"
     shutil.rmtree(folder / "drafter")
     assert chosen(folder).method == "jacobi-coupled"
-    assert all(RULES[METHODS[name].accept].lossless for name in ("parallel", "eagle", "jacobi-coupled"))
+    assert all(
+        RULES[METHODS[name].dials["accept"]].lossless for name in ("parallel", "eagle", "jacobi-coupled")
+    )
 
 
 def test_what_the_model_names_comes_first_where_its_network_is_there(folder: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from lanternpp.api.methods import METHODS
+from lanternpp.api.options import METHODS
 from lanternpp.api.settings import DIALS, dials_read, resolve, with_tree
 from lanternpp.api.tuned import with_tuned
 from lanternpp.errors import InputError

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from lanternpp import Pipeline
-from lanternpp.api.methods import METHODS
+from lanternpp.api.options import METHODS
 from lanternpp.api.pipeline import Result, Stats
 from lanternpp.models.base import Target
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from lanternpp.api import loaded
-from lanternpp.api.methods import METHODS
+from lanternpp.api.options import METHODS
 from lanternpp.api.picture import squarest
 from lanternpp.engine.decode import Engine, FinishedSample
 

@@ -10,12 +10,12 @@ import torch
 from helpers import checkpoints
 from PIL import Image
 
-from lanternpp.api.methods import METHODS
+from lanternpp.api.options import METHODS
 
 
 def options(method: str, model: Path, drafter: Path) -> list[object]:
     """A method, as many neighbours as the tiny codebooks have, and something to draft with."""
-    few = ["--neighbours", 8] if METHODS[method].neighbours else []
+    few = ["--neighbours", 8] if METHODS[method].dials.get("neighbours") else []
     none: list[object] = []
     own = {
         "nothing": none,
@@ -24,7 +24,7 @@ def options(method: str, model: Path, drafter: Path) -> list[object]:
         "independent": ["--drafter", model],
         "jacobi": none,
     }
-    return ["--method", method, "--json", *few, *own[METHODS[method].proposer]]
+    return ["--method", method, "--json", *few, *own[METHODS[method].dials["proposer"]]]
 
 
 @pytest.fixture(scope="module")

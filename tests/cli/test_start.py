@@ -17,8 +17,7 @@ import lanternpp
 from lanternpp import Pipeline
 from lanternpp.accept import RULES
 from lanternpp.accept.base import RESIDUALS
-from lanternpp.api.dials import DIALS
-from lanternpp.api.methods import METHODS
+from lanternpp.api.options import DIALS, METHODS
 from lanternpp.cli.terminal import progress_bar
 from lanternpp.engine.verifiers import VERIFIERS
 from lanternpp.models.published import PUBLISHED
@@ -193,7 +192,7 @@ def test_an_engine_of_any_method_is_made_without_torchs_compiler() -> None:
     code = """
 import sys
 from lanternpp import Pipeline
-from lanternpp.api.methods import METHODS
+from lanternpp.api.options import METHODS
 from lanternpp.models.published import PUBLISHED
 from lanternpp.trees import TREES
 pipe = Pipeline.from_pretrained("nature-128", device="cpu", tuned=False)

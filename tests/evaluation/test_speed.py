@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.models import write_model
 
-from lanternpp.api.methods import BASELINE
+from lanternpp.api.options import BASELINE
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.errors import InputError
 from lanternpp.evaluation.speed import PICTURES, TURNS, Race, parse_methods

@@ -22,8 +22,8 @@ from PIL import Image
 
 from lanternpp import Pipeline
 from lanternpp.api.default_method import Chosen
-from lanternpp.api.methods import AUTO
-from lanternpp.api.settings import Settings, resolve
+from lanternpp.api.options import AUTO, Settings
+from lanternpp.api.settings import resolve
 from lanternpp.engine.decode import FinishedSample
 from lanternpp.errors import InputError
 from lanternpp.serve.app import create_app

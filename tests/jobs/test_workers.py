@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from helpers.models import write_model
 
-from lanternpp.api.arguments import DrawOptions
+from lanternpp.api.options import DrawOptions
 from lanternpp.errors import InputError
 from lanternpp.jobs import workers
 from lanternpp.jobs.cluster import LOCAL, Share, cluster

@@ -10,29 +10,24 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from lanternpp import types
 from lanternpp.errors import InputError
 from lanternpp.types import NeighbourBudget, on_host
 
 RESIDUALS = ("paper", "optimal")
 
 
-@dataclass(frozen=True)
-class Dials:
-    """The settings that a rule may be built from; each rule reads those it has use for."""
+class Dials(types.Dials):
+    """What a rule may be built from: the dials by name, and `table`: k -> the k nearest codes of every code, [V, k] int32."""
 
-    table: Callable[[int], Tensor]  # k -> the k nearest codes of every code, [V, k] int32
-    neighbours: int | None = None  # k
-    delta: float | None = None
-    lam: float | None = None  # lambda
-    nu: float | None = None  # decay of the relaxation with the level of the draft
-    residual: str | None = None  # one of RESIDUALS; None: the rule's own
+    def __init__(self, table: Callable[[int], Tensor], **dials: Any):
+        super().__init__(table=table, **dials)
 
 
 class Acceptance(ABC):

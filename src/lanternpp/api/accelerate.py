@@ -20,12 +20,11 @@ from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
 from lanternpp.api import arguments
-from lanternpp.api.keywords import MethodDials, listing
-from lanternpp.api.methods import AUTO
 from lanternpp.api.model import Model
+from lanternpp.api.options import AUTO, MethodDials, Settings, listing
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.results import Partial
-from lanternpp.api.settings import Settings, network_needed
+from lanternpp.api.settings import network_needed
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
 from lanternpp.models.transformers import CLASSES

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lanternpp.api.methods import AUTO, BASELINE, METHODS
 from lanternpp.api.model import DEFAULTS, holds, latent_family, recognised, target_source
+from lanternpp.api.options import AUTO, BASELINE, METHODS
 from lanternpp.api.settings import network_needed, resolve
 from lanternpp.api.tuned import Tuned
 from lanternpp.drafters import DRAFTERS

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from lanternpp.api.settings import Settings
+from lanternpp.api.options import Settings
 from lanternpp.engine.decode import Engine
 
 BYTES = 1 << 30

@@ -14,11 +14,9 @@ from PIL import Image
 from torch import Tensor
 
 from lanternpp.api import arguments, pixels
-from lanternpp.api.keywords import CallOptions, PictureDials, Prompts, Seeds, listing
 from lanternpp.api.loaded import LoadedModel
-from lanternpp.api.methods import AUTO
+from lanternpp.api.options import AUTO, CallOptions, PictureDials, Prompts, Seeds, Settings, listing
 from lanternpp.api.results import Partial, Result, Stats, UnfinishedError, versions
-from lanternpp.api.settings import Settings
 from lanternpp.engine.batching import ContinuousBatch, adaptive_threads, opened
 from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.errors import InputError

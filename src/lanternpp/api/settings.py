@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor
@@ -12,9 +12,7 @@ from lanternpp.accept import RULES
 from lanternpp.accept.base import Acceptance, Dials
 from lanternpp.accept.neighbours import NeighbourAcceptance
 from lanternpp.api import arguments
-from lanternpp.api.dials import DIALS as TABLE
-from lanternpp.api.dials import DRAFT, EVERY, RULE, dials, names, spoken
-from lanternpp.api.methods import method as named_method
+from lanternpp.api.options import DIALS, METHODS, DraftDials, RuleDials, Settings, check_method, names, spoken
 from lanternpp.continuous.mixture import MixtureSampling
 from lanternpp.drafters.base import Drafter
 from lanternpp.engine.proposer import Parts, Proposer
@@ -36,9 +34,8 @@ from lanternpp.trees import build_tree, shape_name
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.shapes import check as check_shape
 from lanternpp.util.registry import Given, check_class, find, importable, unknown
-from lanternpp.util.schema import checked, hints
+from lanternpp.util.schema import checked
 
-DIALS = names(DRAFT, RULE)  # those that parts read
 KINDS = {"accept": "acceptance rule", "proposer": "proposer", "tree": "tree"}
 PARTS: dict[str, tuple[type, bool]] = {  # what a part derives from, and whether an object of it may be given
     "accept": (Acceptance, True),
@@ -50,41 +47,10 @@ PLAIN: dict[type, Callable[[str, Any], Any]] = {
     float: arguments.real,
     bool: arguments.switch,
 }
+READ = names(DraftDials, RuleDials)  # the dials that parts read
 NO_DRAFT = "none"  # the proposer of plain decoding
 SHAPES = {"tree", "window", "min_survival"}  # dials that decide the shape of a draft
 TREE = "eagle-25"  # default of proposers that take a tree
-
-
-@dataclass(frozen=True)
-class Settings:
-    """All settings of a picture except prompt and seed; a dial that no part of the method reads is None."""
-
-    method: str
-    proposer: str
-    accept: str
-    tree: str | None
-    neighbours: int | None
-    delta: float | None
-    lam: float | None
-    cfg: float
-    temperature: float
-    top_k: int
-    top_p: float
-    batch_size: int
-    compile: bool
-    fit: bool  # whether the draft is to be fitted to this machine, or has been
-    nu: float | None = None
-    residual: str | None = None
-    window: int | None = None
-    coupling: str | None = None
-    init: str | None = None
-    alternatives: int | None = None
-    window_rows: int | None = None
-    measure_tv: bool = False  # tv_cost
-    verify: str | None = None  # how a draft is verified, one of VERIFIERS
-    min_survival: float | None = (
-        None  # chains end before guesses that are kept with less than this probability
-    )
 
 
 def resolve(
@@ -99,15 +65,14 @@ def resolve(
     shape is given is not fitted to the machine.
     """
     given = {k: typed(k, v) for k, v in overrides.items() if v is not None}
-    row = {k: v for k, v in asdict(named_method(method)).items() if k != "about"}
-    base = {dial.name: dial.default for dial in dials(*EVERY)}
-    merged = base | row | defaults_of(defaults, method) | given
+    check_method(method)
+    usual: dict[str, Any] = {name: dial.default for name, dial in DIALS.items()}
+    merged = usual | {**METHODS[method].dials} | defaults_of(defaults, method) | given
     merged["fit"] = merged["fit"] and merged["proposer"] != NO_DRAFT and not given.keys() & SHAPES
-    extra = [k for k in merged if k not in Settings.__dataclass_fields__]
-    if extra:
-        raise InputError(unknown("option", extra[0], Settings.__dataclass_fields__))
+    if extra := merged.keys() - DIALS.keys():
+        raise InputError(unknown("option", min(extra), DIALS))
     read = dials_read(merged["proposer"], merged["accept"])
-    for name in DIALS:
+    for name in READ:
         if name not in read:
             if name in given:
                 raise InputError(_unread(name, given[name], method, merged, read, auto))
@@ -177,12 +142,12 @@ def with_tree(settings: Settings, tree: str | None) -> Settings:
 
 def typed(name: str, value: Any) -> Any:
     """An override converted to the type of its field. A part may also be a class, and a rule an object. InputError."""
-    dial = TABLE.get(name)
+    dial = DIALS.get(name)
     if dial is None:
         return value  # refused with the names that are known
     if read := PLAIN.get(dial.kind):
         value = read(dial.spoken, value)
-        dial.check(value)
+        dial.check(value, dial.spoken)
         return value
     if name == "tree" and isinstance(value, list | tuple):
         return shape_name(check_shape(value, "tree"))
@@ -201,8 +166,9 @@ def defaults_of(defaults: Mapping[str, Any], method: str) -> dict[str, Any]:
         for within, values in ("", defaults), (at, row):
             for name, value in values.items():
                 if name not in ("method", "methods") and value is not None:
-                    found[name] = checked(within + name, value, hints(Settings).get(name, Any))
-                    if dial := TABLE.get(name):
+                    found[name] = value
+                    if dial := DIALS.get(name):
+                        found[name] = checked(within + name, value, dial.kind)
                         dial.check(value, within + name)
     except InputError as error:
         raise InputError(f"the model's defaults: {error}") from None
@@ -220,7 +186,7 @@ def dials_read(proposer: str, accept: str) -> frozenset[str]:
         if isinstance(part, Acceptance):
             continue
         read_by_part = getattr(part, "dials", None)
-        read |= frozenset(DIALS) if read_by_part is None else read_by_part
+        read |= frozenset(READ) if read_by_part is None else read_by_part
     return read
 
 
@@ -234,9 +200,9 @@ def build_rule(
     backend: what may compute the output distributions of a rule with neighbours.
     """
     residual = settings.residual or ("optimal" if settings.verify not in (None, TOKEN) else None)
-    given = {name: getattr(settings, name) for name in names(RULE)} | {"residual": residual}
     entry = _rule(settings)
-    rule = entry if isinstance(entry, Acceptance) else entry.build(Dials(table, **given))
+    dials = asdict(settings) | {"residual": residual}
+    rule = entry if isinstance(entry, Acceptance) else entry.build(Dials(table, **dials))
     if isinstance(rule, NeighbourAcceptance):
         rule.native = backend.output_distribution(rule.table)
     return rule
@@ -253,7 +219,9 @@ def _rule(settings: Settings) -> Acceptance | type[Acceptance]:
 def build_proposer(settings: Settings, network: Callable[[str], Drafter | Target]) -> Proposer:
     """The proposer, with the network that it needs, by its kind. InputError where a dial is wrong."""
     entry, parts = _proposer(settings), _parts(settings)
-    made = entry.build(replace(parts, network=network(entry.needs)) if entry.needs else parts)
+    if entry.needs:
+        parts.network = network(entry.needs)
+    made = entry.build(parts)
     # a drafter may have named another proposer than the settings do
     if wrong := why_unsupported(_draft_traits(settings, type(made)), settings.verify or TOKEN):
         raise InputError(wrong)
@@ -280,9 +248,7 @@ def _proposer(settings: Settings) -> type[Proposer]:
 
 def _parts(settings: Settings) -> Parts:
     """The arguments of `Proposer.build`, without the network."""
-    tree = build_tree(settings.tree or TREE)
-    jacobi = (settings.window, settings.coupling, settings.init, settings.alternatives, settings.window_rows)
-    return Parts(tree, None, *jacobi, settings.min_survival)
+    return Parts(**asdict(settings) | {"tree": build_tree(settings.tree or TREE)})
 
 
 def build_verifier(settings: Settings, backend: Backend = PYTORCH) -> Verifier:
@@ -294,7 +260,7 @@ def _unread(
     name: str, value: object, method: str, merged: Mapping[str, Any], read: frozenset[str], auto: bool
 ) -> str:
     """The sentence for a dial that would change nothing."""
-    named = [spoken(dial) for dial in DIALS if dial in read]
+    named = [spoken(dial) for dial in READ if dial in read]
     takes = f"they take {', '.join(named)}" if named else "they have no dials"
     return (
         f"{spoken(name)} {value} would change nothing: method {method!r}{', which auto takes here,' if auto else ''} has "

@@ -18,7 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from lanternpp.api.dials import DRAFT, RULE, names
+from lanternpp.api.options import DraftDials, RuleDials, names
 from lanternpp.errors import InputError
 from lanternpp.models.vq.neighbours import cache_folder
 from lanternpp.nn.shards import PICKLED, SAFE
@@ -30,8 +30,8 @@ from lanternpp.util.schema import made
 FILE = "tuned.json"
 CONDITIONS = ("device", "dtype", "batch_size", "compile", "proposer", "accept", "verify")
 UNSAID = {"verify": "token"}  # conditions that older versions did not record, and their value then
-DRAFTED = tuple(name for name in names(DRAFT) if name != "verify")
-CHOSEN = (*DRAFTED, *names(RULE))  # what an entry may set
+DRAFTED = tuple(name for name in names(DraftDials) if name != "verify")
+CHOSEN = (*DRAFTED, *names(RuleDials))  # what an entry may set
 MADE = {"classifier", "codes", "rollouts"}  # folders of files that are not used for drawing
 ENDS = 1 << 16  # bytes of a file's beginning and end that are hashed
 

@@ -1,6 +1,6 @@
 """The command line: one file per verb. Errors are one line on stderr and exit status 2.
 
-Nothing here imports torch at the top, so that help and refusals are quick.
+A verb's file is imported when the verb is named, and nothing here imports torch, so that help and refusals are quick.
 """
 
 from __future__ import annotations
@@ -8,81 +8,25 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from importlib import import_module
 
-import typer
-from typer.core import TyperGroup
-from typer.exceptions import TyperException
+from cyclopts import App, CycloptsError, UnknownOptionError
 
 from lanternpp import __version__
-from lanternpp.cli import (
-    bench,
-    compare,
-    convert,
-    eval,
-    generate,
-    gpu_report,
-    models,
-    serve,
-    throughput,
-    train,
-    tune,
-    warm,
-)
+from lanternpp.cli.options import heading
 from lanternpp.cli.terminal import one_line_warnings, say
 from lanternpp.errors import InputError
 from lanternpp.util.registry import HERE
 
-RETIRED = {"floor": "bench --profile"}  # verbs of earlier versions, and what does their work now
-
-
-class Verbs(TyperGroup):
-    """The group of verbs; an interrupt of any of them is one line and status 130."""
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The verb of this name. InputError where it is a retired one."""
-        if cmd_name in RETIRED:
-            raise InputError(f"`{cmd_name}` is now `{RETIRED[cmd_name]}`")
-        return super().get_command(ctx, cmd_name)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the verb."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            print("lanternpp: interrupted", file=sys.stderr)
-            raise typer.Exit(130) from None
-
-
-app = typer.Typer(cls=Verbs, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(generate.generate)
-app.command()(compare.compare)
-app.command()(bench.bench)
-app.command("eval")(eval.evaluate)
-app.command()(train.train)
-app.command()(tune.tune)
-app.command()(throughput.throughput)
-app.command()(warm.warm)
-app.command()(gpu_report.gpu_report)
-app.command()(serve.serve)
-app.command()(models.models)
-app.command()(convert.convert)
-
-
-def show_version(requested: bool) -> None:
-    """Print the version and leave."""
-    if requested:
-        typer.echo(f"lanternpp {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Visual autoregressive models that draw faster: speculative decoding with relaxed acceptance."""
+VERBS = {
+    "generate": "Draw pictures of a prompt, or of every line of a file.",
+    "compare": "Draw a prompt twice, by plain AR and by a method, with the times under each.",
+}
+# Verbs and options of earlier versions, and what does their work now.
+RETIRED = {
+    "floor": "bench --profile",
+}
+RENAMED: dict[str, str] = {}
 
 
 def with_values(args: Sequence[str]) -> list[str]:
@@ -95,15 +39,17 @@ def with_values(args: Sequence[str]) -> list[str]:
 
 def main(args: Sequence[str] | None = None) -> None:
     """The console script: runs a verb, then exits with its status."""
-    command = typer.main.get_command(app)
     HERE[:] = [""]  # the current folder
     args = with_values(sys.argv[1:] if args is None else args)
     try:
         with one_line_warnings():
-            status = command.main(args, prog_name="lanternpp", standalone_mode=False)
+            status = run(args)
             sys.stdout.flush()
-    except InputError as error:
-        say("error", error)
+    except KeyboardInterrupt:
+        print("lanternpp: interrupted", file=sys.stderr)
+        status = 130
+    except (InputError, CycloptsError) as error:
+        say("error", sentence(error))
         status = 2
     except OSError as error:
         if error.errno == errno.ENOSPC:
@@ -116,18 +62,47 @@ def main(args: Sequence[str] | None = None) -> None:
         else:
             say("error", f"{error.filename}: {error.strerror}")
         status = 2
-    except TyperException as error:
-        status = refuse(error)
     sys.exit(status if isinstance(status, int) else 0)
 
 
-def refuse(error: TyperException) -> int:
-    """A wrong use of the command line as one line; status 2. No message means that help was printed instead."""
-    message = error.format_message()
-    if not message:
-        return 0
-    faults = getattr(error.__cause__, "errors", None)
-    if faults:  # a value of the wrong type: say which value
-        message += f", not {faults()[0]['input']!r}"
-    say("error", message)
-    return 2
+def run(args: Sequence[str]) -> object:
+    """Run a verb and return what it returns: None, or an exit status."""
+    named = next(iter(args), "--help")
+    if named in RETIRED:
+        raise InputError(f"`{named}` is now `{RETIRED[named]}`")
+    if named not in VERBS and not named.startswith("-"):
+        from lanternpp.cli import old
+
+        return old.run(args)
+    app = App(
+        name="lanternpp",
+        help="Visual autoregressive models that draw faster: speculative decoding with relaxed acceptance.",
+        version=f"lanternpp {__version__}",
+        help_format="plaintext",
+        group_arguments=heading("Arguments"),
+        group_parameters=heading("Options"),
+        print_error=False,
+        exit_on_error=False,
+        result_action="return_value",
+        suppress_keyboard_interrupt=False,
+    )
+    for verb, about in VERBS.items():
+        where = f"{__name__}.{verb}"
+        if verb == named:
+            app.command(getattr(import_module(where), verb), name=verb)
+        else:
+            app.command(f"{where}:{verb}", name=verb, help=about)
+    return app(args)
+
+
+def sentence(error: Exception) -> str:
+    """What is wrong with the arguments, in one sentence."""
+    if isinstance(error.__cause__, InputError):  # of an option's own check
+        return str(error.__cause__)
+    if isinstance(error, UnknownOptionError):
+        option = (error.token.keyword or error.token.value).partition("=")[0]
+        if option in RENAMED:
+            return f"{option} is now {RENAMED[option]}"
+    if isinstance(error, CycloptsError):
+        error.verbose = False
+    return str(error)

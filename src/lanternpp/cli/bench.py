@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lanternpp.api.arguments import DrawOptions
-from lanternpp.api.dials import ENGINE, SAMPLING
-from lanternpp.cli import options as opt
+from lanternpp.api.options import DrawOptions, EngineDials, SamplingDials
+from lanternpp.cli import old_options as opt
 from lanternpp.cli.overrides import draws, read
 from lanternpp.cli.plots import Plots, plots_enabled
 from lanternpp.cli.tables import show_table
@@ -75,7 +74,7 @@ JudgeIt = Annotated[
 ]
 
 
-@draws("size", "method", groups=(ENGINE, SAMPLING))
+@draws("size", "method", groups=(EngineDials, SamplingDials))
 def bench(
     prompts: opt.Prompts = None,
     methods: Methods = None,
@@ -170,7 +169,7 @@ def at_equal_tv(
 
     Says on stderr which cannot spend so little.
     """
-    from lanternpp.api.methods import BASELINE
+    from lanternpp.api.options import BASELINE
 
     plain, relaxed = field[0], [entry for entry in field if entry.method != BASELINE]
     for entry in relaxed:

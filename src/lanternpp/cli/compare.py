@@ -9,37 +9,31 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from lanternpp.api.arguments import DrawOptions
-from lanternpp.api.dials import ENGINE, SAMPLING, names
-from lanternpp.api.methods import BASELINE
+from lanternpp.api.options import BASELINE, DrawOptions, EngineDials, SamplingDials, names
 from lanternpp.cli import options as opt
-from lanternpp.cli.many import Overwrite
 from lanternpp.cli.output import png_path
-from lanternpp.cli.overrides import check, draws, read
 from lanternpp.cli.tables import show_table
 from lanternpp.cli.terminal import Progress, progress_bar
+from lanternpp.util.options import Option
 
 if TYPE_CHECKING:
     from lanternpp.api.pipeline import Result, Stats
 
 OUTPUT = Path("out/compare.png")
-Runs = Annotated[
-    int, typer.Option(help="Timed runs of each side; medians are shown.", callback=opt.within(1))
-]
+Runs = Annotated[int, Option("Timed runs of each side; medians are shown.", ge=1)]
 
 
-@draws()
+@opt.verb
 def compare(
     prompt: opt.Prompt,
+    /,
+    *,
     n: opt.Count = 1,
     output: opt.Output = OUTPUT,
-    overwrite: Overwrite = False,
+    overwrite: opt.Overwrite = False,
     runs: Runs = 3,
     as_json: opt.Json = False,
-    *,
-    options: DrawOptions,
+    options: DrawOptions = DrawOptions(),
     seed: opt.Seed = 0,
 ) -> None:
     """Draw PROMPT twice, by plain AR and by a method: one PNG with the times under each.
@@ -48,11 +42,11 @@ def compare(
     time, as in the papers, unless --batch-size says otherwise. --measure-tv draws them once more, untimed.
     """
     path = png_path(output or OUTPUT, overwrite)
-    check(options)
+    opt.check(options)
 
     from lanternpp.api.picture import notes, save_png
 
-    pipe = read(options)
+    pipe = opt.read(options)
 
     def draw(name: str, **settings: Any) -> Result:
         return pipe(prompt, n=n, seed=seed, method=name, **settings)
@@ -68,10 +62,10 @@ def compare(
     save_png(render(prompt, base, side, speedup), path, chunks)
     if as_json:
         rows = [base.row() | {"speedup": 1.0}, side.row() | {"speedup": speedup}]
-        typer.echo(json.dumps(rows[1] | {"methods": rows, "bound": bound, "file": str(path)}))
+        print(json.dumps(rows[1] | {"methods": rows, "bound": bound, "file": str(path)}))
         return
     show(prompt, base, side, speedup, bound)
-    typer.echo(str(path))
+    print(str(path))
 
 
 @dataclass
@@ -131,7 +125,7 @@ def race(
     total = 2 * (runs + 1) + measure_tv
     report(0, total)
     settings = draw(method, **options).stats.settings
-    same = {name: settings[name] for name in names(ENGINE, SAMPLING)}
+    same = {name: settings[name] for name in names(EngineDials, SamplingDials)}
     report(1, total)
     draw(BASELINE, **same)
     report(2, total)

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lanternpp.api.arguments import DrawOptions
-from lanternpp.api.dials import option
-from lanternpp.api.methods import AUTO, METHODS
-from lanternpp.cli import options as opt
+from lanternpp.api.options import AUTO, DIALS, METHODS, DrawOptions
+from lanternpp.cli import old_options as opt
 from lanternpp.cli.output import png_path
 from lanternpp.cli.overrides import check, draws, read
 from lanternpp.cli.tables import show_table
@@ -132,7 +130,8 @@ def images_folder(source: str, drawing: Mapping[str, Any]) -> None:
         raise InputError(unknown("method", source, [*METHODS, AUTO]) + "; or give a folder of pictures")
     given = [name for name, value in drawing.items() if value is not None]
     if given:
-        named = "-n" if given[0] == "n" else option(given[0])
+        spoken = DIALS[given[0]].option if given[0] in DIALS else f"--{given[0]}"
+        named = "-n" if given[0] == "n" else spoken
         raise InputError(f"{named} is for drawing, and {source} is a folder of pictures; leave it out")
 
 

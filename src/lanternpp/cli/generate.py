@@ -5,36 +5,28 @@ from __future__ import annotations
 import json
 from typing import Annotated
 
-import typer
-
-from lanternpp.api.arguments import DrawOptions
+from lanternpp.api.options import DrawOptions
 from lanternpp.cli import many
 from lanternpp.cli import options as opt
 from lanternpp.cli.output import default_path, figures, free_path, png_path
-from lanternpp.cli.overrides import check, draws, read
 from lanternpp.cli.terminal import progress_bar, say
+from lanternpp.util.options import Option
 
-OnePrompt = Annotated[
-    str | None,
-    typer.Argument(metavar="PROMPT", help="What to draw.", callback=opt.not_empty, show_default=False),
-]
+OnePrompt = Annotated[str | None, Option("What to draw.", validate=opt.not_empty)]
 
 
-@draws()
+@opt.verb
 def generate(
     prompt: OnePrompt = None,
+    /,
+    *,
     n: opt.Count = 1,
     output: opt.Output = None,
-    prompts: many.Prompts = None,
-    out: many.Out = None,
-    overwrite: many.Overwrite = False,
-    ray: many.Ray = None,
-    actors: many.Actors = None,
     as_json: opt.Json = False,
-    *,
-    options: DrawOptions,
+    job: many.ManyOptions = many.ManyOptions(),
+    options: DrawOptions = DrawOptions(),
     seed: opt.Seed = 0,
-) -> None:
+) -> int | None:
     """Draw pictures of PROMPT: one PNG, a grid where there are several.
 
     Without -o the file is out/PROMPT-SEED.png. A picture there that was drawn with other settings stays, and the name of
@@ -44,20 +36,19 @@ def generate(
     With --prompts FILE --out DIR: -n pictures of every line of the file, a PNG each. Pictures that the folder has are not
     drawn again, so the same command resumes an interrupted job.
     """
-    job = many.ManyOptions(prompts, out, overwrite, ray, actors)
     if job.is_job(prompt, output):
         job.check()
-        check(options)
+        opt.check(options)
         many.draw(job, n, seed, as_json, options)
-        return
+        return None
     assert prompt is not None
-    path = png_path(output or default_path(prompt, seed), overwrite or output is None)
-    check(options)
+    path = png_path(output or default_path(prompt, seed), job.overwrite or output is None)
+    opt.check(options)
 
     from lanternpp.api.picture import grid, notes, save_png
     from lanternpp.api.results import UnfinishedError
 
-    pipe = read(options)
+    pipe = opt.read(options)
     finished: list[int] | None = None
     try:
         with progress_bar("drawing") as progress:
@@ -69,12 +60,13 @@ def generate(
     stats = result.stats
     chunks = notes(prompt, seed, stats.model, stats.settings, stats.versions, stats.images)
     chunks |= {"seeds": " ".join(map(str, finished))} if finished else {}
-    path = path if output or overwrite else free_path(path, chunks)
+    path = path if output or job.overwrite else free_path(path, chunks)
     save_png(grid(result.images), path, chunks)
     if finished:
         say("interrupted", f"{len(finished)} of {n} pictures were finished; they are in {path}")
-        raise typer.Exit(130)
+        return 130
     if as_json:
-        typer.echo(json.dumps(stats.to_json() | {"file": str(path)}))
-        return
-    typer.echo(f"{path}: {', '.join(figures(stats.to_json()))}")
+        print(json.dumps(stats.to_json() | {"file": str(path)}))
+    else:
+        print(f"{path}: {', '.join(figures(stats.to_json()))}")
+    return None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lanternpp.api.arguments import DrawOptions
-from lanternpp.cli import options as opt
+from lanternpp.api.options import DrawOptions
+from lanternpp.cli import old_options as opt
 from lanternpp.cli.output import writable_folder
 from lanternpp.cli.overrides import read
 from lanternpp.cli.terminal import progress_bar, say

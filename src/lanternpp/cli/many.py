@@ -6,59 +6,58 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from lanternpp.api.arguments import DrawOptions
-from lanternpp.cli import options as opt
+from lanternpp.api.options import DrawOptions
+from lanternpp.cli.options import Overwrite
 from lanternpp.cli.output import figures, writable_folder
 from lanternpp.cli.terminal import progress_bar, tell_effect
 from lanternpp.errors import InputError
+from lanternpp.util.options import Option
 
 if TYPE_CHECKING:
     from lanternpp.jobs.renderer import Renderer
     from lanternpp.jobs.workers import WorkerPool
 
-_many = partial(typer.Option, rich_help_panel="Many pictures")
-ray_option = partial(typer.Option, rich_help_panel="Ray")
 
-Prompts = Annotated[Path | None, _many(metavar="FILE", help="Draw every line of this file; needs --out.")]
-Out = Annotated[Path | None, _many(metavar="DIR", help="The folder for the PNGs of --prompts.")]
-Overwrite = Annotated[
-    bool,
-    _many("--overwrite", help="Replace pictures that were drawn with other settings, and with -o any file."),
-]
-Ray = Annotated[
-    str | None,
-    ray_option(
-        "--ray",
-        metavar="[local|auto|HOST:PORT]",
-        help="Use Ray: on this machine (local, the default), on the cluster that it is part of (auto), or on the one at "
-        "an address. Needs lanternpp\\[ray].",
-    ),
-]
-Actors = Annotated[
-    int | None,
-    ray_option(
-        metavar="N",
-        help="Workers of Ray; default: one for each GPU, else one for every four cores.",
-        callback=opt.within(1, 10_000),
-    ),
-]
+@dataclass(frozen=True)
+class RayOptions:
+    """Whether Ray is used, and how."""
+
+    ray: Annotated[
+        str | None,
+        Option(
+            "Use Ray: on this machine (local, the default), on the cluster that it is part of (auto), or on the one at an "
+            "address. Needs lanternpp[ray].",
+            metavar="[local|auto|HOST:PORT]",
+            group="Ray",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
-class ManyOptions:
+class ManyOptions(RayOptions):
     """The options of a job, as they were given on the command line."""
 
-    prompts: Path | None
-    out: Path | None
-    overwrite: bool
-    ray: str | None
-    actors: int | None
+    actors: Annotated[
+        int | None,
+        Option(
+            "Workers of Ray; default: one for each GPU, else one for every four cores.",
+            ge=1,
+            le=10_000,
+            metavar="N",
+            group="Ray",
+        ),
+    ] = None
+    prompts: Annotated[
+        Path | None,
+        Option("Draw every line of this file; needs --out.", metavar="FILE", group="Many pictures"),
+    ] = None
+    out: Annotated[
+        Path | None, Option("The folder for the PNGs of --prompts.", metavar="DIR", group="Many pictures")
+    ] = None
+    overwrite: Overwrite = False
 
     def is_job(self, prompt: str | None, output: Path | None) -> bool:
         """Whether this is a job and not one prompt. Raises InputError where it is both or neither."""
@@ -114,12 +113,12 @@ def draw(given: ManyOptions, n: int, seed: int, as_json: bool, options: DrawOpti
         stats, skipped = run(renderer, planned, given.out, given.prompts, given.overwrite, progress)
     row = stats.to_json() | {"skipped": skipped, "folder": str(given.out)}
     if as_json:
-        typer.echo(json.dumps(row))
+        print(json.dumps(row))
     elif not stats.images:
-        typer.echo(f"{given.out}: nothing to draw, all {skipped} pictures are there")
+        print(f"{given.out}: nothing to draw, all {skipped} pictures are there")
     else:
         there = [f"{skipped} were there already"] if skipped else []
-        typer.echo(f"{given.out}: {', '.join([f'{stats.images} pictures', *there, *figures(row)])}")
+        print(f"{given.out}: {', '.join([f'{stats.images} pictures', *there, *figures(row)])}")
 
 
 @contextmanager

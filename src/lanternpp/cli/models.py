@@ -10,9 +10,8 @@ from typing import Any
 
 import typer
 
-from lanternpp.api.dials import DIALS, DRAFT, RULE, names
-from lanternpp.api.methods import AUTO
-from lanternpp.cli import options as opt
+from lanternpp.api.options import AUTO, DIALS, METHODS, DraftDials, RuleDials, names
+from lanternpp.cli import old_options as opt
 from lanternpp.cli.overrides import method_for
 from lanternpp.cli.tables import show_table
 from lanternpp.errors import InputError
@@ -29,7 +28,6 @@ def models(
 
     Nothing is downloaded: --model and --drafter must be on this machine.
     """
-    from lanternpp.api.methods import METHODS
     from lanternpp.api.model import MODELS
     from lanternpp.models.published import PUBLISHED
     from lanternpp.models.vq.neighbours import cache_folder
@@ -80,7 +78,6 @@ def describe_method(
     whether it fits what the model draws, codes or latents.
     """
     from lanternpp.accept import RULES
-    from lanternpp.api.methods import method
     from lanternpp.api.model import holds, latent_family, model_folder, placed
     from lanternpp.api.settings import network_needed, resolve, suits_latents
     from lanternpp.api.tuned import CONDITIONS, Tuned, with_tuned
@@ -98,7 +95,9 @@ def describe_method(
     network = network_needed(settings)
     available = network is None or other is not None or holds(folder, network)
     fits = suits_latents(settings) or latent_family(folder) is None
-    dials = {dial: value for dial in names(DRAFT, RULE) if (value := getattr(settings, dial)) is not None}
+    dials = {
+        dial: value for dial in names(DraftDials, RuleDials) if (value := getattr(settings, dial)) is not None
+    }
     lossless = find("acceptance rule", settings.accept, RULES).lossless
     parts = {"proposer": settings.proposer, "tree": settings.tree, "accept": settings.accept}
     more = {
@@ -108,7 +107,7 @@ def describe_method(
         "missing": None if available else network,
         "fits": fits,
     }
-    return {"name": name, **parts, **more, "about": method(name).about}
+    return {"name": name, **parts, **more, "about": METHODS[name].about}
 
 
 def trees() -> list[dict[str, Any]]:

@@ -1,145 +1,186 @@
-"""The options that several verbs share, each declared once with its limits."""
+"""Options of the command line, made from annotations: `Annotated[int, Option("Pictures.", ge=1)]` is declared once, with its limits.
+
+A verb is a function under `@verb`. Each of its parameters is an option; one that is a dataclass or a TypedDict is a group of options.
+"""
 
 from __future__ import annotations
 
-import functools
-import inspect
-import math
+import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    TypedDict,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
-import typer
+from cyclopts import Group, Parameter
 
-from lanternpp.api.dials import Dial, Group, check_range
-from lanternpp.api.methods import AUTO, METHODS, check_method
+from lanternpp.api.options import AUTO, DIALS, DrawOptions
+from lanternpp.cli.terminal import tell_effect
 from lanternpp.errors import InputError
+from lanternpp.util.options import Option, option_of
 
-MODEL, METHOD = "nature-128", AUTO
+if TYPE_CHECKING:
+    from lanternpp.api.default_method import Chosen
+    from lanternpp.api.pipeline import Pipeline
 
-
-def within(low: float, high: float = math.inf, remedy: str = "", above: bool = False) -> Callable[..., Any]:
-    """A check that a number is in a range, as `check_range`."""
-
-    def check(param: typer.CallbackParam, value: float | None) -> float | None:
-        if value is not None:
-            check_range(max(param.opts, key=len), value, low, high, remedy, above)
-        return value
-
-    return check
-
-
-def not_empty(value: str | None) -> str | None:
-    """The prompt, unchanged. Raises InputError where it is blank."""
-    if value is not None and not value.strip():
-        raise InputError(f'prompt {value!r} is empty; say what to draw, such as "a photo of a red tulip"')
-    return value
-
-
-def bundled(
-    argument: str, options: Mapping[str, tuple[Any, Any]], make: Callable[..., Any]
-) -> Callable[..., Any]:
-    """A decorator that replaces one argument of a verb by several options of the command line.
-
-    options: annotation and default of each option, by name. make: called with their values, gives the argument's value.
-    The options take the argument's place in the help.
-    """
-
-    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(verb)
-        def run(**given: Any) -> None:
-            value = make(**{name: given.pop(name) for name in options})
-            verb(**given, **{argument: value})
-
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        declared: list[inspect.Parameter] = []
-        for name, parameter in inspect.signature(verb, eval_str=True).parameters.items():
-            if name != argument:
-                declared.append(parameter.replace(kind=keyword))
-                continue
-            for each, (kind, default) in options.items():
-                declared.append(inspect.Parameter(each, keyword, default=default, annotation=kind))
-        run.__signature__ = inspect.Signature(declared)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in declared}
-        return run
-
-    return decorate
+F = TypeVar("F", bound=Callable[..., Any])
+# Headings of help, in this order.
+HEADINGS = (
+    "Arguments",
+    "Options",
+    "Many pictures",
+    "Ray",
+    "Server",
+    "Model",
+    "Method",
+    "Sampling",
+    "Quality",
+)
 
 
-PANEL_METHOD, PANEL_QUALITY = "Method", "Quality"
-PANELS = {Group.ENGINE: "Model", Group.SAMPLING: "Sampling"}  # of dials; the others stand under Method
+class Without(tuple[str, ...]):
+    """Names of a group's fields that a verb has no options for: `Annotated[DrawOptions, Without(("size", "method"))]`."""
 
 
-def dial_option(dial: Dial) -> Any:
-    """The option of a dial; its value is None where it is not given."""
-    flags = f"{dial.option}/{dial.option.replace('--', '--no-', 1)}" if dial.kind is bool else dial.option
-    check = None if dial.low is None else within(dial.low, dial.high, dial.remedy, dial.above)
-    panel = PANELS.get(dial.group, PANEL_METHOD)
-    return typer.Option(
-        None, flags, metavar=dial.metavar, help=dial.about, callback=check, rich_help_panel=panel
+def verb(function: F) -> F:
+    """A decorator that makes the annotations of a function ones that Cyclopts reads, and its docstring one line a paragraph."""
+    paragraphs = (function.__doc__ or "").split("\n\n")
+    function.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    hints = get_type_hints(function, include_extras=True)
+    function.__annotations__ = {name: _parameter(name, hint) for name, hint in hints.items()}
+    return function
+
+
+def heading(name: str) -> Group:
+    """A heading of help."""
+    return Group(name, sort_key=HEADINGS.index(name) if name in HEADINGS else len(HEADINGS))
+
+
+def _parameter(name: str, hint: Any, without: tuple[str, ...] = (), option: Option | None = None) -> Any:
+    """The annotation of a parameter or field, with what Cyclopts is to know of its option or group of options."""
+    kind, *meta = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    without += next((each for each in meta if isinstance(each, Without)), ())
+    if name in without:
+        return Annotated[kind, Parameter(parse=False)]
+    kind = next((each for each in meta if is_typeddict(each)), kind)
+    if is_typeddict(kind) or dataclasses.is_dataclass(kind):
+        return Annotated[_group(kind, without), Parameter(name="*")]
+    option = option or option_of(hint)
+    if option is None:
+        return hint
+    called = max(option.names or ("--" + name.replace("_", "-"),), key=len)
+    section: dict[str, Any] = {"group": heading(option.group)} if option.group else {}
+    told = Parameter(
+        name=option.names or None,
+        help=option.about,
+        metavar=option.metavar,
+        negative=None if option.negative else "",
+        validator=lambda _, value: option.check(value, called),
+        show_default=False if kind is bool else None,
+        **section,
     )
+    return Annotated[kind, told]
 
 
-_model = partial(typer.Option, rich_help_panel="Model")
-_quality = partial(typer.Option, rich_help_panel=PANEL_QUALITY)
+def _group(kind: Any, without: tuple[str, ...]) -> Any:
+    """A dataclass whose fields Cyclopts reads as options, or a TypedDict of dials."""
+    if is_typeddict(kind):
+        dials = {name: DIALS[name] for name in kind.__annotations__ if name not in without}
+        made = {name: _parameter(name, dial.kind | None, (), dial) for name, dial in dials.items()}
+        return TypedDict(kind.__name__, made, total=False)  # type: ignore[operator]
+    hints = get_type_hints(kind, include_extras=True)
+    made = {name: _parameter(name, hint, without) for name, hint in hints.items()}
+    return type(kind.__name__, (kind,), {"__annotations__": made, "__module__": kind.__module__})
 
-Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="What to draw.", callback=not_empty)]
-Count = Annotated[int, typer.Option("-n", "--n", help="Pictures.", callback=within(1, 10_000))]
-Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE.png", help="Where to write.")]
-to_folder = partial(typer.Option, "-o", "--output", metavar="DIR")
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Prompts = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="One prompt per line; default: the model's own list.")
-]
 
-Model = Annotated[str, _model(metavar="NAME|DIR|HUB_ID", help="The target.")]
-Drafter = Annotated[
-    str | None, _model(metavar="NAME|DIR|HUB_ID", help="Another drafter than the model's own.")
-]
-Size = Annotated[
-    str | None,
-    _model(metavar="WxH", help="Pixels, for a model that draws more than one size (Lumina-mGPT, Emu3)."),
-]
-Device = Annotated[str, _model(help="auto, cpu, cuda or cuda:N.")]
-Dtype = Annotated[
-    str,
-    _model(
-        help="auto, float32, bfloat16, float16, float64, or int8: the target's weights in 8 bits (auto's choice on a CPU; a GPU needs torchao)."
-    ),
-]
-Method = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help=f"A proposer, a tree and an acceptance rule by name: {', '.join(METHODS)}. auto takes what the model's "
-        "own defaults or `lanternpp tune` say, else the fastest lossless one for the drafter that it has.",
-        callback=check_method,
-        rich_help_panel=PANEL_METHOD,
-    ),
-]
+def not_empty(prompt: str) -> None:
+    """InputError where a prompt is blank."""
+    if not prompt.strip():
+        raise InputError(f'prompt {prompt!r} is empty; say what to draw, such as "a photo of a red tulip"')
+
+
+# Options that several verbs share.
+Prompt = Annotated[str, Option("What to draw.", metavar="PROMPT", validate=not_empty)]
+Count = Annotated[int, Option("Pictures.", ge=1, le=10_000, names=("-n", "--n"))]
 Seed = Annotated[
     int,
-    typer.Option(
-        help="Of the first picture; the next has the next seed.",
-        callback=within(0, 2**62, "0 to 2**62"),
-        rich_help_panel=PANELS[Group.SAMPLING],
+    Option(
+        "Of the first picture; the next has the next seed.",
+        ge=0,
+        le=2**62,
+        remedy="0 to 2**62",
+        group="Sampling",
     ),
 ]
+Output = Annotated[Path | None, Option("Where to write.", names=("-o", "--output"), metavar="FILE.png")]
+Overwrite = Annotated[
+    bool,
+    Option(
+        "Replace pictures that were drawn with other settings, and with -o any file.", group="Many pictures"
+    ),
+]
+Json = Annotated[bool, Option("Print one JSON object and nothing else.", names=("--json",))]
+Prompts = Annotated[
+    Path | None, Option("One prompt per line; default: the model's own list.", metavar="FILE")
+]
+Plots = Annotated[bool | None, Option("PNG plots. Default: where matplotlib is installed.", negative=True)]
 
-Reference = Annotated[
-    Path | None,
-    _quality(
-        metavar="DIR",
-        help="Pictures to compare with, an imagefolder's val/ where it has one; default: the model's own "
-        "features of its validation photos.",
-    ),
-]
-Features = Annotated[
-    str | None,
-    _quality(
-        metavar="NAME",
-        help="The network whose features are compared: classifier (the model's own classifier, the default), inception, or module:Class.",
-    ),
-]
-Clip = Annotated[str | None, _quality(metavar="DIR|HUB_ID", help="Also the CLIP score, by this CLIP model.")]
+
+def folder(help: str) -> Option:
+    """The option of a folder to write to."""
+    return Option(help, names=("-o", "--output"), metavar="DIR")
+
+
+def read(options: DrawOptions, pictures: bool = True) -> Pipeline:
+    """Read the model; says on stderr what weights in 8 bits change. Raises InputError.
+
+    pictures: refuse a model whose codes cannot become pictures here.
+    """
+    from lanternpp import Pipeline
+    from lanternpp.api.pixels import check_output
+
+    pipe = Pipeline.from_pretrained(**options.pretrained)
+    if pictures:
+        check_output(pipe.target)
+    tell_effect(pipe.effect)
+    return pipe
+
+
+def method_for(model: str, drafter: str | None, method: str) -> tuple[Chosen, Mapping[str, Any]]:
+    """The method that a name means on a model, and the model's defaults, before the model is read. InputError."""
+    from lanternpp.api.default_method import Chosen, choose
+    from lanternpp.api.model import known_defaults, model_folder
+    from lanternpp.api.tuned import Tuned
+
+    folder = model_folder(model)
+    defaults = known_defaults(folder)
+    if method != AUTO:
+        return Chosen(method), defaults
+    other = model_folder(drafter) if drafter else None
+    return choose(method, folder, other, defaults, Tuned.read(folder, other)), defaults
+
+
+def check(options: DrawOptions) -> None:
+    """Refuse, before a model is read, wrong parts or dials of a method, and dials that no part reads."""
+    import torch
+
+    from lanternpp.accept import RULES
+    from lanternpp.api.settings import build_rule, network_needed, resolve
+
+    drafter = options.drafter
+    chosen, defaults = method_for(options.model, drafter, options.method)
+    settings = resolve(chosen.method, defaults, options.overrides, chosen.why is not None)
+    if settings.accept in RULES:  # a rule of another package might not take an empty table
+        build_rule(settings, lambda k: torch.empty(0, k, dtype=torch.int32))
+    if network_needed(settings) is None and drafter is not None:
+        raise InputError(
+            f"--drafter {drafter} would change nothing: the proposer {settings.proposer!r} has no drafter"
+        )

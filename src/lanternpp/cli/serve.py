@@ -10,10 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from lanternpp.api.arguments import DrawOptions
-from lanternpp.api.dials import LONGEST
+from lanternpp.api.options import LONGEST, DrawOptions
 from lanternpp.cli import many
-from lanternpp.cli import options as opt
+from lanternpp.cli import old_options as opt
 from lanternpp.cli.overrides import check, draws
 from lanternpp.cli.terminal import say, tell_effect
 from lanternpp.errors import InputError
@@ -80,7 +79,7 @@ BodyLimit = Annotated[int, _server(help="Most bytes of a request.", callback=opt
 Page = Annotated[bool, _server("--page/--no-page", help="Serve the page at /.")]
 Replicas = Annotated[
     int | None,
-    many.ray_option(
+    opt.ray_option(
         metavar="N",
         help="Servers under --ray; default: one for each GPU, else one for every four cores.",
         callback=opt.within(1, 10_000),
@@ -105,7 +104,7 @@ def serve(
     prompt_limit: PromptLimit = 1000,
     body_limit: BodyLimit = 1 << 20,
     page: Page = True,
-    ray: many.Ray = None,
+    ray: opt.Ray = None,
     replicas: Replicas = None,
     *,
     options: DrawOptions,

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lanternpp.api.arguments import DrawOptions
-from lanternpp.api.dials import DIALS
-from lanternpp.cli import options as opt
+from lanternpp.api.options import DIALS, DrawOptions
+from lanternpp.cli import old_options as opt
 from lanternpp.cli.overrides import check, draws, read
 from lanternpp.cli.plots import Plots, plots_enabled
 from lanternpp.cli.tables import show_table

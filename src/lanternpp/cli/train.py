@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lanternpp.cli.options import bundled
+from lanternpp.cli.old_options import bundled
 from lanternpp.cli.output import writable_folder
 from lanternpp.errors import InputError
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lanternpp.api.arguments import DrawOptions
-from lanternpp.cli import options as opt
+from lanternpp.api.options import DrawOptions
+from lanternpp.cli import old_options as opt
 from lanternpp.cli import tune_tables
 from lanternpp.cli.overrides import check, draws, method_for
 from lanternpp.cli.plots import Plots, plots_enabled

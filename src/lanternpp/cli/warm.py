@@ -8,10 +8,8 @@ from dataclasses import replace
 
 import typer
 
-from lanternpp.api.arguments import DrawOptions
-from lanternpp.api.dials import ENGINE, SAMPLING, names
-from lanternpp.api.methods import BASELINE
-from lanternpp.cli import options as opt
+from lanternpp.api.options import BASELINE, DrawOptions, EngineDials, SamplingDials, names
+from lanternpp.cli import old_options as opt
 from lanternpp.cli.overrides import check, draws, read
 from lanternpp.cli.terminal import say
 from lanternpp.cli.throughput import Sizes, read_sizes
@@ -36,7 +34,9 @@ def warm(batch_sizes: Sizes = "1", as_json: opt.Json = False, *, options: DrawOp
     pipe = read(options)
     done: list[dict[str, object]] = []
     settings = pipe.settings(options.method, **{"compile": pipe.device.type == "cuda", **options.overrides})
-    plain = pipe.settings(BASELINE, **{name: getattr(settings, name) for name in names(ENGINE, SAMPLING)})
+    plain = pipe.settings(
+        BASELINE, **{name: getattr(settings, name) for name in names(EngineDials, SamplingDials)}
+    )
     for size in sizes if settings.compile else ():
         for each in dict.fromkeys((plain, settings)):
             if pipe.warm(replace(each, batch_size=size)):

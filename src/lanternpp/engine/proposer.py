@@ -14,21 +14,17 @@ from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.models.base import Target
 from lanternpp.trees.base import TreeBuilder
-from lanternpp.types import Admission, Draft, TargetOutput
+from lanternpp.types import Admission, Dials, Draft, TargetOutput
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a proposer may be built from; each reads what it has use for."""
+class Parts(Dials):
+    """What a proposer may be built from: a tree, a network, and the dials by name.
 
-    tree: TreeBuilder
-    network: Any = None  # what `Proposer.needs` names, a `Drafter` or a smaller `Target`; None for `guesses`
-    window: int | None = None
-    coupling: str | None = None
-    init: str | None = None
-    alternatives: int | None = None
-    window_rows: int | None = None
-    min_survival: float | None = None
+    network: what `Proposer.needs` names, a `Drafter` or a smaller `Target`; None for `guesses`.
+    """
+
+    def __init__(self, tree: TreeBuilder, network: Any = None, **dials: Any):
+        super().__init__(tree=tree, network=network, **dials)
 
 
 @dataclass(frozen=True)

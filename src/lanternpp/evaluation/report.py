@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from lanternpp.api.methods import BASELINE
+from lanternpp.api.options import BASELINE
 from lanternpp.engine.stopwatch import PHASES
 from lanternpp.evaluation.speed import Turn
 

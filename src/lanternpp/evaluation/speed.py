@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from lanternpp.api.dials import DRAFT, PARTS, RULE, dials
-from lanternpp.api.methods import BASELINE, check_method
+from lanternpp.api.options import BASELINE, DraftDials, PartDials, RuleDials, check_method, dials
 from lanternpp.api.picture import save_png
 from lanternpp.api.pipeline import Pipeline, Result, versions
 from lanternpp.engine.stopwatch import Stopwatch
@@ -28,7 +27,7 @@ from lanternpp.util.jsonfile import read_object
 from lanternpp.util.schema import checked
 
 RUN, TURNS, PICTURES = "run.json", "turns.jsonl", "pictures"
-METHOD_DIALS = dials(PARTS, DRAFT, RULE)  # what an entry may override
+METHOD_DIALS = dials(PartDials, DraftDials, RuleDials)  # what an entry may override
 BY_KEY = {key: dial for dial in METHOD_DIALS for key in (dial.name, dial.spoken, dial.short) if key}
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lanternpp.api.dials import DRAFT, PARTS, RULE, names
-from lanternpp.api.methods import BASELINE
+from lanternpp.api.options import BASELINE, DraftDials, PartDials, RuleDials, Settings, names
 from lanternpp.api.picture import notes, png_notes
-from lanternpp.api.settings import SHAPES, Settings
+from lanternpp.api.settings import SHAPES
 from lanternpp.errors import InputError
 from lanternpp.util.jsonfile import parse_json
 from lanternpp.util.names import picture_name
@@ -84,7 +83,12 @@ def differences(old: Mapping[str, str], new: Mapping[str, str], any_draft: bool 
     was, now = _deciding(old), _deciding(new)
     if any_draft and now.get("fit"):
         plain = BASELINE in (was.get("method"), now.get("method"))
-        for key in ("fit", *SHAPES, "verify", *(("method", *names(PARTS, DRAFT, RULE)) if plain else ())):
+        for key in (
+            "fit",
+            *SHAPES,
+            "verify",
+            *(("method", *names(PartDials, DraftDials, RuleDials)) if plain else ()),
+        ):
             for settings in (was, now):
                 settings.pop(key, None)
     return ", ".join(

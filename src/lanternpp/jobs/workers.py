@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lanternpp.api.arguments import DrawOptions
+from lanternpp.api.options import DrawOptions
 from lanternpp.engine.decode import FinishedSample
 from lanternpp.errors import InputError
 from lanternpp.jobs.cluster import LOCAL, Share, brief, cluster, share

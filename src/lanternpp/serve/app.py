@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lanternpp.api.arguments import DrawOptions
+from lanternpp.api.options import DrawOptions
 from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.api.pixels import check_output
 from lanternpp.errors import InputError

@@ -10,8 +10,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from lanternpp.api.options import Settings
 from lanternpp.api.pipeline import Pipeline
-from lanternpp.api.settings import Settings
 from lanternpp.errors import InputError
 from lanternpp.serve.queue import FairQueue, SubmissionQueue
 from lanternpp.serve.scheduler import AllRunnersBusy, BatchRunner, ClientAtLimit, Scheduler

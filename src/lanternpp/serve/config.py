@@ -13,13 +13,12 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lanternpp.api.dials import DRAFT, LONGEST, PARTS, RULE, names
-from lanternpp.api.methods import AUTO, check_method
+from lanternpp.api.options import AUTO, LONGEST, DraftDials, PartDials, RuleDials, check_method, names
 from lanternpp.errors import InputError
 
 if TYPE_CHECKING:
+    from lanternpp.api.options import Settings
     from lanternpp.api.pipeline import Pipeline
-    from lanternpp.api.settings import Settings
 
 KEYS = "LANTERNPP_API_KEYS"  # environment variable: keys separated by commas or blanks
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
@@ -65,7 +64,7 @@ class ServerConfig:
         """
         default = pipe.chosen(self.method).method
         chosen = pipe.chosen(check_method(method)).method if method else default
-        of_the_method = names(PARTS, DRAFT, RULE)
+        of_the_method = names(PartDials, DraftDials, RuleDials)
         base = {k: v for k, v in self.overrides.items() if chosen == default or k not in of_the_method}
         return pipe.settings(method or self.method, **{**base, **given, "batch_size": 1})
 

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from PIL import Image
 from torch import Tensor
 
-from lanternpp.api.settings import Settings
+from lanternpp.api.options import Settings
 from lanternpp.engine.batching import ContinuousBatch, adaptive_threads
 from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.serve.tickets import FinishedImage, Progress, Ticket

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from lanternpp.api.dials import DIALS, DRAFT, LONGEST, MEASURE, RULE, SAMPLING, Dial, dials
+from lanternpp.api.options import (
+    DIALS,
+    LONGEST,
+    Dial,
+    DraftDials,
+    MeasureDials,
+    RuleDials,
+    SamplingDials,
+    dials,
+)
 
 Name = Annotated[str, Field(max_length=100)]
 
@@ -59,12 +67,10 @@ class _RequestFields(BaseModel):
 def field(dial: Dial) -> Any:
     """The type of a dial's field, and its description and limits, for pydantic."""
     kind: Any = Name if dial.kind is str else dial.kind
-    limits: dict[str, Any] = {} if dial.low is None else {"gt" if dial.above else "ge": dial.low}
-    limits |= {"le": dial.high} if dial.high < math.inf else {}
-    return kind | None, Field(None, description=dial.about, **limits)
+    return Annotated[kind, dial] | None, Field(None, description=dial.about)
 
 
-REQUEST_DIALS = (DIALS["accept"], *dials(DRAFT, RULE, MEASURE, SAMPLING))
+REQUEST_DIALS = (DIALS["accept"], *dials(DraftDials, RuleDials, MeasureDials, SamplingDials))
 if TYPE_CHECKING:  # without the fields of dials, which are read by name
 
     class ImagesRequest(_RequestFields):

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from lanternpp.api.settings import Settings
+from lanternpp.api.options import Settings
 from lanternpp.types import Prompt
 
 

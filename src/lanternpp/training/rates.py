@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lanternpp.api.fit.rates import FILE, Counts, strength
+from lanternpp.api.options import Settings
 from lanternpp.api.pipeline import Pipeline
-from lanternpp.api.settings import Settings
 from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.util.files import write_text

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from lanternpp.api.methods import BASELINE
+from lanternpp.api.options import BASELINE
 from lanternpp.api.picture import save_png
 from lanternpp.api.settings import dials_read
 from lanternpp.errors import InputError

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lanternpp.api.methods import BASELINE
+from lanternpp.api.options import BASELINE
 from lanternpp.api.pipeline import versions
 from lanternpp.api.settings import dials_read
 from lanternpp.api.tuned import CHOSEN

@@ -10,11 +10,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from lanternpp.api.dials import ENGINE, SAMPLING, names
 from lanternpp.api.fit.store import machine_facts
-from lanternpp.api.methods import BASELINE
+from lanternpp.api.options import BASELINE, EngineDials, SamplingDials, Settings, names
 from lanternpp.api.pipeline import Pipeline, versions
-from lanternpp.api.settings import Settings, dials_read
+from lanternpp.api.settings import dials_read
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.verifiers import TOKEN
 from lanternpp.errors import InputError
@@ -29,7 +28,7 @@ from lanternpp.tuning.probe import probe
 from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest
 
-SHARED = names(ENGINE, SAMPLING)  # dials that every engine of a tuning shares, the plain one too
+SHARED = names(EngineDials, SamplingDials)  # dials that every engine of a tuning shares, the plain one too
 TUNED = "tuned"  # the label of what was found
 Progress = Callable[[int, int], None]
 T = TypeVar("T")  # what a tuner finds

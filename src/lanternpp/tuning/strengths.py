@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lanternpp.api.dials import DIALS
+from lanternpp.api.options import DIALS
 from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.errors import InputError
 from lanternpp.evaluation.draw import draw, evaluation_requests

@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any
 
 from lanternpp.api.fit.choice import plain_settings
+from lanternpp.api.options import Settings
 from lanternpp.api.pipeline import Pipeline, versions
-from lanternpp.api.settings import Settings
 from lanternpp.evaluation.report import markdown_table
 from lanternpp.tuning.batch_runner import BatchRunner, Conditions, machine
 from lanternpp.tuning.journal import Journal

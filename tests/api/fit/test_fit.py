@@ -17,8 +17,8 @@ from lanternpp.api.fit import choice, store
 from lanternpp.api.fit.choice import PLAIN, plain_settings, shape_of
 from lanternpp.api.fit.rates import ENOUGH, FILE, Counts, read_rates, strength
 from lanternpp.api.fit.steps import Step, bound, disturbed, measure
+from lanternpp.api.options import Settings
 from lanternpp.api.picture import notes
-from lanternpp.api.settings import Settings
 from lanternpp.api.tuned import Tuned
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.jobs.plan import differences

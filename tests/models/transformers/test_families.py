@@ -30,7 +30,7 @@ from torch import Tensor
 
 import lanternpp
 from lanternpp import InputError, Pipeline
-from lanternpp.api.methods import METHODS
+from lanternpp.api.options import METHODS
 from lanternpp.api.model import read_target
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import lanternpp
 from lanternpp.api.fit.rates import Counter, Counts, is_joint, read_rates, strength
 from lanternpp.api.fit.steps import Step, bound, disturbed, measure
 from lanternpp.api.fit.store import Store, machine_facts
-from lanternpp.api.methods import BASELINE
-from lanternpp.api.methods import method as named_method
 from lanternpp.api.model import DRAWERS, Model
-from lanternpp.api.settings import NO_DRAFT, Settings, dials_read, with_tree
+from lanternpp.api.options import BASELINE, METHODS, MethodDials, Settings, names
+from lanternpp.api.settings import NO_DRAFT, dials_read, with_tree
 from lanternpp.engine.decode import Engine
 from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import checksum
@@ -178,7 +177,7 @@ def draft_name(settings: Settings) -> str:
 
 def plain_settings(settings: Settings) -> Settings:
     """The same picture by plain decoding: `ar`'s parts, and none of the dials that those do not read."""
-    row = {name: value for name, value in asdict(named_method(BASELINE)).items() if name != "about"}
+    row = dict.fromkeys(names(MethodDials)) | {**METHODS[BASELINE].dials}
     return replace(settings, method=BASELINE, **row)
 
 

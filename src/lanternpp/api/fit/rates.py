@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lanternpp.api.settings import Settings
+from lanternpp.api.options import Settings
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.verifiers import TOKEN
 from lanternpp.errors import InputError

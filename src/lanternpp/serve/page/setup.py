@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from lanternpp.accept import RULES
-from lanternpp.api.dials import EVERY, SAMPLING, Dial, dials, names
-from lanternpp.api.methods import BASELINE, METHODS
+from lanternpp.api.options import BASELINE, EVERY, METHODS, Dial, SamplingDials, Settings, dials, names
 from lanternpp.api.pipeline import Pipeline
-from lanternpp.api.settings import Settings, dials_read
+from lanternpp.api.settings import dials_read
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
 from lanternpp.models.base import Target
@@ -70,7 +69,7 @@ def shown(pipe: Pipeline, config: ServerConfig, method: str) -> dict[str, Any]:
     return {
         "about": f"{about[:1].upper()}{about[1:]}.",
         "dials": {dial.name: _value(dial, settings) for dial in DIALS if dial.name in _read(pipe, settings)},
-        "sampling": {name: getattr(settings, name) for name in names(SAMPLING)},
+        "sampling": {name: getattr(settings, name) for name in names(SamplingDials)},
     }
 
 
@@ -92,7 +91,7 @@ def _read(pipe: Pipeline, settings: Settings) -> frozenset[str]:
     """The dials that have an effect with these settings; the rule, where the model may be drawn with several that have no dials."""
     rules = [rule for rule in WITHOUT_DIALS if pipe.can_draft(replace(settings, accept=rule))]
     choice = {"accept"} if len(rules) > 1 and settings.accept in rules else set()
-    return dials_read(settings.proposer, settings.accept) | choice | frozenset(names(SAMPLING))
+    return dials_read(settings.proposer, settings.accept) | choice | frozenset(names(SamplingDials))
 
 
 def _value(dial: Dial, settings: Settings) -> float | str | None:

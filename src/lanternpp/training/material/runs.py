@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
-from lanternpp.api.dials import RULE, names
 from lanternpp.api.model import pack_target
-from lanternpp.api.settings import Settings, build_rule, build_verifier
+from lanternpp.api.options import Settings, names
+from lanternpp.api.settings import build_rule, build_verifier
 from lanternpp.drafters.base import QueryDrafter
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.batching import drawing
@@ -37,7 +37,7 @@ from lanternpp.types import Admission, TargetOutput
 from lanternpp.util.files import digest
 
 PART = 32  # runs in a file
-PARTS = ("codes", "kept", "features", "prompt")
+PartDials = ("codes", "kept", "features", "prompt")
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class RunOptions:
     def key(self) -> str:
         """What decides the runs, besides the model and the texts."""
         drawn = asdict(self.settings)
-        parts = {name: drawn[name] for name in ("verify", *names(RULE)) if drawn.get(name) is not None}
+        parts = {name: drawn[name] for name in ("verify", *names(RuleDials)) if drawn.get(name) is not None}
         return f"{self.depth} {self.batch} {self.seed} {list(self.aux_layers)} {self.settings.accept} {sorted(parts.items())}"
 
 
@@ -178,7 +178,7 @@ def recorded(
             for run in record(target, drafter, run_texts, *drawn, seed, found.sampling, rule, verifier):
                 runs.append(run)
                 shards.progress(len(runs))
-            tensors = {f"{i} {name}": getattr(run, name) for i, run in enumerate(runs) for name in PARTS}
+            tensors = {f"{i} {name}": getattr(run, name) for i, run in enumerate(runs) for name in PartDials}
             shards.write(
                 tensors, {"texts": [run.text for run in runs], "starts": [run.start for run in runs]}
             )
@@ -189,7 +189,7 @@ def recorded(
     folder, parts = found.teacher.store / f"runs-{name}", parts_of(len(texts), PART)
     shards = Shards(folder, parts, "runs", "the recorded runs", room, "runs")
     return [
-        Rollout(text, **{name: tensors[f"{i} {name}"] for name in PARTS}, start=start)
+        Rollout(text, **{name: tensors[f"{i} {name}"] for name in PartDials}, start=start)
         for tensors, facts in shards.build(compute).read()
         for i, (text, start) in enumerate(zip(facts["texts"], facts["starts"], strict=True))
     ]

@@ -1,0 +1,343 @@
+"""Every option of a picture, declared once, and the named methods.
+
+A dial is one key of a TypedDict below: its type, limits, default, help, and how the page shows it. The command line, the HTTP schema,
+the page, the typed keywords of `Pipeline`, `tuned.json` and the parts of a method read it from here.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, make_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias, TypedDict, TypeVar, get_args
+
+from lanternpp.errors import InputError
+from lanternpp.util.options import Option, option_of
+from lanternpp.util.registry import unknown
+
+if TYPE_CHECKING:
+    import torch
+
+    from lanternpp.accept.base import Acceptance
+    from lanternpp.api.results import Partial
+    from lanternpp.engine.proposer import Proposer
+    from lanternpp.trees.base import TreeBuilder
+
+F = TypeVar("F", bound=Callable[..., Any])
+Prompts: TypeAlias = str | Sequence[str]
+Seeds: TypeAlias = int | Iterable[int] | None
+
+MOST_CODES = 1 << 20  # above the codebook size of any model
+LONGEST = 86_400  # seconds that a server gives a picture
+STRONGEST = 1_000_000  # of a rule; its products with probabilities stay finite in float32
+
+
+@dataclass(frozen=True)
+class Dial(Option):
+    """An option of a picture. `name` and `kind` are those of its key in a TypedDict, `group` the TypedDict's heading."""
+
+    default: Any = None  # None: the method's
+    short: str = ""  # in tables and in the methods of `bench`
+    label: str = ""  # on the page; "": it is not shown there
+    slider: tuple[float, float, float] = (0, 1, 0.01)  # low, high and step on the page
+    folded: bool = False  # on the page, whether it stands under More dials
+    name: str = ""
+    kind: type = str
+
+    @property
+    def option(self) -> str:
+        """Its option on the command line."""
+        return self.names[0] if self.names else "--" + self.name.replace("_", "-")
+
+    @property
+    def spoken(self) -> str:
+        """Its name in messages."""
+        return self.option[2:].replace("-", "_")
+
+
+# fmt: off
+class EngineDials(TypedDict, total=False):
+    """How pictures are computed."""
+
+    batch_size: Annotated[int | None, Dial("Pictures drawn at once; default: all of them, at most 8 (compare: one). Above 64: "
+        "at most as many as there are.", ge=1, le=1 << 20, default=1)]
+    compile: Annotated[bool | None, Dial("Compile the steps (torch.compile), which the first picture waits for; on a GPU the default once "
+        "`models --warm` has.", default=False)]
+    fit: Annotated[bool | None, Dial("Draft what is fastest on this machine, which is measured once; --no-fit: what the model's defaults "
+        "say. A --tree or --window that you give is kept.", default=True)]
+
+
+class PartDials(TypedDict, total=False):
+    """The parts of a method."""
+
+    proposer: Annotated["str | type[Proposer] | None", Dial("What drafts, in place of the method's proposer.",
+        choices=("none", "tree", "parallel", "independent", "jacobi"))]
+    accept: Annotated["str | Acceptance | type[Acceptance] | None", Dial("Another acceptance rule than the method's.",
+        choices=("exact", "lantern", "lantern++", "cool", "cactus", "mixture", "cspd"), label="Rule", folded=True)]
+
+
+class DraftDials(TypedDict, total=False):
+    """The dials of a proposer."""
+
+    tree: Annotated["str | Path | Sequence[Sequence[int]] | TreeBuilder | type[TreeBuilder] | None", Dial(
+        "The tree of a draft, in place of the method's.", metavar="NAME|FILE.json|PATHS", label="Tree", folded=True)]
+    window: Annotated[int | None, Dial("Jacobi: draft codes in every pass.", ge=1, le=256, label="Window", slider=(1, 64, 1))]
+    coupling: Annotated[str | None, Dial("Jacobi: how a draft code follows the last one at its place.",
+        choices=("none", "maximal", "gumbel"), label="Coupling", folded=True)]
+    init: Annotated[str | None, Dial("Jacobi: what the first draft code at a place is drawn from.",
+        choices=("uniform", "last", "above", "mixed"), label="First draft", folded=True)]
+    alternatives: Annotated[int | None, Dial("Jacobi: other draft codes at the first place of the window.", ge=0, le=16,
+        label="Alternatives", slider=(0, 16, 1), folded=True)]
+    window_rows: Annotated[int | None, Dial("Jacobi: rows of the picture with a window each; beyond the first they wait for their turn.",
+        ge=1, le=16, label="Window rows", slider=(1, 16, 1), folded=True)]
+    verify: Annotated[str | None, Dial("How a draft is verified.", choices=("token", "block", "traversal"),
+        more="token: a walk that ends at the first rejection; block: a chain as one block; traversal: a tree as one block. Default: the "
+        "best that the draft allows.", label="Verification", folded=True)]
+    min_survival: Annotated[float | None, Dial("End a chain before a draft code that is accepted with less than this probability; 0 never ends it "
+        "early.", ge=0, le=1, more="For parallel drafters that predict it. The distribution of the pictures stays the same.",
+        label="Least survival", folded=True)]
+
+
+class RuleDials(TypedDict, total=False):
+    """The dials of an acceptance rule."""
+
+    neighbours: Annotated[int | None, Dial("Codebook neighbours that may lend a code their probability.", ge=1, le=MOST_CODES,
+        remedy="1 or more, below the number of codes", metavar="K", short="k", label="Neighbours k", slider=(1, 1000, 1))]
+    delta: Annotated[float | None, Dial("How far a relaxed rule may go.", ge=0, le=STRONGEST,
+        more="LANTERN: the most probability neighbours may lend, 0 (exact) to 1. COOL-SD: the weight at the first level; "
+        "1 is exact. Cactus: the divergence a code may cost; 0 is exact. Mixture: the drafter's share, 0 (exact) to 1.",
+        label="Delta", slider=(0, 3, 0.01))]
+    lam: Annotated[float | None, Dial("LANTERN++: the factor by which a code's probability may grow; 1 is exact.", ge=1, le=STRONGEST,
+        remedy=f"1 (exact) to {STRONGEST:,}", names=("--lambda",), label="Lambda", slider=(1, 20, 0.1))]
+    nu: Annotated[float | None, Dial("How fast a rule's relaxation falls with the level of the draft; 0 keeps it.", ge=0, le=STRONGEST,
+        remedy=f"0 (the same at every level) to {STRONGEST:,}", label="Nu", slider=(0, 2, 0.01))]
+    residual: Annotated[str | None, Dial("What a relaxed rule draws from after a rejection.", choices=("paper", "optimal"),
+        label="Residual", folded=True)]
+
+
+class MeasureDials(TypedDict, total=False):
+    """What is measured while drawing."""
+
+    measure_tv: Annotated[bool | None, Dial("Measure the total variation that a relaxed rule spends; takes time of its own.", default=False)]
+
+
+class SamplingDials(TypedDict, total=False):
+    """How codes are sampled."""
+
+    cfg: Annotated[float | None, Dial("Classifier-free guidance, how closely to follow the prompt; 1 is none.", ge=1,
+        remedy="1 (no guidance) or more", default=1.0, label="Guidance", slider=(1, 15, 0.1))]
+    temperature: Annotated[float | None, Dial("0 takes the most probable code (greedy).", ge=0, remedy="0 (greedy) or more", default=1.0,
+        label="Temperature", slider=(0, 2, 0.05), folded=True)]
+    top_k: Annotated[int | None, Dial("Keep the K most probable codes; 0 keeps all.", ge=0, le=MOST_CODES,
+        remedy="0 (all codes) or more", metavar="K", default=0)]
+    top_p: Annotated[float | None, Dial("Keep the most probable codes up to this mass; 1 keeps all.", gt=0, le=1,
+        remedy="above 0, at most 1 (all codes)", default=1.0)]
+# fmt: on
+
+
+class MethodDials(PartDials, DraftDials, RuleDials, total=False):
+    """The parts and dials of a method; what is left out or None is the method's."""
+
+
+class PictureDials(EngineDials, MethodDials, MeasureDials, SamplingDials, total=False):
+    """Every dial of a picture; what is left out or None is the method's or the model's default."""
+
+
+class CallOptions(PictureDials, total=False):
+    """The arguments of `Pipeline.__call__` besides the prompt, n and output_type."""
+
+    seed: Seeds
+    method: str | None
+    progress: Callable[[int, int], None] | None
+    callback: "Callable[[Partial], None] | None"
+    generator: "torch.Generator | None"
+
+
+EVERY = (EngineDials, PartDials, DraftDials, RuleDials, MeasureDials, SamplingDials)
+HEADINGS = {EngineDials: "Model", SamplingDials: "Sampling"}  # of help; the other dials are under Method
+
+
+def _dial(name: str, hint: Any, group: type) -> Dial:
+    """A key of a TypedDict as a dial with its name, kind and heading."""
+    made, kind = option_of(hint), (*get_args(get_args(hint)[0]), str)[0]
+    assert isinstance(made, Dial)
+    metavar = made.metavar or ("NAME" if kind is str else None)
+    heading = HEADINGS.get(group, "Method")
+    return replace(made, name=name, kind=kind, metavar=metavar, group=heading, negative=kind is bool)
+
+
+DIALS = {name: _dial(name, hint, group) for group in EVERY for name, hint in group.__annotations__.items()}
+
+
+def names(*groups: type) -> tuple[str, ...]:
+    """The names of the dials of some groups, or of all of a TypedDict."""
+    return tuple(name for name in DIALS if any(name in group.__annotations__ for group in groups))
+
+
+def dials(*groups: type) -> tuple[Dial, ...]:
+    """The dials of some groups, in the order of their declaration."""
+    return tuple(DIALS[name] for name in names(*groups))
+
+
+def spoken(name: str) -> str:
+    """A setting in messages."""
+    return DIALS[name].spoken if name in DIALS else name
+
+
+def _settings() -> Any:
+    fields = [(name, dial.kind | None, None) for name, dial in DIALS.items()]
+    made = make_dataclass("Settings", [("method", str), *fields], frozen=True)
+    made.__module__, made.__doc__ = __name__, Settings.__doc__
+    return made
+
+
+class Settings:
+    """All settings of a picture except prompt and seed: `method`, and every dial; one that no part of the method reads is None.
+
+    A frozen dataclass. `fit`: whether the draft is to be fitted to this machine, or has been.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __init__(self, method: str, **dials: Any): ...
+
+    def __getattr__(self, name: str) -> Any: ...
+
+
+if not TYPE_CHECKING:
+    Settings = _settings()
+
+
+def listing(kind: type) -> Callable[[F], F]:
+    """A decorator: the function's signature names the keys of a TypedDict in place of `**` alone.
+
+    Completion in a notebook reads them there, and transformers tells a function's own arguments from the model's by it.
+    """
+
+    def listed(function: F) -> F:
+        own = inspect.signature(function)
+        parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        rest = [p for p in own.parameters.values() if p.kind is p.VAR_KEYWORD]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        for name, hint in kind.__annotations__.items():
+            plain = get_args(hint)[0]
+            written = getattr(plain, "__forward_arg__", plain)
+            parameters.append(inspect.Parameter(name, keyword, default=None, annotation=written))
+        function.__signature__ = own.replace(parameters=[*parameters, *rest])  # type: ignore[attr-defined]
+        return function
+
+    return listed
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way of decoding: its parts and their dials; a dial that is left out has the part's own default."""
+
+    about: str
+    dials: MethodDials
+
+
+BASELINE = "ar"  # plain autoregressive decoding, the method without a draft
+AUTO = "auto"  # the method that suits the model: see `choose` in `auto.py`
+JACOBI: MethodDials = {"proposer": "jacobi", "window": 16}
+COUPLED: MethodDials = {**JACOBI, "coupling": "maximal", "init": "mixed", "alternatives": 3}
+METHODS = {
+    "ar": Method("plain autoregressive decoding, one code per pass", {"proposer": "none", "accept": "exact"}),
+    "eagle": Method(
+        "EAGLE-1 on a static tree (arXiv 2401.15077)",
+        {"proposer": "tree", "accept": "exact", "tree": "eagle-25"},
+    ),
+    "eagle2": Method(
+        "EAGLE-2: a tree that follows the drafter (arXiv 2406.16858)",
+        {"proposer": "tree", "accept": "exact", "tree": "eagle2"},
+    ),
+    "ddd": Method(
+        "EAGLE-2 of a depth decided on the way (arXiv 2409.00142)",
+        {"proposer": "tree", "accept": "exact", "tree": "ddd"},
+    ),
+    "parallel": Method(
+        "a drafter that predicts all levels of a draft in one pass",
+        {"proposer": "parallel", "accept": "exact", "tree": "chain-6"},
+    ),
+    "independent": Method(
+        "speculative sampling: a smaller target drafts (arXiv 2211.17192, 2302.01318)",
+        {"proposer": "independent", "accept": "exact", "tree": "chain-4"},
+    ),
+    "lantern": Method(
+        "LANTERN: additive relaxation on EAGLE-2's tree (arXiv 2410.03355)",
+        {"proposer": "tree", "accept": "lantern", "tree": "eagle2", "neighbours": 1000, "delta": 0.2},
+    ),
+    "lantern-static": Method(
+        "LANTERN's additive relaxation on EAGLE-1's static tree",
+        {"proposer": "tree", "accept": "lantern", "tree": "eagle-25", "neighbours": 1000, "delta": 0.2},
+    ),
+    "lantern++": Method(
+        "LANTERN++: static tree, multiplicative relaxation (arXiv 2502.06352)",
+        {"proposer": "tree", "accept": "lantern++", "tree": "lantern-57", "neighbours": 1000, "lam": 2.0},
+    ),
+    "cool": Method(
+        "COOL-SD: relaxation that falls with the level, optimal residual (arXiv 2601.09212)",
+        {"proposer": "tree", "accept": "cool", "tree": "eagle-25", "delta": 1.5, "nu": 0.1},
+    ),
+    "jacobi": Method(
+        "speculative Jacobi decoding: no drafter (arXiv 2410.01699)",
+        {**JACOBI, "accept": "exact", "coupling": "none", "init": "uniform"},
+    ),
+    "jacobi-coupled": Method(
+        "Jacobi decoding whose draft codes rarely change (arXiv 2510.24211)", {**COUPLED, "accept": "exact"}
+    ),
+    "lantern-jacobi": Method(
+        "coupled Jacobi decoding under the relaxation of LANTERN++",
+        {**COUPLED, "accept": "lantern++", "neighbours": 1000, "lam": 2.0, "verify": "traversal"},
+    ),
+}
+
+
+def check_method(name: str) -> str:
+    """The name of a method, or `AUTO`; InputError lists what exists."""
+    if name not in (*METHODS, AUTO):
+        raise InputError(unknown("method", name, [*METHODS, AUTO]))
+    return name
+
+
+@dataclass(frozen=True)
+class DrawOptions:
+    """What to draw with: a model as `Pipeline.from_pretrained` reads it, a method, and what overrides its settings."""
+
+    model: Annotated[str, Option("The target.", metavar="NAME|DIR|HUB_ID", group="Model")] = "nature-128"
+    drafter: Annotated[
+        str | None,
+        Option("Another drafter than the model's own.", metavar="NAME|DIR|HUB_ID", group="Model"),
+    ] = None
+    device: Annotated[str, Option("auto, cpu, cuda or cuda:N.", group="Model")] = "auto"
+    dtype: Annotated[
+        str,
+        Option(
+            "auto, float32, bfloat16, float16, float64, or int8: the target's weights in 8 bits (auto's choice on a CPU; "
+            "a GPU needs torchao).",
+            group="Model",
+        ),
+    ] = "auto"
+    size: Annotated[
+        str | None,
+        Option(
+            "Pixels, for a model that draws more than one size (Lumina-mGPT, Emu3).",
+            metavar="WxH",
+            group="Model",
+        ),
+    ] = None
+    method: Annotated[
+        str,
+        Option(
+            f"A proposer, a tree and an acceptance rule by name: {', '.join(METHODS)}. auto takes what the model's own "
+            "defaults or `lanternpp tune` say, else the fastest lossless one for the drafter that it has.",
+            metavar="NAME",
+            group="Method",
+            validate=check_method,
+        ),
+    ] = AUTO
+    overrides: Annotated[dict[str, Any], PictureDials] = field(default_factory=dict)
+
+    @property
+    def pretrained(self) -> dict[str, Any]:
+        """The arguments of `Pipeline.from_pretrained`."""
+        return {name: getattr(self, name) for name in ("model", "drafter", "device", "dtype", "size")}

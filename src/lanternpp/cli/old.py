@@ -1,0 +1,54 @@
+"""Verbs that are still made by Typer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+from typer.exceptions import TyperException
+
+from lanternpp.cli import (
+    bench,
+    convert,
+    eval,
+    gpu_report,
+    models,
+    serve,
+    throughput,
+    train,
+    tune,
+    warm,
+)
+from lanternpp.errors import InputError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(bench.bench)
+app.command("eval")(eval.evaluate)
+app.command()(train.train)
+app.command()(tune.tune)
+app.command()(throughput.throughput)
+app.command()(warm.warm)
+app.command()(gpu_report.gpu_report)
+app.command()(serve.serve)
+app.command()(models.models)
+app.command()(convert.convert)
+
+
+@app.callback()
+def root() -> None:
+    """Verbs."""
+
+
+def run(args: Sequence[str]) -> object:
+    """Run a verb."""
+    try:
+        status = typer.main.get_command(app).main(list(args), prog_name="lanternpp", standalone_mode=False)
+    except TyperException as error:
+        message = error.format_message()
+        if not message:
+            return 0
+        faults = getattr(error.__cause__, "errors", None)
+        if faults:  # a value of the wrong type: say which value
+            message += f", not {faults()[0]['input']!r}"
+        raise InputError(message) from None
+    return status

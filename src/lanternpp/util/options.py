@@ -1,0 +1,78 @@
+"""The declaration of one option: its help and limits, in the annotation of a field, parameter or key.
+
+`Annotated[int, Option("Pictures.", ge=1)]` is read by the command line and by pydantic alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args, get_origin
+
+from lanternpp.errors import InputError
+
+
+@dataclass(frozen=True)
+class Option:
+    """What an option is for, and which values it takes: a number of at least `ge` or above `gt`, and at most `le`.
+
+    remedy: the range in words. choices: names that a text may be. names: on the command line, "--" and the field's
+    name by default; group: the heading of its help. negative: whether a switch has a `--no-` form. validate: raises
+    InputError for a value that is wrong otherwise. more: further sentences of help.
+    """
+
+    help: str
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    remedy: str = ""
+    choices: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    metavar: str | None = None
+    group: str = ""
+    negative: bool = False
+    validate: Callable[[Any], Any] | None = None
+    more: str = ""
+
+    @property
+    def about(self) -> str:
+        """The full help text, with its possible values."""
+        names = f"One of: {', '.join(self.choices)}." if self.choices and not self.more else self.more
+        return f"{self.help} {names}".strip()
+
+    def check(self, value: Any, called: str) -> None:
+        """InputError, which says what the value is called, where it cannot be taken: out of range, or not finite. None can."""
+        if self.validate is not None and value is not None:
+            self.validate(value)
+        bounds = (self.ge, self.gt, self.le)
+        if bounds == (None, None, None) or value is None:
+            return
+        low = -math.inf if self.ge is None else self.ge
+        above = self.gt is None or value > self.gt
+        if not (low <= value and above and math.isfinite(value)) or (self.le is not None and value > self.le):
+            raise InputError(f"{called} {value} is out of range; use {self.remedy or self.range}")
+
+    @property
+    def range(self) -> str:
+        """The range as a phrase, such as "1 to 256"."""
+        low = f"above {self.gt:g}" if self.gt is not None else f"{self.ge:g}"
+        if self.le is None:
+            return low if self.gt is not None else f"{low} or more"
+        return f"{low}, at most {self.le:,.15g}" if self.gt is not None else f"{low} to {self.le:.15g}"
+
+    def __iter__(self) -> Iterator[Any]:
+        """The limits as pydantic knows them; with the next attribute it takes the option for a group of such limits."""
+        from annotated_types import Ge, Gt, Le
+
+        for kind, bound in ((Ge, self.ge), (Gt, self.gt), (Le, self.le)):
+            if bound is not None:
+                yield kind(bound)
+
+    __is_annotated_types_grouped_metadata__ = True
+
+
+def option_of(hint: Any) -> Option | None:
+    """The option that an annotation declares."""
+    meta = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((each for each in meta if isinstance(each, Option)), None)
