@@ -66,7 +66,7 @@ NAMES_KERNELS = {
     "serve.fresh_thread": "ctypes",  # of Python's own threads
 }
 # Rooms and modules that are loaded before help is shown.
-QUICK = {"cli", "errors", "util", "api.arguments", "api.dials", "api.methods"}
+QUICK = {"cli", "errors", "util", "api.options"}
 SLOW = {"util.devices"}
 HEAVY = {"torch", "transformers", "numpy", "PIL", "safetensors", "huggingface_hub"}
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import typing
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,11 @@ def pipe(folder: Path) -> Pipeline:
 
 
 def test_every_dial_is_a_keyword_of_its_type() -> None:
-    assert set(PictureDials.__annotations__) == set(DIALS) == {*Settings.__annotations__} - {"method"}
+    assert (
+        set(PictureDials.__annotations__)
+        == set(DIALS)
+        == {field.name for field in fields(Settings)} - {"method"}
+    )
     assert set(MethodDials.__annotations__) == set(names(DraftDials, RuleDials, PartDials))
     known = {each.__name__: each for each in (Acceptance, Proposer, TreeBuilder)}
     for name, hint in typing.get_type_hints(PictureDials, localns=known).items():

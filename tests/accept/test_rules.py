@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -162,10 +161,10 @@ def test_every_relaxation_can_fall_with_the_level(name):
     assert torch.allclose(together, by_level, atol=1e-12)
     for level in range(5):
         assert torch.allclose(together[level], rule.at(level).output_distribution(p, q), atol=1e-12)
-    flat = NAMED[name].build(replace(made, nu=None))
+    flat = NAMED[name].build(Dials(**vars(made) | {"nu": None}))
     assert flat.at(3) is flat
     with pytest.raises(InputError, match="nu"):
-        NAMED[name].build(replace(made, nu=-1.0))
+        NAMED[name].build(Dials(**vars(made) | {"nu": -1.0}))
 
 
 def test_all_neighbours_are_heard_where_there_are_many(monkeypatch):

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from lanternpp.api.options import METHODS
-from lanternpp.api.settings import DIALS, dials_read, resolve, with_tree
+from lanternpp.api.settings import READ, dials_read, resolve, with_tree
 from lanternpp.api.tuned import with_tuned
 from lanternpp.errors import InputError
 from lanternpp.trees.static import StaticTree
@@ -15,11 +15,11 @@ from lanternpp.trees.static import StaticTree
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_the_dials_its_parts_read_and_no_other(name: str) -> None:
-    row = METHODS[name]
-    read = dials_read(row.proposer, row.accept)
+    row = METHODS[name].dials
+    read = dials_read(row["proposer"], row["accept"])
     settings = resolve(name, {}, {})
-    for dial in set(DIALS) - {"verify"}:
-        said = getattr(row, dial)
+    for dial in set(READ) - {"verify"}:
+        said = row.get(dial)
         assert getattr(settings, dial) == said and (dial in read or said is None), dial
 
 

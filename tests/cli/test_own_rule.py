@@ -49,7 +49,7 @@ def test_a_part_that_does_not_say_reads_everything(own_rules) -> None:
     said = {"lam": 2.0, "delta": 0.4, "residual": "optimal"}
     settings = resolve("eagle", {}, {"accept": "my_rules:Half", **said})
     assert {name: getattr(settings, name) for name in said} == said
-    with pytest.raises(InputError, match=r"lambda 2.0 would change nothing.*they take tree, delta"):
+    with pytest.raises(InputError, match=r"lambda 2.0 would change nothing.*they take tree, verify, delta"):
         resolve("eagle", {}, {"accept": "my_rules:Picky", **said})
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from helpers.laws import chi_square
@@ -266,7 +264,7 @@ def test_options_are_checked_and_default_to_sjd():
     assert (made.window, made.coupling, made.init, made.size, made.depth) == (16, "none", "uniform", 17, 16)
     assert (made.alternatives, made.window_rows) == (0, 1)
     made = Jacobi.build(
-        replace(parts, window=3, coupling="gumbel", init="above", alternatives=2, window_rows=4)
+        Parts(parts.tree, window=3, coupling="gumbel", init="above", alternatives=2, window_rows=4)
     )
     assert (made.window, made.coupling, made.init, made.alternatives) == (3, "gumbel", "above", 2)
     assert (made.size, made.depth) == (15, 3)

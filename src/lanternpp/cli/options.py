@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from types import UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
     TypedDict,
     TypeVar,
+    Union,
     get_args,
     get_origin,
     get_type_hints,
@@ -56,6 +59,10 @@ def verb(function: F) -> F:
     function.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     hints = get_type_hints(function, include_extras=True)
     function.__annotations__ = {name: _parameter(name, hint) for name, hint in hints.items()}
+    defaults = function.__kwdefaults__ or {}
+    for name, default in defaults.items():
+        if dataclasses.is_dataclass(default):  # Cyclopts has pydantic check that it is of the annotated class
+            defaults[name] = get_args(function.__annotations__[name])[0](**vars(default))
     return function
 
 
@@ -77,6 +84,8 @@ def _parameter(name: str, hint: Any, without: tuple[str, ...] = (), option: Opti
     if option is None:
         return hint
     called = max(option.names or ("--" + name.replace("_", "-"),), key=len)
+    alternatives = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    number = next((each for each in (int, float) if each in alternatives), None)
     section: dict[str, Any] = {"group": heading(option.group)} if option.group else {}
     told = Parameter(
         name=option.names or None,
@@ -84,10 +93,19 @@ def _parameter(name: str, hint: Any, without: tuple[str, ...] = (), option: Opti
         metavar=option.metavar,
         negative=None if option.negative else "",
         validator=lambda _, value: option.check(value, called),
+        converter=None if number is None else partial(_number, number),
         show_default=False if kind is bool else None,
         **section,
     )
     return Annotated[kind, told]
+
+
+def _number(kind: type[int] | type[float], _: Any, tokens: Any) -> int | float:
+    """A number from the command line; Cyclopts itself would round 1.5 to a whole number."""
+    try:
+        return kind(tokens[0].value)
+    except ValueError:
+        raise ValueError(f"{tokens[0].value!r} is no {'whole ' if kind is int else ''}number") from None
 
 
 def _group(kind: Any, without: tuple[str, ...]) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
 from lanternpp.api.model import pack_target
-from lanternpp.api.options import Settings, names
+from lanternpp.api.options import RuleDials, Settings, names
 from lanternpp.api.settings import build_rule, build_verifier
 from lanternpp.drafters.base import QueryDrafter
 from lanternpp.drafters.parallel import ParallelDrafter
