@@ -42,7 +42,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in th
 Measure = Annotated[
     bool,
     typer.Option(
-        "--measure-tv/--no-measure-tv-tv",
+        "--measure-tv/--no-measure-tv",
         help="Measure tv_cost on one picture per prompt, drawn again and not timed.",
     ),
 ]
