@@ -53,7 +53,7 @@ def test_without_matplotlib_there_are_figures_and_no_plots(run, model, prompts, 
 
 def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps(run, model, prompts):
     requested = ("bench", "--model", model, "--prompts", prompts, "--methods", "eagle, lantern++ lambda=3")
-    requested += ("-n", 1, "-o", "b", "--no-plots", "--no-measure-tv-tv")
+    requested += ("-n", 1, "-o", "b", "--no-plots", "--no-measure-tv")
     assert run(*requested).code == 0 and not list(Path("b").glob("profile-*"))
     outcome = run(*requested, "--resume", "--profile")
     assert outcome.code == 0 and outcome.err == "" and "b/profile-*" in outcome.out
@@ -125,7 +125,7 @@ def test_pictures_too_few_to_measure_are_refused_if_asked_for_and_else_only_time
     run, model, prompts, tmp_path
 ):
     own = write_classifier(Path(shutil.copytree(model, tmp_path / "own")))
-    requested = ("--model", own, "--prompts", prompts, "--methods", "ar", "--no-plots", "--no-measure-tv-tv")
+    requested = ("--model", own, "--prompts", prompts, "--methods", "ar", "--no-plots", "--no-measure-tv")
     (tmp_path / "red").mkdir()
     refused = run("bench", *requested, "-n", 1, "-o", "few", "--reference", tmp_path / "red")
     assert refused.code == 2 and "2 pictures of each method are too few" in refused.err

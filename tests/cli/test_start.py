@@ -213,7 +213,7 @@ def test_a_model_without_a_drafter_draws_without_a_word_on_methods(run, broken: 
     reported = json.loads(run("generate", "a red tulip", "--model", broken, "--json").out)
     assert (reported["method"], reported["auto"]) == ("jacobi-coupled", "no drafter, lossless")
     Path("prompts").write_text("a red tulip")
-    args = ["--no-plots", "--no-quality", "--no-measure-tv-tv", "--prompts", "prompts", "-n", 1, "--json"]
+    args = ["--no-plots", "--no-quality", "--no-measure-tv", "--prompts", "prompts", "-n", 1, "--json"]
     raced = run("bench", "--model", broken, *args)
     methods = [row["method"] for row in json.loads(raced.out)["methods"]]
     assert raced.code == 0 and methods == ["ar", "jacobi-coupled", "lantern-jacobi"]
