@@ -21,7 +21,17 @@ from lanternpp.api.engines import BYTES, EngineCache
 from lanternpp.api.fit.choice import Fit, fit_for
 from lanternpp.api.model import MODELS, Model, model_folder, placed, read_defaults
 from lanternpp.api.options import AUTO, PictureDials, Settings, listing
-from lanternpp.api.settings import build_proposer, build_rule, build_verifier, dials_read, fitted, network_needed, resolve, suits_latents, with_tree
+from lanternpp.api.settings import (
+    build_proposer,
+    build_rule,
+    build_verifier,
+    dials_read,
+    fitted,
+    network_needed,
+    resolve,
+    suits_latents,
+    with_tree,
+)
 from lanternpp.api.tuned import CONDITIONS, DRAFTED, Tuned, fingerprint, with_tuned
 from lanternpp.continuous.diffusion import DiffusionTarget
 from lanternpp.continuous.engine import engine_for

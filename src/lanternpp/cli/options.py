@@ -116,7 +116,10 @@ def _group(kind: Any, without: tuple[str, ...]) -> Any:
         return TypedDict(kind.__name__, made, total=False)  # type: ignore[operator]
     hints = get_type_hints(kind, include_extras=True)
     made = {name: _parameter(name, hint, without) for name, hint in hints.items()}
-    return type(kind.__name__, (kind,), {"__annotations__": made, "__module__": kind.__module__})
+    # pickled as the class itself, since another process has not made this one
+    names: dict[str, Any] = {"__annotations__": made, "__module__": kind.__module__}
+    names["__reduce__"] = lambda group: (partial(kind, **vars(group)), ())
+    return type(kind.__name__, (kind,), names)
 
 
 def not_empty(prompt: str) -> None:
