@@ -30,8 +30,8 @@ from torch import Tensor
 
 import lanternpp
 from lanternpp import InputError, Pipeline
-from lanternpp.api.options import METHODS
 from lanternpp.api.model import read_target
+from lanternpp.api.options import METHODS
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.drafters.published import PublishedDrafter
@@ -204,7 +204,7 @@ def test_greedy_codes_of_glm_image_are_those_of_transformers(
 def test_every_method_draws_alone_and_in_a_batch_guided_and_not(name: str, method: str, models: Path) -> None:
     family = FAMILIES[name]
     pipe = pipeline(models / family.folder)
-    dials = {"neighbours": 8} if METHODS[method].neighbours else {}
+    dials = {"neighbours": 8} if METHODS[method].dials.get("neighbours") else {}
     one = pipe(PROMPT, method=method, seed=2, cfg=1.0, **dials)
     three = pipe(PROMPTS, method=method, seed=1, **dials)
     assert three.stats.settings["cfg"] > 1 and three.stats.settings["batch_size"] == 3
@@ -214,7 +214,7 @@ def test_every_method_draws_alone_and_in_a_batch_guided_and_not(name: str, metho
         assert (rows[..., : family.columns] < CODES).all()
         assert not family.ends or (rows[..., -1] == CODES).all()
         assert result.images[0].size == (family.columns * family.pixels, family.rows * family.pixels)
-    if METHODS[method].accept == "exact":
+    if METHODS[method].dials["accept"] == "exact":
         drafted = pipe(PROMPT, method=method, temperature=0.0)
         assert torch.equal(drafted.codes, plain(models / family.folder))
 
