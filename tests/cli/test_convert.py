@@ -19,7 +19,7 @@ from lanternpp.nn import checkpoints
 
 def test_eight_bits_draw_much_the_same_from_a_quarter_of_the_bytes(run, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "small"
-    done = run("convert", model, out)
+    done = run("models", "convert", model, out)
     assert (done.code, done.err) == (0, "")
     sizes = [(folder / "target" / "model.safetensors").stat().st_size for folder in (model, out)]
     assert sizes[1] < 0.45 * sizes[0]
@@ -45,7 +45,7 @@ def test_eight_bits_draw_much_the_same_from_a_quarter_of_the_bytes(run, model: P
 def test_what_cannot_be_converted_is_refused(
     run, model: Path, arguments: tuple[str, str], named: str
 ) -> None:
-    done = run("convert", *[model if a == "MODEL" else a for a in arguments])
+    done = run("models", "convert", *[model if a == "MODEL" else a for a in arguments])
     assert done.code == 2
     assert named in done.err and done.err.count("\n") == 1
 
@@ -60,19 +60,19 @@ def test_a_model_is_replaced_only_when_asked_to(run, model: Path, tmp_path: Path
         return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
     before = contents()
-    refused = run("convert", model, trained)
+    refused = run("models", "convert", model, trained)
     assert refused.code == 2 and refused.err.count("\n") == 1
     assert "holds a model" in refused.err and "--overwrite" in refused.err and contents() == before
     source = Path(shutil.copytree(model, tmp_path / "source"))
     shutil.rmtree(source / "parallel")
     cut = (source / "drafter" / "model.safetensors").read_bytes()
     (source / "drafter" / "model.safetensors").write_bytes(cut[:-50])
-    assert run("convert", source, trained, "--overwrite").code == 2 and contents() == before
+    assert run("models", "convert", source, trained, "--overwrite").code == 2 and contents() == before
     (source / "drafter" / "model.safetensors").write_bytes(cut)
-    assert run("convert", source, trained, "--overwrite").code == 0
+    assert run("models", "convert", source, trained, "--overwrite").code == 0
     after = contents()
     assert after.pop("notes.txt") == b"mine"
-    run("convert", source, tmp_path / "new")
+    run("models", "convert", source, tmp_path / "new")
     new = contents(tmp_path / "new")
     assert {name: len(data) for name, data in after.items()} == {
         name: len(data) for name, data in new.items()
@@ -81,7 +81,10 @@ def test_a_model_is_replaced_only_when_asked_to(run, model: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     "verb",
-    [["convert", "nature-128", "file/m"], ["train", "--self", "--model", "nature-128", "--out", "file/m"]],
+    [
+        ["models", "convert", "nature-128", "file/m"],
+        ["train", "--self", "--model", "nature-128", "--out", "file/m"],
+    ],
 )
 def test_a_folder_that_cannot_be_made_is_refused_at_once(verb, run, elsewhere: Path) -> None:
     (elsewhere / "file").write_text("mine")
@@ -91,7 +94,7 @@ def test_a_folder_that_cannot_be_made_is_refused_at_once(verb, run, elsewhere: P
 
 
 def test_an_unknown_storage_is_refused(run, model: Path, tmp_path: Path) -> None:
-    done = run("convert", model, tmp_path / "x", "--store", "int4")
+    done = run("models", "convert", model, tmp_path / "x", "--store", "int4")
     assert done.code == 2 and "int4" in done.err and not (tmp_path / "x").exists()
 
 
@@ -116,18 +119,18 @@ def test_published_files_become_a_folder_that_draws_the_same(run, tmp_path: Path
     (tmp_path / "alone").mkdir()
     target = shutil.move(apart / "t2i_XL_tiny.pt", tmp_path / "alone" / "t2i.pt")
     out = tmp_path / "out"
-    refused = run("convert", target, out, "--size", 64)
+    refused = run("models", "convert", target, out, "--size", 64)
     assert refused.code == 2 and "--vq FILE" in refused.err and not out.exists()
     args = ("--vq", apart / "vq_ds16.pt", "--text", apart / "flan-t5-xl")
-    refused = run("convert", target, out, *args)
+    refused = run("models", "convert", target, out, *args)
     assert refused.code == 2 and "--size" in refused.err and not out.exists()
-    done = run("convert", target, out, *args, "--size", 64, "--store", "float32")
+    done = run("models", "convert", target, out, *args, "--size", 64, "--store", "float32")
     assert (done.code, done.err) == (0, "") and "target, tokenizer, text" in done.out
     again = published.write_llamagen(tmp_path / "again", text=True)
     in_half(again / "flan-t5-xl")
     assert same_picture(run, tmp_path, again, out, prompt="a red tulip")
     small = tmp_path / "small"
-    assert run("convert", out, small).code == 0
+    assert run("models", "convert", out, small).code == 0
     assert run("generate", "a tulip", "--model", small, "--method", "ar", "-o", tmp_path / "s.png").code == 0
     assert (small / "text" / "config.json").is_file()
     assert (small / "target/model.safetensors").stat().st_size < (
@@ -146,9 +149,9 @@ def in_half(folder: Path) -> None:
 def test_what_is_no_tokenizer_or_encoder_is_refused(run, tmp_path: Path) -> None:
     files = published.write_llamagen(tmp_path / "files", text=True)
     target = files / "t2i_XL_tiny.pt"
-    done = run("convert", target, tmp_path / "out", "--vq", target)
+    done = run("models", "convert", target, tmp_path / "out", "--vq", target)
     assert done.code == 2 and "no image tokenizer" in done.err
-    done = run("convert", target, tmp_path / "out", "--text", tmp_path)
+    done = run("models", "convert", target, tmp_path / "out", "--text", tmp_path)
     assert done.code == 2 and "no folder of a T5" in done.err
     assert not (tmp_path / "out").exists()
 
@@ -157,7 +160,7 @@ def test_a_classifier_comes_along_with_the_reference_it_made(run, model: Path, t
     source = write_classifier(Path(shutil.copytree(model, tmp_path / "own")))
     (source / "prompts.txt").write_text("a red tulip\n")
     (source / "classifier" / "state.pt").write_bytes(b"of the training")
-    done = run("convert", source, tmp_path / "small")
+    done = run("models", "convert", source, tmp_path / "small")
     assert done.code == 0 and "classifier" in done.out
     names = {path.name for path in (tmp_path / "small" / "classifier").iterdir()}
     assert names == {"config.json", "model.safetensors", "reference.safetensors"}

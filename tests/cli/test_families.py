@@ -67,9 +67,9 @@ def test_a_published_folder_is_compared_and_its_size_drawn(name: str, run, model
 @every_family
 def test_a_converted_folder_draws_the_same_picture(name: str, run, models: Path, tmp_path: Path) -> None:
     out = tmp_path / "ours"
-    done = run("convert", models / name, out, "--store", "float32")
+    done = run("models", "convert", models / name, out, "--store", "float32")
     assert (done.code, done.err) == (0, "") and "target" in done.out
-    refused = run("convert", models / name, tmp_path / "small", "--store", "int8")
+    refused = run("models", "convert", models / name, tmp_path / "small", "--store", "int8")
     assert refused.code == 2 and "float32 or bfloat16, not int8" in refused.err
     pictures = []
     for model in (models / name, out):
@@ -94,7 +94,7 @@ def test_a_size_is_an_option_of_models_that_draw_several(
     for one_size in (model, models / "janus"):
         refused = run("generate", PROMPT, "--model", one_size, "--method", "ar", "--size", "32x32")
         assert refused.code == 2 and "one size; leave out --size 32x32" in refused.err
-    done = run("convert", models / "emu3", tmp_path / "wide", "--size", "24x16")
+    done = run("models", "convert", models / "emu3", tmp_path / "wide", "--size", "24x16")
     assert (done.code, done.err) == (0, "")
     assert json.loads((tmp_path / "wide/target/config.json").read_text())["size"] == "24x16"
 

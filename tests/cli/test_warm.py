@@ -13,7 +13,7 @@ from lanternpp.api import compiled
 
 
 def test_without_anything_to_compile_it_says_so(run, model) -> None:
-    outcome = run("warm", "--model", model, "--device", "cpu")
+    outcome = run("models", "warm", "--model", model, "--device", "cpu")
     assert (outcome.code, outcome.out) == (
         0,
         "nothing to compile here: a CPU compiles steps with --compile alone\n",
@@ -26,7 +26,7 @@ def test_steps_are_compiled_at_every_size_for_the_method_and_plain_decoding(
     monkeypatch.setenv(compiled.FOLDER, str(tmp_path / "made"))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     args = ["--model", model, "--device", "cpu", "--compile", "--method", "parallel", "--tree", "chain-2"]
-    outcome = run("warm", *args, "--batch-sizes", "1,2")
+    outcome = run("models", "warm", *args, "--batch-sizes", "1,2")
     assert outcome.code == 0 and "not compiled" not in outcome.err
     steps = [line for line in outcome.out.splitlines() if line.startswith("steps of ")]
     kept = f"in {tmp_path / 'made'}"
@@ -40,5 +40,5 @@ def test_steps_are_compiled_at_every_size_for_the_method_and_plain_decoding(
 
 
 def test_a_batch_size_is_refused(run, model) -> None:
-    outcome = run("warm", "--model", model, "--batch-size", 2)
+    outcome = run("models", "warm", "--model", model, "--batch-size", 2)
     assert outcome.code == 2 and "--batch-sizes" in outcome.err

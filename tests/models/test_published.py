@@ -90,7 +90,7 @@ def fetched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], H
     orders = {f"generate {name}": command("generate", name, *dials, "-n", 3) for name in FAMILIES}
     orders |= {f"compare {name}": command("compare", name, *dials, "--runs", 1) for name in FAMILIES}
     orders["bare"] = ["generate", "a tulip", "--model", "lamp/bare", "--method", "ar"]
-    orders["convert"] = ["convert", "lamp/bare", "ours", "--vq", "lamp/llamagen_t2i/vq_ds16_t2i.pt"]
+    orders["convert"] = ["models", "convert", "lamp/bare", "ours", "--vq", "lamp/llamagen_t2i/vq_ds16_t2i.pt"]
     env = os.environ | {"HF_HOME": str(place / "home"), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
     env |= {"XDG_CACHE_HOME": str(place / "cache"), "OMP_NUM_THREADS": "1"}
     with hub(place / "hub") as server:

@@ -21,12 +21,21 @@ from lanternpp.util.registry import HERE
 VERBS = {
     "generate": "Draw pictures of a prompt, or of every line of a file.",
     "compare": "Draw a prompt twice, by plain AR and by a method, with the times under each.",
+    "models": "List models, methods and trees; download, convert or warm a model.",
 }
 # Verbs and options of earlier versions, and what does their work now.
 RETIRED = {
     "floor": "bench --profile",
+    "convert": "models convert",
+    "warm": "models warm",
 }
-RENAMED: dict[str, str] = {}
+RENAMED = {
+    "--fresh": "--init",
+    "--siblings": "--alternatives",
+    "--rows": "--window-rows",
+    "--cut": "--min-survival",
+    "--measure": "--measure-tv",
+}
 
 
 def with_values(args: Sequence[str]) -> list[str]:

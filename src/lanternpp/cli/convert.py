@@ -1,4 +1,4 @@
-"""`lanternpp convert`: write a model as a folder in lanternpp's format, in another number format if need be."""
+"""`lanternpp models convert`: a model as a folder in lanternpp's format, in another number format if need be."""
 
 from __future__ import annotations
 
@@ -6,66 +6,51 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
-import typer
-
-from lanternpp.cli.models import megabytes, size
 from lanternpp.cli.output import writable_folder
 from lanternpp.errors import InputError
 from lanternpp.util import files
 from lanternpp.util.jsonfile import read_object
+from lanternpp.util.options import Option
 
 PARTS = ("tokenizer", "target", "drafter", "parallel")
 REST = ("independent", "classifier", "text")  # other parts that a model may have
 FILES = ("defaults.json", "embeddings.safetensors", "prompts.txt", "synonyms.txt")
 STORES = ("float32", "bfloat16", "int8", "int6")
 
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A model folder, a published checkpoint, or a hub id.")
-]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; made where it is missing.")]
-Storage = Annotated[
-    str | None,
-    typer.Option(
-        "--store",
-        help="float32, bfloat16, int8 or int6: 8 or 6 bits a weight and a scale per output channel. "
-        "Default: bfloat16 of a published checkpoint, int8 of a folder that lanternpp wrote.",
-    ),
-]
-Tokenizer = Annotated[
-    str | None,
-    typer.Option(
-        "--vq",
-        metavar="FILE|HUB_ID",
-        help="The image tokenizer of a published checkpoint, OWNER/NAME/FILE on the hub.",
-    ),
-]
-Encoder = Annotated[
-    Path | None, typer.Option("--text", metavar="DIR", help="The text encoder of a published checkpoint.")
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the model that OUT holds.")]
-Size = Annotated[
-    str | None,
-    typer.Option("--size", metavar="PIXELS|WxH", help="The size of its pictures, where no file says."),
-]
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """The options of `models convert`."""
+
+    store: Annotated[
+        str | None,
+        Option(
+            "float32, bfloat16, int8 or int6: 8 or 6 bits a weight and a scale per output channel. Default: bfloat16 of a "
+            "published checkpoint, int8 of a folder that lanternpp wrote."
+        ),
+    ] = None
+    vq: Annotated[
+        str | None,
+        Option(
+            "The image tokenizer of a published checkpoint, OWNER/NAME/FILE on the hub.",
+            metavar="FILE|HUB_ID",
+        ),
+    ] = None
+    text: Annotated[Path | None, Option("The text encoder of a published checkpoint.", metavar="DIR")] = None
+    size: Annotated[
+        str | None, Option("The size of its pictures, where no file says.", metavar="PIXELS|WxH")
+    ] = None
+    overwrite: Annotated[bool, Option("Replace the model that OUT holds.")] = False
 
 
-def convert(
-    model: Model,
-    out: Out,
-    store: Storage = None,
-    vq: Tokenizer = None,
-    text: Encoder = None,
-    side: Size = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """Write MODEL as the folder OUT, which is quick to read and leaves out what only training needs.
-
-    OUT appears only when all of it is written.
-    """
+def convert(model: str, out: Path, options: ConvertOptions) -> str:
+    """Write a model as the folder `out`; returns what was written, in words. Raises InputError."""
+    store, vq, text = options.store, options.vq, options.text
     if store not in (None, *STORES):
         raise InputError(f"--store {store!r} is unknown; use {', '.join(STORES)}")
     if text is not None and not text.exists():
@@ -73,7 +58,7 @@ def convert(
     inside = Path(model).exists() and Path(model).resolve().is_relative_to(out.resolve())
     if out.exists() and (not out.is_dir() or inside):
         raise InputError(f"output {str(out)!r} is a file, or contains MODEL; name a new folder")
-    if not overwrite and any((out / name).exists() for name in (*PARTS, "config.json")):
+    if not options.overwrite and any((out / name).exists() for name in (*PARTS, "config.json")):
         raise InputError(
             f"output {str(out)!r} holds a model; name a new folder, or replace it with --overwrite"
         )
@@ -85,7 +70,7 @@ def convert(
     if vq and not Path(vq).exists() and not hub_id(vq):
         raise InputError(f"--vq {vq!r} does not exist; give a file, or OWNER/NAME/FILE of the hub")
     source = model_folder(model)
-    given = {"tokenizer": model_folder(vq) if vq else None, "text": text, "size": side}
+    given = {"tokenizer": model_folder(vq) if vq else None, "text": text, "size": options.size}
     if (source / "target").is_dir():
         if any(given.values()):
             raise InputError(f"--vq, --text and --size are for published checkpoints; {model!r} is none")
@@ -97,7 +82,7 @@ def convert(
         called = source.resolve().name if Path(model).exists() else model
         with staged(out) as stage:
             parts = adopt(source, stage, store, given, called)
-    typer.echo(f"{out}: {', '.join(parts)}; {megabytes(size(out))} in {store}")
+    return f"{out}: {', '.join(parts)}; {files.megabytes(files.size(out))} in {store}"
 
 
 @contextmanager

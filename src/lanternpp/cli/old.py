@@ -7,18 +7,7 @@ from collections.abc import Sequence
 import typer
 from typer.exceptions import TyperException
 
-from lanternpp.cli import (
-    bench,
-    convert,
-    eval,
-    gpu_report,
-    models,
-    serve,
-    throughput,
-    train,
-    tune,
-    warm,
-)
+from lanternpp.cli import bench, eval, gpu_report, serve, throughput, train, tune
 from lanternpp.errors import InputError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -27,11 +16,8 @@ app.command("eval")(eval.evaluate)
 app.command()(train.train)
 app.command()(tune.tune)
 app.command()(throughput.throughput)
-app.command()(warm.warm)
 app.command()(gpu_report.gpu_report)
 app.command()(serve.serve)
-app.command()(models.models)
-app.command()(convert.convert)
 
 
 @app.callback()

@@ -300,5 +300,5 @@ def grid_of(path: Path, published: Published, size: str | None = None) -> int:
             return int(found[-1]) // DOWN
     raise InputError(
         f"{path} does not say how large its pictures are; put 256, 384 or 512 into its name, as in "
-        "c2i_L_384.pt, or use lanternpp convert with --size"
+        "c2i_L_384.pt, or use lanternpp models convert with --size"
     )

@@ -43,7 +43,7 @@ PUBLISHED = (
         "Lumina-mGPT-7B, 768 px",
         "Alpha-VLLM/Lumina-mGPT-7B-768",
         "about 14 GB",
-        needs="Chameleon's vqgan.ckpt: lanternpp convert MODEL OUT --vq vqgan.ckpt",
+        needs="Chameleon's vqgan.ckpt: lanternpp models convert MODEL OUT --vq vqgan.ckpt",
     ),
     Published("Janus-Pro-1B", "deepseek-community/Janus-Pro-1B", "about 4 GB"),
     Published("Janus-Pro-7B", "deepseek-community/Janus-Pro-7B", "about 15 GB"),

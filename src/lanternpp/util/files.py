@@ -139,3 +139,13 @@ def _temporary_cache(instead: Path, reason: str) -> Path:
 def digest(parts: Iterable[str]) -> str:
     """First 16 hexadecimal digits of the SHA-256 of some lines of text."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def size(folder: Path) -> int:
+    """Bytes of all files under a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def megabytes(count: int) -> str:
+    """Bytes as text."""
+    return f"{count / 1e6:.1f} MB"

@@ -207,6 +207,6 @@ def read_decoder(source: Source, folder: Path, shape: VQGANConfig, dtype: torch.
     if file is None:
         raise InputError(
             f"{folder} has no VQ decoder: put the vqgan.ckpt of Chameleon's tokenizer folder there, "
-            "or use lanternpp convert MODEL OUT --vq FILE"
+            "or use lanternpp models convert MODEL OUT --vq FILE"
         )
     return read_vqgan(Source.open(file), shape, "", dtype)

@@ -68,7 +68,7 @@ def find_tokenizer(folder: Path, given: Path | None = None) -> Source:
         )
     raise InputError(
         f"{folder} holds no image tokenizer; put vq_ds16_c2i.pt or vq_ds16_t2i.pt, from the authors of "
-        "LlamaGen, beside the target, or use lanternpp convert TARGET OUT --vq FILE, where both may be hub ids"
+        "LlamaGen, beside the target, or use lanternpp models convert TARGET OUT --vq FILE, where both may be hub ids"
     )
 
 
