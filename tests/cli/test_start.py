@@ -18,6 +18,7 @@ from lanternpp import Pipeline
 from lanternpp.accept import RULES
 from lanternpp.accept.base import RESIDUALS
 from lanternpp.api.options import DIALS, METHODS
+from lanternpp.cli import RENAMED, RETIRED
 from lanternpp.cli.terminal import progress_bar
 from lanternpp.engine.verifiers import VERIFIERS
 from lanternpp.models.published import PUBLISHED
@@ -72,25 +73,19 @@ def test_a_refusal_from_the_shell() -> None:
     assert done.stderr == "lanternpp: error: --cfg 0.0 is out of range; use 1 (no guidance) or more\n"
 
 
-@pytest.mark.parametrize("options", [(), ("--help",), ("--batch-sizes", "1,4", "--steps", 50)])
-def test_a_retired_verb_names_the_one_that_does_its_work(run, options) -> None:
-    outcome = run("floor", *options)
-    assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err == "lanternpp: error: `floor` is now `bench --profile`\n"
+@pytest.mark.parametrize(("verb", "now"), RETIRED.items())
+def test_a_retired_verb_names_the_one_that_does_its_work(verb: str, now: str, run) -> None:
+    for options in (), ("--help",), ("x", "--steps", 50):
+        outcome = run(verb, *options)
+        assert (outcome.code, outcome.out) == (2, "")
+        assert outcome.err == f"lanternpp: error: `{verb}` is now `{now}`\n"
 
 
-@pytest.mark.parametrize(
-    ("stage", "now"),
-    [
-        ("tokenizer", "python recipes/nature/tokenizer.py"),
-        ("judge", "python recipes/nature/classifier.py"),
-        ("drafter", "train"),
-    ],
-)
-def test_a_retired_training_names_what_does_its_work(stage: str, now: str, run) -> None:
-    outcome = run("train", stage, "--data", "photos", "--model", "mine", "--steps", 1)
-    assert outcome.code == 2 and outcome.err.startswith(f"lanternpp: error: `train {stage}` is now `{now}`")
-    assert outcome.err.count("\n") == 1
+@pytest.mark.parametrize(("option", "now"), RENAMED.items())
+def test_a_renamed_option_is_refused_with_its_new_name(option: str, now: str, run) -> None:
+    for given in ([option, "2"], [f"{option}=2"]):
+        outcome = run("generate", "a red tulip", *given)
+        assert (outcome.code, outcome.err) == (2, f"lanternpp: error: {option} is now {now}\n")
 
 
 def test_version(run) -> None:
