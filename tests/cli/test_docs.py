@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 from lanternpp import Pipeline
-from lanternpp.cli import app
+from lanternpp.cli import VERBS, old
 from lanternpp.models import FAMILIES
 
 RUN = [ROOT / "README.md", DOCS / "quickstart.md", DOCS / "extending.md"]
@@ -26,27 +27,51 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+def apps(app: App) -> Iterator[App]:
+    """A verb and its subcommands."""
+    yield app
+    for command in app:
+        if not command.startswith("-"):
+            yield from apps(app[command])
+
+
+def verbs() -> Iterator[App]:
+    """Every verb, and the recipes."""
+    for verb in VERBS:
+        made = getattr(import_module(f"lanternpp.cli.{verb}"), verb)
+        yield made if isinstance(made, App) else App(default_command=made)
+    for stage in ("tokenizer", "target", "classifier"):
+        yield App(default_command=import_module(stage).main)
+
+
 def test_every_command_of_the_pages_can_be_read(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    monkeypatch.setattr(TyperCommand, "invoke", lambda self, ctx: found.append(self.name))
+    found = set()
+
+    def read(app: App, tokens: list[str]) -> None:
+        app.parse_args(tokens, print_error=False, exit_on_error=False)
+        found.add(tokens[0])
+
+    monkeypatch.setattr(App, "__call__", read)
+    monkeypatch.setattr(TyperCommand, "invoke", lambda self, ctx: None)
     commands = [(block, args) for page in PAGES for block in blocks(page, "sh") for args in block.commands]
     for block, args in commands:
         if "--help" not in args:
             outcome = run(*args)
             assert outcome.code == 0, f"{name(block.page)}: lanternpp {' '.join(args)}: {outcome.err}"
-    assert set(get_command(app).commands) <= set(found), "no page shows these commands"
+    assert set(VERBS) <= found, "no page shows these commands"
 
 
 def options() -> set[str]:
     """Every option of the command line."""
-    verbs = dict(get_command(app).commands)
-    every = [
-        option for verb in verbs.values() for p in verb.params for option in (*p.opts, *p.secondary_opts)
-    ]
-    for stage in ("tokenizer", "target", "classifier"):
-        recipe = App()
-        recipe.default(import_module(stage).main)
-        every += [option for argument in recipe.assemble_argument_collection() for option in argument.names]
+    every = {
+        option
+        for verb in verbs()
+        for app in apps(verb)
+        for argument in app.assemble_argument_collection()
+        for option in argument.names
+    }
+    for verb in get_command(old.app).commands.values():
+        every |= {option for p in verb.params for option in (*p.opts, *p.secondary_opts)}
     return {option for option in every if option.startswith("-")}
 
 
