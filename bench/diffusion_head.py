@@ -17,10 +17,10 @@ from torch import Tensor
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.cspd import Cspd
 from lanternpp.accept.exact import Exact
-from lanternpp.continuous.denoiser import Denoiser, denoising_loss
-from lanternpp.continuous.diffusion import DiffusionSampling
-from lanternpp.continuous.trajectories import verify_trajectories
+from lanternpp.engine.latents import DiffusionSampling
 from lanternpp.engine.noise import Noise
+from lanternpp.engine.verify.latents import verify_trajectories
+from lanternpp.models.latents.denoiser import Denoiser, denoising_loss
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Draft
 

@@ -22,8 +22,8 @@ from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verifiers import with_native
-from lanternpp.engine.verify import verify
+from lanternpp.engine.verify.choose import with_native
+from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.nn.backend import backend
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.rope import grid_table
@@ -61,7 +61,7 @@ def main() -> None:
     rules: dict[str, Acceptance] = {"exact": Exact(), "lantern++ (1000, 2)": LanternPlusPlus(table, 2.0)}
     seconds: dict[str, list[float]] = {name: [] for name in ("pass", *rules)}
     kept: dict[str, list[int]] = {name: [] for name in rules}
-    walk = with_native(verify, backend().verifier())
+    walk = with_native(verify_tokenwise, backend().verifier())
     with torch.inference_mode():
         for run in range(options.runs + 5):
             noise = Noise(torch.tensor([run], device=device), torch.tensor([1], device=device))

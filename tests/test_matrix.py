@@ -20,7 +20,7 @@ from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verifiers import VERIFIERS
+from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.proposers.draft_model import DraftModel
 from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.no_draft import NoDraft

@@ -12,7 +12,7 @@ from lanternpp import InputError, Pipeline
 from lanternpp.api.model import model_folder
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.verify import verify
+from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.models.base import PromptWarning
 from lanternpp.types import Draft
 
@@ -102,7 +102,7 @@ def test_the_law_of_the_next_code_is_the_targets() -> None:
             draft.tree.widths[:1],
         )
         many = Draft(tree, codes, q.float().expand(2000, codes.shape[1], -1))
-        verdict = verify(many, logits.expand(2000, -1, -1), loop.sampling, loop.rule, noise)
+        verdict = verify_tokenwise(many, logits.expand(2000, -1, -1), loop.sampling, loop.rule, noise)
         counts += torch.bincount(verdict.next_codes[:, 0], minlength=len(p))
     order = p.argsort(descending=True)
     cells = torch.cat((torch.arange(60), torch.full((len(p) - 60,), 60)))  # the likeliest codes, and the rest

@@ -8,11 +8,17 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
-from lanternpp.continuous.denoiser import denoising_loss, variational_bound
-from lanternpp.continuous.diffusion import KIND as DIFFUSION
-from lanternpp.continuous.diffusion import DiffusionConfig, DiffusionTarget
-from lanternpp.continuous.mixture import GaussianMixture
-from lanternpp.continuous.target import KIND, ContinuousConfig, ContinuousTarget, LatentTarget
+from lanternpp.engine.latents import GaussianMixture
+from lanternpp.models.latents.denoiser import denoising_loss, variational_bound
+from lanternpp.models.latents.target import (
+    CONTINUOUS,
+    DIFFUSION,
+    ContinuousConfig,
+    ContinuousTarget,
+    DiffusionConfig,
+    DiffusionTarget,
+    LatentTarget,
+)
 from lanternpp.models.prompted import PromptedTarget
 from lanternpp.models.vq.kl import KL
 from weights import begin_target, init_weights, same_codes
@@ -78,7 +84,7 @@ class LatentTask(TargetTask):
 class ContinuousTask(LatentTask):
     """A target with a mixture of Gaussians at every place."""
 
-    kind = KIND
+    kind = CONTINUOUS
 
     def make(self) -> ContinuousTarget:
         """The target, with first weights; the components begin at random places."""

@@ -16,8 +16,8 @@ from captions import one_per_subject, word_ids
 from common import about
 from lanternpp.accept.exact import Exact
 from lanternpp.api.model import pack_target
-from lanternpp.continuous.engine import engine_for
 from lanternpp.engine.batching import generate
+from lanternpp.engine.decode import engine_class
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
@@ -207,7 +207,7 @@ class TargetTask(Task):
         target.to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
         pack_target(target)
         guidance = Guidance(self.hparams.cfg)
-        engine = engine_for(target, NoDraft(), Exact(), Sampling(), guidance, len(prompts))
+        engine = engine_class(target)(target, NoDraft(), Exact(), Sampling(), guidance, len(prompts))
         codes = torch.stack([h.codes for h in generate(engine, list(prompts), list(range(len(prompts))))])
         sheet(target.pixels(codes), len(prompts), path)
 

@@ -21,7 +21,7 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verify import verify
+from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.errors import InputError
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
@@ -154,7 +154,7 @@ def judged(rule, p, q, children, draws, sampling=None, dtype=torch.float64):
         lambda rows, count, level: sampling.children(rows, count, noise, Noise.DRAFT + level),
     )
     logits = p.to(dtype).log().expand(draws, children + 1, -1)
-    verdict = verify(draft, logits, sampling, rule, noise, measure_tv=True)
+    verdict = verify_tokenwise(draft, logits, sampling, rule, noise, measure_tv=True)
     return verdict.next_codes[:, 0], verdict.tv_cost
 
 
@@ -198,7 +198,7 @@ def test_a_greedy_choice_costs_one_where_it_is_not_the_most_probable():
     table = torch.tensor([[1], [0], [0], [0], [0], [0], [0]])
     noise = Noise(torch.arange(2), torch.ones(2, dtype=torch.int64))
     rule = Lantern(table, 0.5)
-    verdict = verify(draft, p.log().expand(2, 3, -1), Sampling(0), rule, noise, measure_tv=True)
+    verdict = verify_tokenwise(draft, p.log().expand(2, 3, -1), Sampling(0), rule, noise, measure_tv=True)
     assert verdict.kept.tolist() == [3, 3]
     assert verdict.tv_cost.tolist() == [[1, 1, 0], [0, 1, 0]]
 

@@ -14,7 +14,7 @@ from lanternpp.accept.cool import Cool
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
 from lanternpp.accept.variation import tv_cost
-from lanternpp.engine.verify import without
+from lanternpp.engine.verify.tokenwise import without
 
 CASES = 120
 MAKE = {

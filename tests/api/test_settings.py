@@ -93,7 +93,11 @@ def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
         ),
         ("jacobi", {"alternatives": 1}, "the tree branches; use verify traversal or token"),
         ("eagle", {}, "the tree branches; use verify traversal or token"),
-        ("lantern-static", {"residual": "paper"}, "the papers' residual is that of a walk; use verify token"),
+        (
+            "lantern-static",
+            {"residual": "paper"},
+            "the papers' residual is of token-wise verification; use verify token",
+        ),
         ("eagle2", {}, "offers the likeliest codes instead of drawing them"),
         ("lantern++", {"tree": "chain-4", "residual": "paper"}, "use verify token, or residual optimal"),
         ("ar", {}, "would change nothing"),

@@ -20,7 +20,7 @@ from lanternpp.accept.base import RESIDUALS
 from lanternpp.api.options import DIALS, METHODS
 from lanternpp.cli import RENAMED, RETIRED
 from lanternpp.cli.terminal import progress_bar
-from lanternpp.engine.verifiers import VERIFIERS
+from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.models.published import PUBLISHED
 from lanternpp.proposers import PROPOSERS
 from lanternpp.proposers.jacobi import COUPLINGS, INITS

@@ -23,8 +23,8 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verifiers import VERIFIERS
-from lanternpp.engine.verify import verify
+from lanternpp.engine.verify.choose import VERIFIERS
+from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.proposers.draft_model import DraftModel
 from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.no_draft import NoDraft
@@ -75,7 +75,7 @@ OTHERWISE = {
 }
 
 
-def images(target, proposer, rule, sampling, guidance, draws=DRAWS, batch=50_000, verifier=verify):
+def images(target, proposer, rule, sampling, guidance, draws=DRAWS, batch=50_000, verifier=verify_tokenwise):
     """`draws` images of the whole loop, [draws, length], each under its own seed."""
     engine = Engine(target, proposer, rule, sampling, guidance, batch, verifier=verifier)
     made = []
@@ -136,7 +136,7 @@ def test_the_toy_admission_is_the_engines_own(proposer):
     assert torch.equal(ours.accepted, theirs.accepted)
 
 
-# One node and its children, straight through `verify`.
+# One node and its children, straight through `verify_tokenwise`.
 
 P = [0.41, 0.24, 0.19, 0.16]  # no sums of these meet a budget below
 QS = {
@@ -181,7 +181,9 @@ def round_codes(rule, p, q, children, draws=DRAWS, dtype=torch.float64):
     codes = torch.cat((torch.zeros(draws, 1, dtype=torch.int64), drawn(row[:, 0], children)), 1)
     probs = row.expand(-1, children + 1, -1)
     logits = torch.tensor(p, dtype=dtype).log().expand(draws, children + 1, -1)
-    return verify(Draft(star(draws, children), codes, probs), logits, Sampling(), rule, n).next_codes[:, :1]
+    return verify_tokenwise(
+        Draft(star(draws, children), codes, probs), logits, Sampling(), rule, n
+    ).next_codes[:, :1]
 
 
 @pytest.mark.parametrize("children", [1, 2, 3])
@@ -212,7 +214,7 @@ def test_point_mass_drafts_follow_their_enumerated_law(rule, children):
     codes = torch.tensor((0, *children)).expand(FEWER, -1)
     logits = torch.tensor(P).double().log().expand(FEWER, len(children) + 1, -1)
     draft = Draft(star(FEWER, len(children)), codes, None)
-    made = verify(draft, logits, Sampling(), ours, noise(FEWER)).next_codes[:, :1]
+    made = verify_tokenwise(draft, logits, Sampling(), ours, noise(FEWER)).next_codes[:, :1]
     law = torch.tensor(
         point_round_law(P, children, written_again, ours.optimal_residual), dtype=torch.float64
     )
@@ -238,7 +240,7 @@ def test_a_child_the_drafter_could_not_have_drawn_is_never_kept():
     q = torch.tensor([0.5, 0.5, 0.0, 0.0], dtype=torch.float64).expand(draws, 2, -1)
     logits = torch.tensor(P).double().log().expand(draws, 2, -1)
     for sampling in (Sampling(), Sampling(0)):
-        verdict = verify(Draft(star(draws, 1), codes, q), logits, sampling, Exact(), noise(draws))
+        verdict = verify_tokenwise(Draft(star(draws, 1), codes, q), logits, sampling, Exact(), noise(draws))
         assert verdict.kept.max() == 1
 
 
@@ -276,7 +278,7 @@ def test_the_verdict_lists_the_kept_nodes_and_the_code_after_each():
     codes = torch.tensor([[2, 1, 0, 3]])
     expected = torch.tensor([[1, 0, 2, 0]])  # what the target says after each node: 1, 0, then 2 and not 3
     logits = torch.nn.functional.one_hot(expected, 4).double()
-    verdict = verify(Draft(tree, codes, None), logits, Sampling(0), Exact(), noise(1))
+    verdict = verify_tokenwise(Draft(tree, codes, None), logits, Sampling(0), Exact(), noise(1))
     assert verdict.kept.tolist() == [3]
     assert verdict.path.tolist() == [[0, 1, 2, 2]]
     assert verdict.next_codes[0, :3].tolist() == [1, 0, 2]
@@ -292,7 +294,7 @@ def test_a_child_that_cannot_be_tried_does_not_hide_the_next_one():
     def judge(rows):
         draft = Draft(star(len(rows), 2), codes[rows], q[rows, None].expand(-1, 3, -1))
         n = Noise(torch.tensor(rows), torch.ones(len(rows), dtype=torch.int64))
-        return verify(draft, p[rows, None].expand(-1, 3, -1).log(), Sampling(), Exact(), n)
+        return verify_tokenwise(draft, p[rows, None].expand(-1, 3, -1).log(), Sampling(), Exact(), n)
 
     together = judge([0, 1])
     assert together.path.tolist() == [[0, 2], [0, 1]]
@@ -303,7 +305,7 @@ def test_a_child_that_cannot_be_tried_does_not_hide_the_next_one():
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0)], ids=["T=1", "greedy"])
 @pytest.mark.parametrize("rule", RULES)
 def test_leaving_a_loop_early_decides_the_same(rule, sampling):
-    """A sample alone leaves `verify` early; among 64 others it rides on to the end."""
+    """A sample alone leaves `verify_tokenwise` early; among 64 others it rides on to the end."""
     batch = 64
     generator = torch.Generator().manual_seed(1)
     q = torch.rand(4, 4, dtype=torch.float64, generator=generator)
@@ -319,7 +321,7 @@ def test_leaving_a_loop_early_decides_the_same(rule, sampling):
             lambda at: q[at.codes],
             lambda rows, count, level: sampling.children(rows, count, n, Noise.DRAFT + level),
         )
-        return verify(draft, p[draft.codes].log(), sampling, RULES[rule][0], n)
+        return verify_tokenwise(draft, p[draft.codes].log(), sampling, RULES[rule][0], n)
 
     together = judge(torch.arange(batch))
     for i in range(batch):

@@ -20,7 +20,7 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verifiers import VERIFIERS
+from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.proposers.draft_model import DraftModel
 from lanternpp.proposers.jacobi import COUPLINGS, INITS, Jacobi
 from lanternpp.proposers.no_draft import NoDraft

@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lanternpp.continuous.diffusion import DRAFTER, DiffusionDrafter, DiffusionTarget
-from lanternpp.continuous.diffusion import KIND as DIFFUSION
-from lanternpp.continuous.engine import LatentEngine
-from lanternpp.continuous.target import LatentTarget
+from lanternpp.drafters.diffusion import DRAFTER, DiffusionDrafter
 from lanternpp.drafters.eagle import EagleDrafter
+from lanternpp.engine.latent_decode import LatentEngine
+from lanternpp.models.latents.target import DIFFUSION, DiffusionTarget, LatentTarget
 from lanternpp.models.vq.kl import KL, KLConfig
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig

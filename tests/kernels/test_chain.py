@@ -24,10 +24,10 @@ from lanternpp.accept.lantern_pp import LanternPlusPlus
 from lanternpp.accept.neighbours import FIRST, NeighbourAcceptance
 from lanternpp.api.model import Model, model_folder
 from lanternpp.drafters.parallel import ParallelDrafter
-from lanternpp.engine.block import stops, verify_block, weights
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling, draw
-from lanternpp.engine.verifiers import with_native
+from lanternpp.engine.verify.choose import with_native
+from lanternpp.engine.verify.joint import chain_tails, node_weights, verify_joint
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.chain import NativeChain, native_chain
 from lanternpp.kernels.verify import NativeLaws, NativeVerifier, Node, native_laws
@@ -80,7 +80,7 @@ class Case:
         return NativeChain(up, head, library, self.sure)  # type: ignore[arg-type]
 
     def drawn(
-        self, library: object, sampling: Sampling, rows: slice = slice(None), cut: float = 0.0
+        self, library: object, sampling: Sampling, rows: slice = slice(None), min_survival: float = 0.0
     ) -> Draft:
         u = self.u[rows]
         vocab, count = len(self.head), len(u)
@@ -89,12 +89,12 @@ class Case:
             chain_tree(count, LEVELS, torch.device("cpu")),
             codes,
             torch.zeros(count, LEVELS + 1, vocab),
-            torch.zeros(count, LEVELS) if cut else None,
+            torch.zeros(count, LEVELS) if min_survival else None,
         )
         forbidden = None if self.forbidden is None else self.forbidden[rows]
         warp = (sampling.temperature, sampling.top_k, sampling.top_p)
         chain = self.chain(library)
-        chain(self.features[rows], self.query[rows], self.prev, forbidden, u, warp, draft, cut)
+        chain(self.features[rows], self.query[rows], self.prev, forbidden, u, warp, draft, min_survival)
         return draft
 
     def act(self, codes: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ def test_laws_of_neighbours(library: object, vocab: int, k: int, batch: int) -> 
 def in_c(
     p: Tensor, q: Tensor, codes: Tensor, rule: Acceptance | None = None, library: object = None
 ) -> tuple[Tensor, Tensor]:
-    """`stops` of chains, as C verifies them under a rule, for tests in float64; p, q [B, g + 1, V], q 0 behind the last guess."""
+    """`chain_tails` of chains, as C verifies them under a rule, for tests in float64; p, q [B, g + 1, V], q 0 behind the last guess."""
     budget = (rule or Exact()).as_numbers(p.shape[1] - 1)
     verifier = NativeVerifier(library or native.library())  # type: ignore[arg-type]
     assert budget is not None
@@ -276,7 +276,7 @@ def in_c(
     verdict, nodes = verifier(draft, logits, Sampling().warp, budget, False, u, u)
     assert verdict.distribution is not None
     law = verdict.distribution.double()
-    return nodes[:, 1:, BEHIND], (law * weights(law, q, codes)[..., None] - q).clamp_(min=0)
+    return nodes[:, 1:, BEHIND], (law * node_weights(law, q, codes)[..., None] - q).clamp_(min=0)
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -288,7 +288,7 @@ def test_where_a_chain_ends(library: object, vocab: int, batch: int) -> None:
     for first in (0, 1):  # a code of no chance, one of ratio 0, or neither
         codes[0, 3] = first
         behind, left = in_c(p, q, codes, library=library)
-        exact = stops(p.double(), q.double(), codes)
+        exact = chain_tails(p.double(), q.double(), codes)
         assert torch.allclose(behind, exact[0], atol=1e-5) and torch.allclose(left, exact[1], atol=1e-6)
 
 
@@ -307,7 +307,7 @@ def test_enumerated_the_law_is_that_of_the_rule(kind: str, name: str) -> None:
 
     def recorded(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
         targets.append(p)
-        return stops(p, q, codes)
+        return chain_tails(p, q, codes)
 
     chain_law(recorded, p, q)  # the target's rows of every draft, in the order in which C gets them
     law = laws_of(p, q, rule)
@@ -353,8 +353,8 @@ def test_a_verdict_is_the_same_by_either(name: str, ended: bool) -> None:
         lengths = 1 + torch.arange(draws) % 4
         draft = replace(draft, tree=_masked(draft.tree, lengths, torch.arange(5)))
     warped = Sampling(0.9, 0, 0.98)
-    usual = verify_block(draft, logits, warped, rule, noise)
-    by_c = with_native(verify_block, backend().verifier())
+    usual = verify_joint(draft, logits, warped, rule, noise)
+    by_c = with_native(verify_joint, backend().verifier())
     found = by_c(draft, logits, warped, rule, noise, False)
     same = (found.kept == usual.kept) & (found.bonus == usual.bonus)
     assert same.float().mean() > 0.98, "a number may fall on the other side of its bound by rounding"
@@ -365,7 +365,7 @@ def test_a_verdict_is_the_same_by_either(name: str, ended: bool) -> None:
     far = (found.distribution - usual.distribution).abs().sum(-1)
     assert (far < 1e-4).float().mean() > 0.98 and far.max() < 0.05
     fine = replace(draft, probs=None if draft.probs is None else draft.probs.double())
-    exact = [each(fine, logits.double(), warped, rule, noise, False) for each in (verify_block, by_c)]
+    exact = [each(fine, logits.double(), warped, rule, noise, False) for each in (verify_joint, by_c)]
     assert torch.equal(exact[0].next_codes, exact[1].next_codes), "float64 is PyTorch's"
 
 

@@ -21,9 +21,9 @@ from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling, draw
-from lanternpp.engine.traversal import verify_traversal
-from lanternpp.engine.verifiers import with_native
-from lanternpp.engine.verify import verify
+from lanternpp.engine.verify.choose import with_native
+from lanternpp.engine.verify.joint import verify_joint
+from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.kernels import Kernels
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.chain import NativeChain, native_chain
@@ -247,7 +247,9 @@ def test_verification(library: object, rng: Random, vocab: int) -> None:
     draft, logits = drafted(builder, batch, vocab)
     sampling, budget = Sampling(rng.choice([0.9, 1.0]), rng.choice([0, 0, 50])), rule.as_numbers(6)
     assert budget is not None
-    for verifier in (verify, verify_traversal) if rule.lossless or budget.optimal else (verify,):
+    for verifier in (
+        (verify_tokenwise, verify_joint) if rule.lossless or budget.optimal else (verify_tokenwise,)
+    ):
         usual, found = (
             each(draft, logits, sampling, rule, noise(batch), False)
             for each in (verifier, with_native(verifier, native_verifier))

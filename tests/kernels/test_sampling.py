@@ -17,9 +17,9 @@ from lanternpp.accept.lantern_pp import LanternPlusPlus
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.traversal import stops, verify_traversal
-from lanternpp.engine.verifiers import with_native
-from lanternpp.engine.verify import verify
+from lanternpp.engine.verify.choose import with_native
+from lanternpp.engine.verify.joint import tree_tails, verify_joint
+from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.sampling import native_head
 from lanternpp.kernels.verify import Node
@@ -171,8 +171,8 @@ def test_a_walk_ends_where_that_of_pytorch_does(name: str, builder: str) -> None
     rule = rules(table_of(vocab, 12))[name]
     draft, logits = drafted(BUILDERS[builder](), batch, vocab)
     warp = (0.9, 50, 1.0)
-    usual = verify(draft, logits, both(warp)[0], rule, noise(batch))
-    walk = with_native(verify, backend().verifier())
+    usual = verify_tokenwise(draft, logits, both(warp)[0], rule, noise(batch))
+    walk = with_native(verify_tokenwise, backend().verifier())
     found = walk(draft, logits, both(warp)[1], rule, noise(batch), False)
     same = (found.path == usual.path).all(1) & (found.kept == usual.kept) & (found.bonus == usual.bonus)
     assert same.float().mean() > 0.99, "a number may fall on the other side of its bound by rounding"
@@ -201,7 +201,7 @@ def test_a_walk_without_a_draft_draws_a_code() -> None:
         draft.tree.mask[:, :1, :1],
         (),
     )
-    walk = with_native(verify, backend().verifier())
+    walk = with_native(verify_tokenwise, backend().verifier())
     verdict = walk(Draft(root, draft.codes[:, :1], None), logits, Sampling(), Exact(), noise(batch), False)
     assert (verdict.kept == 1).all() and not verdict.path.any()
     share = verdict.bonus.bincount(minlength=vocab) / batch
@@ -222,7 +222,7 @@ def test_a_rule_of_ones_own_is_left_to_pytorch() -> None:
     rule = OwnBudget(table, 2.0)
     usual, found = (
         each(draft, logits, Sampling(), rule, noise(50), False)
-        for each in (verify, with_native(verify, backend().verifier()))
+        for each in (verify_tokenwise, with_native(verify_tokenwise, backend().verifier()))
     )
     assert torch.equal(usual.next_codes, found.next_codes)
 
@@ -235,7 +235,7 @@ def test_where_the_traversal_of_a_tree_ends(shape: str, vocab: int) -> None:
     draft, logits = drafted(StaticTree(SHAPES[shape]), each, vocab)
     tree, verifier = draft.tree, backend().verifier()
     assert draft.probs is not None and tree.layout is not None and verifier is not None
-    exact, left = stops(logits.double().softmax(-1), draft.probs.double(), draft.codes, tree)
+    exact, left = tree_tails(logits.double().softmax(-1), draft.probs.double(), draft.codes, tree)
     budget, points = Exact().as_numbers(len(tree.widths)), 500
     assert budget is not None
     bound = torch.cat((torch.zeros(each, 1), exact, torch.ones(each, 1)), 1)
@@ -278,7 +278,7 @@ def test_traversal_keeps_what_that_of_pytorch_keeps(name: str) -> None:
     draft, logits = drafted(StaticTree(EAGLE), batch, vocab)
     usual, found = (
         each(draft, logits, Sampling(0.9, 50), rule, noise(batch), False)
-        for each in (verify_traversal, with_native(verify_traversal, backend().verifier()))
+        for each in (verify_joint, with_native(verify_joint, backend().verifier()))
     )
     same = (found.path == usual.path).all(1) & (found.bonus == usual.bonus)
     assert same.float().mean() > 0.98 and found.kept.float().mean() > 1.3

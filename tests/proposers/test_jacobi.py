@@ -15,7 +15,7 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verifiers import VERIFIERS
+from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.errors import InputError
 from lanternpp.proposers.jacobi import COUPLINGS, INITS, Jacobi
 from lanternpp.proposers.no_draft import NoDraft

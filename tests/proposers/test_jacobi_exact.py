@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
-from lanternpp.engine import block, traversal
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verifiers import VERIFIERS
-from lanternpp.engine.verify import without
+from lanternpp.engine.verify import joint
+from lanternpp.engine.verify.choose import VERIFIERS
+from lanternpp.engine.verify.tokenwise import without
 from lanternpp.proposers import jacobi
 from lanternpp.proposers.jacobi import Jacobi
 
@@ -43,15 +43,15 @@ class Outcomes:
         """In place of `sampling.draw`: probs [B, W, V] -> [B, W, 1]."""
         return torch.stack([self.take(each) for each in probs.unbind(1)], 1)[..., None]
 
-    def all_refused(self, halt: Tensor) -> Tensor:
-        """In place of `block.all_refused`: whatever the noise is, the outcome is the one that the sample takes."""
-        fewer = ALL_REFUSED(halt)
+    def all_rejected(self, halt: Tensor) -> Tensor:
+        """In place of `joint.all_rejected`: whatever the noise is, the outcome is the one that the sample takes."""
+        fewer = ALL_REJECTED(halt)
         edge = torch.zeros_like(fewer[:, :1])
         last = self.take(torch.cat((edge, fewer, edge + 1), 1).diff(dim=1))
         return (torch.arange(fewer.shape[1]) >= last[:, None]).double() * 4 - 2
 
 
-ALL_REFUSED = block.all_refused
+ALL_REJECTED = joint.all_rejected
 
 
 class Enumerated(Sampling):
@@ -102,8 +102,7 @@ def law_of(
         for first in range(0, len(weight), most):
             rows = torch.arange(first, min(first + most, len(weight))).repeat_interleave(each)
             outcomes = Outcomes(torch.arange(len(rows)) % each, weight[rows])
-            for module in (block, traversal):
-                monkeypatch.setattr(module, "all_refused", outcomes.all_refused)
+            monkeypatch.setattr(joint, "all_rejected", outcomes.all_rejected)
             monkeypatch.setattr(jacobi, "draw", outcomes.draw)
             object.__setattr__(sampling, "outcomes", outcomes)
             engine = Engine(

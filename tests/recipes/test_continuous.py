@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch.nn.functional import avg_pool2d
 
 from lanternpp.api.model import read_target
-from lanternpp.continuous.diffusion import DiffusionConfig, DiffusionDrafter
-from lanternpp.continuous.target import ContinuousConfig, ContinuousTarget
+from lanternpp.drafters.diffusion import DiffusionDrafter
 from lanternpp.errors import InputError
+from lanternpp.models.latents.target import ContinuousConfig, ContinuousTarget, DiffusionConfig
 from lanternpp.models.vq.folder import read_kl, read_vq
 from lanternpp.models.vq.kl import KLConfig
 from lanternpp.models.vq.model import VQ

@@ -10,9 +10,9 @@ import torch
 from helpers.laws import Contexts, chain_law, contexts
 from helpers.toys import ToyTarget, parallel
 
-from lanternpp.engine.block import stops
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verify.joint import chain_tails
 from lanternpp.training.drafts import DraftBatch, DraftMeasure, chain_gain, gather_slots, keep_chances
 from lanternpp.training.features import drafter_inputs
 
@@ -41,7 +41,7 @@ def test_the_estimate_from_the_targets_own_chains_is_what_drafts_keep(
     kind: str, vocab: int, depth: int
 ) -> None:
     p, q = contexts(vocab, depth, kind)
-    _, kept = chain_law(stops, p, q)
+    _, kept = chain_law(chain_tails, p, q)
     assert estimates(p, q)[0].sum(0).tolist() == pytest.approx(kept.tolist(), abs=1e-12)
 
 
@@ -53,7 +53,7 @@ def test_along_its_gradient_drafts_keep_more(seed: int) -> None:
     found = []
     for _ in range(5):
         laws = [x.softmax(-1) for x in logits]
-        found.append(float(chain_law(stops, p, [x.detach() for x in laws])[1].sum()))
+        found.append(float(chain_law(chain_tails, p, [x.detach() for x in laws])[1].sum()))
         grads = torch.autograd.grad(chain_gain(*estimates(p, laws)), logits)
         with torch.no_grad():
             for x, slope in zip(logits, grads, strict=True):

@@ -13,7 +13,7 @@ from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verifiers import VERIFIERS
+from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.errors import InputError
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.training.features import drafter_inputs

@@ -7,15 +7,14 @@ import torch
 from helpers.toys import MarkovTarget, OtherMarkovDrafter, admit_all, parallel
 
 from lanternpp.accept.exact import Exact
-from lanternpp.engine.block import verify_block
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.traversal import verify_traversal
-from lanternpp.engine.verifiers import Verifier
-from lanternpp.engine.verify import verify
+from lanternpp.engine.verify.choose import Verifier
+from lanternpp.engine.verify.joint import verify_joint
+from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.search import expected
@@ -79,7 +78,7 @@ def test_nothing_counted_is_no_trouble() -> None:
     assert (certain > 0.9).all() and (certain < 1).all()
 
 
-@pytest.mark.parametrize("verifier", [verify, verify_traversal])
+@pytest.mark.parametrize("verifier", [verify_tokenwise, verify_joint])
 @torch.inference_mode()
 def test_counts_of_one_tree_predict_another(verifier: Verifier) -> None:
     """Under traversal too: what is below a node, or behind its later siblings, does not change how often it is kept."""
@@ -105,7 +104,7 @@ def chained(cut: float, batch: int = 1) -> Engine:
     proposer.drafter.confidence.weight.mul_(0.5)
     proposer.drafter.confidence.bias.fill_(1)
     proposer.min_survival = cut
-    return Engine(target, proposer, Exact(), Sampling(), Guidance(), batch, verifier=verify_block)
+    return Engine(target, proposer, Exact(), Sampling(), Guidance(), batch, verifier=verify_joint)
 
 
 @torch.inference_mode()

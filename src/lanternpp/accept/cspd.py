@@ -10,7 +10,7 @@ from lanternpp.accept.base import Acceptance, Dials
 
 
 class Cspd(Acceptance):
-    """The target's density times the ratio of all earlier steps' widths; `continuous/trajectories.py` computes it.
+    """The target's density times the ratio of all earlier steps' widths; `engine/verify/latents.py` computes it.
 
     Codes have no trajectories: engines refuse it for them.
     """

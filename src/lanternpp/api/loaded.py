@@ -33,12 +33,10 @@ from lanternpp.api.settings import (
     with_tree,
 )
 from lanternpp.api.tuned import CONDITIONS, DRAFTED, Tuned, fingerprint, with_tuned
-from lanternpp.continuous.diffusion import DiffusionTarget
-from lanternpp.continuous.engine import engine_for
-from lanternpp.engine.decode import Engine
+from lanternpp.engine.decode import Engine, engine_class
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verifiers import TOKEN
+from lanternpp.engine.verify.choose import TOKEN
 from lanternpp.errors import InputError
 from lanternpp.models.vq.neighbours import cache_folder, neighbours
 from lanternpp.nn.backend import PYTORCH, backend
@@ -219,7 +217,7 @@ class LoadedModel:
         there = kind is None or self._models[False].holds(kind)
         fits = not self.target.channels or suits_latents(settings)
         rule = find("acceptance rule", settings.accept, RULES)
-        able = isinstance(self.target, DiffusionTarget) or not rule.trajectories
+        able = hasattr(self.target, "denoiser") or not rule.trajectories
         return there and fits and able and not (lends and self.target.codebook is None)
 
     def engine(self, settings: Settings) -> Engine:
@@ -251,7 +249,7 @@ class LoadedModel:
         parts = (model.target, proposer, rule, sampling, Guidance(settings.cfg))
         codes = not model.target.channels
         verifier = build_verifier(settings, used if codes else PYTORCH)
-        engine = engine_for(*parts, settings.batch_size, settings.measure_tv, verifier)
+        engine = engine_class(model.target)(*parts, settings.batch_size, settings.measure_tv, verifier)
         if settings.compile:
             compile_steps(engine)
         elif codes:

@@ -13,10 +13,9 @@ from lanternpp.accept.base import Acceptance, Dials
 from lanternpp.accept.neighbours import NeighbourAcceptance
 from lanternpp.api import arguments
 from lanternpp.api.options import DIALS, METHODS, DraftDials, RuleDials, Settings, check_method, names, spoken
-from lanternpp.continuous.mixture import MixtureSampling
 from lanternpp.drafters.base import Drafter
 from lanternpp.engine.proposer import Parts, Proposer
-from lanternpp.engine.verifiers import (
+from lanternpp.engine.verify.choose import (
     TOKEN,
     VERIFIERS,
     DraftTraits,
@@ -105,13 +104,15 @@ def best_verifier(settings: Settings) -> str | None:
 
 def _draft_traits(settings: Settings, proposer: type[Proposer] | None = None) -> DraftTraits:
     """The properties that decide which verifiers support these settings' drafts; proposer: in place of the settings'."""
-    guesses = (proposer or _proposer(settings)).guesses(_parts(settings))
-    return DraftTraits(guesses, _rule(settings), settings.temperature == 0, settings.residual)
+    drafting = (proposer or _proposer(settings)).draft_sampling(_parts(settings))
+    return DraftTraits(drafting, _rule(settings), settings.temperature == 0, settings.residual)
 
 
 def fitted(settings: Settings, target: Target, name: str, given: Mapping[str, Any]) -> Settings:
     """The settings for a target that is called `name`; `given`: the overrides. InputError where it cannot be sampled so."""
     if target.channels:
+        from lanternpp.engine.latents import MixtureSampling
+
         MixtureSampling(settings.temperature, settings.top_k, settings.top_p)
     if settings.top_k > target.vocab > 0:
         raise InputError(f"top-k {settings.top_k} exceeds the {target.vocab} codes of {name}")
@@ -123,7 +124,7 @@ def fitted(settings: Settings, target: Target, name: str, given: Mapping[str, An
 def suits_latents(settings: Settings) -> bool:
     """Whether latents can be drawn with these settings: without a draft, or in a chain of EAGLE's under a rule for latents."""
     drafts = _draft_traits(settings)
-    chain = drafts.guesses.chain and drafts.guesses.why_not_drawn is None and settings.verify == TOKEN
+    chain = drafts.drafting.chain and drafts.drafting.samples_from_q and settings.verify == TOKEN
     return (drafts.rule.lossless or drafts.rule.trajectories) and (
         settings.proposer == NO_DRAFT or (settings.proposer == "tree" and chain)
     )

@@ -20,11 +20,13 @@ from lanternpp.engine.noise import Noise
 from lanternpp.engine.observers import Observer, Phase
 from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verifiers import Verifier
-from lanternpp.engine.verify import padded, verify
+from lanternpp.engine.verify.choose import Verifier
+from lanternpp.engine.verify.tokenwise import padded, verify_tokenwise
+from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.nn.backend import Step
 from lanternpp.types import Admission, Draft, Prompt, TargetOutput, Verdict
+from lanternpp.util.registry import imported
 
 STAGES: tuple[Phase, ...] = ("draft", "pass", "verify", "rest")  # of a step in C
 
@@ -53,6 +55,12 @@ def _call(part: Callable[..., Any], *args: Any) -> Any:
     return part(*args)
 
 
+def engine_class(target: Target) -> type[Engine]:
+    """The class of engines that decode this target."""
+    kind: type[Engine] = imported("engine", target.engine)
+    return kind
+
+
 class Engine:
     """Decodes a batch of samples, each of which advances by as many codes per step as its draft had accepted."""
 
@@ -65,8 +73,10 @@ class Engine:
         guidance: Guidance,
         batch: int,
         measure_tv: bool = False,
-        verifier: Verifier = verify,
+        verifier: Verifier = verify_tokenwise,
     ):
+        self.check(rule)
+        proposer.check(target)
         like = next(target.parameters())
         self.measure_tv = measure_tv and not rule.lossless
         self.run: Run = _call  # how the parts of a step are called
@@ -94,6 +104,13 @@ class Engine:
         self._row = torch.arange(batch, device=like.device)[:, None]
         self._offsets = torch.arange(proposer.depth + 1, device=like.device)
         proposer.open(target, sampling, guidance, batch)
+
+    def check(self, rule: Acceptance) -> None:
+        """InputError unless the rule is one for codes."""
+        if rule.trajectories:
+            raise InputError(
+                "this model draws codes, and the rule cspd is for latents of a diffusion head: use --accept exact"
+            )
 
     @torch.inference_mode()
     def admit(self, slot: int, condition: str | None, seed: int, prompt: Prompt | None = None) -> None:
@@ -164,13 +181,13 @@ class Engine:
         self._enter("rest")
 
     def _target_forward(self, draft: Draft) -> tuple[Tensor, Tensor]:
-        """One pass of the target over a draft and its front: features and logits as of `TargetOutput`."""
+        """One pass of the target over a draft and its unverified nodes: features and logits as of `TargetOutput`."""
         rows, target = self.guidance.rows, self.target
         codes, depth, mask = draft.codes, draft.tree.depth, draft.tree.mask
         if draft.unverified is not None:
-            front = draft.unverified
-            codes, depth = torch.cat((codes, front.codes), 1), torch.cat((depth, front.depth), 1)
-            mask = torch.cat((F.pad(mask, (0, front.mask.shape[1])), front.mask), 1)
+            more = draft.unverified
+            codes, depth = torch.cat((codes, more.codes), 1), torch.cat((depth, more.depth), 1)
+            mask = torch.cat((F.pad(mask, (0, more.mask.shape[1])), more.mask), 1)
         nodes = self.cache.nodes(rows(depth), rows(mask))
         features = target(rows(target.embed(codes)), nodes, self.cache, **self._aux_layers)
         return features, target.constrain(self._guided_logits(features), self._index(depth))
@@ -183,7 +200,7 @@ class Engine:
 
     def _verify(self, draft: Draft, logits: Tensor, noise: Noise) -> Verdict:
         """The verdict on a draft, cut where the image ends; a finished sample keeps nothing."""
-        logits = logits[:, : draft.codes.shape[1]]  # those of a front are not verified
+        logits = logits[:, : draft.codes.shape[1]]  # without those of unverified nodes
         verdict = self.verifier(draft, logits, self.sampling, self.rule, noise, self.measure_tv)
         verdict = padded(verdict, self.proposer.depth + 1)
         return replace(verdict, kept=torch.minimum(verdict.kept, self.target.length - self.count))

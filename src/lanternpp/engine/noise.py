@@ -54,7 +54,7 @@ class Noise:
         """Uniform float64 in (0, 1) of 46 random bits, [B, *shape]: for draws from many improbable codes."""
         return _joined(self.uniform(purpose, *shape, 2))
 
-    def guesses(self, levels: int) -> Tensor:
+    def draft_uniform(self, levels: int) -> Tensor:
         """The first number of `fine` of every level of a draft, [B, levels]."""
         return torch.cat([self.fine(self.DRAFT + level, 1) for level in range(levels)], 1)
 
@@ -117,10 +117,10 @@ class PrecomputedNoise(Noise):
             return self.numbers[:, place, :count].view(len(self.seed), *shape)
         return Noise(self.seed, self.step).fine(purpose, *shape)
 
-    def guesses(self, levels: int) -> Tensor:
-        """As `Noise.guesses`, of the precomputed numbers."""
+    def draft_uniform(self, levels: int) -> Tensor:
+        """As `Noise.draft_uniform`, of the precomputed numbers."""
         numbers = self.numbers[:, 2 : 2 + levels, 0]
-        return numbers if numbers.shape[1] == levels else Noise(self.seed, self.step).guesses(levels)
+        return numbers if numbers.shape[1] == levels else Noise(self.seed, self.step).draft_uniform(levels)
 
 
 def _joined(pairs: Tensor) -> Tensor:

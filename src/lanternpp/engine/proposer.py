@@ -12,15 +12,21 @@ from torch import Tensor
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
+from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.types import Admission, Dials, Draft, TargetOutput
+
+LATENTS = (
+    "this model draws continuous latents, which are drafted in a chain by an EAGLE drafter or not at all: use --method "
+    "eagle --tree chain-4 --verify token, or --method ar"
+)
 
 
 class Parts(Dials):
     """What a proposer may be built from: a tree, a network, and the dials by name.
 
-    network: what `Proposer.needs` names, a `Drafter` or a smaller `Target`; None for `guesses`.
+    network: what `Proposer.needs` names, a `Drafter` or a smaller `Target`; None for `draft_sampling`.
     """
 
     def __init__(self, tree: TreeBuilder, network: Any = None, **dials: Any):
@@ -28,14 +34,15 @@ class Parts(Dials):
 
 
 @dataclass(frozen=True)
-class Guesses:
-    """How a proposer draws its guesses, which decides which verifiers support its drafts."""
+class DraftSampling:
+    """How a proposer samples its drafts, which decides which verifiers support them."""
 
     chain: bool = False  # no node has more than one child
-    why_not_drawn: str | None = "does not declare how it draws its guesses"
-    """None where every guess follows the distribution that it is offered with, given all that was drawn and decided at the
-    places before it. A guess that is kept for the next pass no longer does once guesses behind a refused one were looked at: `Verdict.distribution`
-    then tells what it follows (`block.rejected_distribution`). Else what the proposer does instead, as a clause without its subject."""
+    samples_from_q: bool = False
+    """Whether every draft code follows the distribution that it is offered with, given all that was drawn and decided at
+    the places before it. Joint verification looks at the codes after a rejected one, which change their distribution for
+    the next pass: `joint.rejected_distribution` gives it from `Verdict.distribution`."""
+    reason: str = "does not declare how it samples its drafts"  # why not, as a clause without its subject
     fixed: bool = False  # all drafts have the same shape, and their trees a `layout`
 
 
@@ -64,7 +71,10 @@ class ChainState:
 
 
 class Proposer(ABC):
-    """Offers drafts of `size` nodes, the root and a front included, and `depth` levels below the root; a chain may be shorter."""
+    """Offers drafts of `size` nodes, the root and unverified nodes included, and `depth` levels below the root.
+
+    A chain may be shorter.
+    """
 
     dials: ClassVar[frozenset[str] | None] = None  # the fields of a method that it reads; None: any
     needs: ClassVar[str | None] = None
@@ -83,9 +93,14 @@ class Proposer(ABC):
         """A proposer of these parts; InputError where a dial is wrong."""
 
     @classmethod
-    def guesses(cls, parts: Parts) -> Guesses:
-        """How a proposer built from these parts draws its guesses; `parts.network` is None here."""
-        return Guesses()
+    def draft_sampling(cls, parts: Parts) -> DraftSampling:
+        """How a proposer built from these parts samples its drafts; `parts.network` is None here."""
+        return DraftSampling()
+
+    def check(self, target: Target) -> None:
+        """InputError where it does not draft what this target predicts, codes or latents."""
+        if target.channels:
+            raise InputError(LATENTS)
 
     @property
     def numbers(self) -> tuple[int, int]:
@@ -93,7 +108,7 @@ class Proposer(ABC):
         return self.depth, 64
 
     def chain_state(self) -> tuple[ChainState | None] | None:
-        """Its state for whole steps in C, (None,) where it has none besides `root` and `count`; None where these are not possible."""
+        """Its state for whole steps in C; (None,) where that is `root` and `count` alone, None where they are not possible."""
         return None
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:

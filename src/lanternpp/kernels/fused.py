@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.proposer import CacheState, ChainState
-from lanternpp.engine.verifiers import TOKEN
+from lanternpp.engine.verify.choose import TOKEN
 from lanternpp.kernels.chain import NativeChain, NativeInputs
 from lanternpp.kernels.decoder import KernelDecoder
 from lanternpp.kernels.sampling import NativeHead

@@ -71,7 +71,7 @@ class NativeLaws:
 
 
 class NativeVerifier:
-    """The verifiers of `engine/verifiers.py`, for exact acceptance and for rules whose neighbours lend."""
+    """The verifiers of `engine/verify/choose.py`, for exact acceptance and for rules whose neighbours lend."""
 
     def __init__(self, library: ctypes.CDLL):
         self.library = library
@@ -94,7 +94,7 @@ class NativeVerifier:
     ) -> tuple[Verdict, Tensor] | None:
         """Logits [B, N, V] -> the verdict, and the nodes as in C, [B, N, 5].
 
-        u and last [B, 1] are uniform. walk: as `verify`, with u [B, levels, K]; else as `verify_block` and `verify_traversal`
+        u and last [B, 1] are uniform. walk: as `verify_tokenwise`, with u [B, levels, K]; else as `verify_joint`
         with u [B, 1].
         """
         if not self.takes(logits):

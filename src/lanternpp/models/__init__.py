@@ -8,8 +8,8 @@ from __future__ import annotations
 
 FAMILIES = {
     "words": "lanternpp.models.words:WordsTarget",
-    "continuous": "lanternpp.continuous.target:ContinuousTarget",
-    "diffusion": "lanternpp.continuous.diffusion:DiffusionTarget",
+    "continuous": "lanternpp.models.latents.target:ContinuousTarget",
+    "diffusion": "lanternpp.models.latents.target:DiffusionTarget",
     "llamagen": "lanternpp.models.llamagen:LlamaGenTarget",
     "chameleon": "lanternpp.models.transformers.chameleon:Chameleon",
     "janus": "lanternpp.models.transformers.janus:Janus",

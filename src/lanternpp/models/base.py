@@ -74,6 +74,7 @@ class Target(nn.Module, ABC):
     width: int  # codes of one image row
     decoder: Decoder
     native_head: HeadLogits | None = None  # set where it is read for inference
+    engine: ClassVar[str] = "lanternpp.engine.decode:Engine"  # the class that decodes it
     any_size: ClassVar[bool] = False  # whether `read` heeds a size in pixels that the user gives
     head_layer: ClassVar[str | None] = None  # the attribute that is the linear layer of `head`, if one is
     about: ClassVar[str] = ""  # the checkpoints it reads, for the message about an unknown one

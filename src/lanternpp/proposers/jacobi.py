@@ -29,12 +29,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lanternpp.engine.block import rejected_distribution
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.proposer import Guesses, Parts, Proposer
+from lanternpp.engine.proposer import DraftSampling, Parts, Proposer
 from lanternpp.engine.sampling import Sampling, draw
-from lanternpp.engine.verify import without
+from lanternpp.engine.verify.joint import rejected_distribution
+from lanternpp.engine.verify.tokenwise import without
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.trees.chain import chain_tree
@@ -108,11 +108,10 @@ class Jacobi(Proposer):
         )
 
     @classmethod
-    def guesses(cls, parts: Parts) -> Guesses:
-        """Those of gumbel coupling are drawn with the same noise in every pass. What that noise is, given that a guess was
-        refused by a block, is not known as the law of a guess is."""
-        why = "keeps the noise of its guesses from pass to pass (coupling gumbel)"
-        return Guesses(not parts.alternatives, why if parts.coupling == "gumbel" else None, fixed=True)
+    def draft_sampling(cls, parts: Parts) -> DraftSampling:
+        """Gumbel coupling draws with the same noise in every pass, whose distribution given a rejection is not known."""
+        reason = "keeps the noise of its drafts from pass to pass (coupling gumbel)"
+        return DraftSampling(not parts.alternatives, parts.coupling != "gumbel", reason, fixed=True)
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Make room for a batch."""

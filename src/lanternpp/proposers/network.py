@@ -12,7 +12,7 @@ from lanternpp.drafters.base import Drafter
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.proposer import Guesses, Parts, Proposer
+from lanternpp.engine.proposer import DraftSampling, Parts, Proposer
 from lanternpp.engine.sampling import Sampling, draws_of
 from lanternpp.models.base import Target
 from lanternpp.nn.decoder import AttentionCache
@@ -40,11 +40,12 @@ class NetworkProposer(Proposer):
         return made
 
     @classmethod
-    def guesses(cls, parts: Parts) -> Guesses:
-        """As the tree builder draws them; earlier drafts have no influence but through the decided codes and features."""
+    def draft_sampling(cls, parts: Parts) -> DraftSampling:
+        """As the tree builder samples; earlier drafts have an influence through the decided codes and features alone."""
         tree = parts.tree
-        why = None if tree.drawn else "offers the likeliest codes instead of drawing them"
-        return Guesses(tree.chain, why, tree.fixed)
+        return DraftSampling(
+            tree.chain, tree.drawn, "offers the likeliest codes instead of drawing them", tree.fixed
+        )
 
     @property
     def numbers(self) -> tuple[int, int]:

@@ -25,6 +25,9 @@ class NoDraft(Proposer):
         """None of the parts is used."""
         return cls()
 
+    def check(self, target: Target) -> None:
+        """Any target will do."""
+
     def chain_state(self) -> tuple[ChainState | None] | None:
         """It has none."""
         return (None,)

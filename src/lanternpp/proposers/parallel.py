@@ -138,7 +138,7 @@ class Parallel(NetworkProposer):
         if type(self.target).constrain is not Target.constrain:
             bias = torch.zeros_like(self._probs_of_nodes[:, 1:])
             bias = self.target.constrain(bias, self._index())
-        u = noise.guesses(self.depth)
+        u = noise.draft_uniform(self.depth)
         warp = self.sampling.warp
         done = native(levels, query, self.prev_code_table, bias, u, warp, draft, self.min_survival)
         return self._ended(draft) if done else None

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from lanternpp.drafters.base import Drafter
+from lanternpp.drafters.diffusion import check_heads
+from lanternpp.engine.proposer import LATENTS
+from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.nn.decoder import AttentionCache
 from lanternpp.proposers.network import AutoregressiveProposer
@@ -21,6 +24,12 @@ class TreeProposer(AutoregressiveProposer):
 
     needs = "drafter"
     drafter: Drafter
+
+    def check(self, target: Target) -> None:
+        """InputError where it drafts latents and not in a chain, or the drafter's head is not like the target's."""
+        if target.channels and not (self.builder.chain and self.builder.drawn):
+            raise InputError(LATENTS)
+        check_heads(target, self.drafter)
 
     @property
     def slots(self) -> int:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lanternpp.accept.exact import Exact
-from lanternpp.continuous.engine import engine_for
 from lanternpp.engine.batching import generate
+from lanternpp.engine.decode import engine_class
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.proposer import Proposer
@@ -36,7 +36,7 @@ def measure_acceptance(
     had a child that was kept; kept_by_rank, how often a first, second ... child was kept when it was verified;
     judged, the number of children verified, by depth and rank (as `AcceptanceByRank` counts them).
     """
-    engine = engine_for(target, proposer, Exact(), sampling, guidance, len(prompts))
+    engine = engine_class(target)(target, proposer, Exact(), sampling, guidance, len(prompts))
     counts = AcceptanceByRank(target.length)
     engine.observers.append(counts)
     finished = generate(engine, list(prompts), list(range(len(prompts))))

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from lanternpp.drafters.base import QueryDrafter
 from lanternpp.drafters.parallel import branches
-from lanternpp.engine.block import chain_weights
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling, draw
+from lanternpp.engine.verify.joint import chain_weights
 from lanternpp.models.base import Target
 from lanternpp.training.features import slot_inputs
 

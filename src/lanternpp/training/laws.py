@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lanternpp.continuous.denoiser import noisy
-from lanternpp.continuous.diffusion import DRAFTER, DiffusionDrafter, DiffusionTarget
-from lanternpp.continuous.mixture import GaussianMixture, MixtureGuidance
+from lanternpp.drafters.diffusion import DRAFTER, DiffusionDrafter
 from lanternpp.drafters.eagle import EagleDrafter
 from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.latents import GaussianMixture, MixtureGuidance
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
+from lanternpp.models.latents.denoiser import noisy
+from lanternpp.models.latents.target import DiffusionTarget
 from lanternpp.training import losses
 
 LOSSES: dict[str, Any] = {

@@ -14,7 +14,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from lanternpp.engine.verifiers import TOKEN
+from lanternpp.engine.verify.choose import TOKEN
 from lanternpp.trees.search import expected, expected_tried, reaches
 from lanternpp.trees.shapes import Shape, chain, is_chain
 from lanternpp.tuning.probe import Probe

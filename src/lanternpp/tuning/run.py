@@ -15,7 +15,7 @@ from lanternpp.api.options import BASELINE, EngineDials, SamplingDials, Settings
 from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.api.settings import dials_read
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.verifiers import TOKEN
+from lanternpp.engine.verify.choose import TOKEN
 from lanternpp.errors import InputError
 from lanternpp.evaluation import report
 from lanternpp.evaluation.draw import evaluation_requests

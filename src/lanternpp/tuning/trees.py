@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.verifiers import BLOCK, TOKEN
+from lanternpp.engine.verify.choose import BLOCK, TOKEN
 from lanternpp.trees import shape_name
 from lanternpp.trees.shapes import Shape, is_chain
 from lanternpp.tuning.acceptance import Acceptances, Counts, CutChains

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lanternpp.api.options import Settings
 from lanternpp.engine.observers import AcceptanceByRank
-from lanternpp.engine.verifiers import TOKEN
+from lanternpp.engine.verify.choose import TOKEN
 from lanternpp.errors import InputError
 from lanternpp.trees.search import expected
 from lanternpp.trees.shapes import Shape

@@ -19,12 +19,12 @@ from lanternpp.api.settings import build_rule, build_verifier
 from lanternpp.drafters.base import QueryDrafter
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.batching import drawing
-from lanternpp.engine.block import verify_block
 from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import Observer
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verifiers import Verifier
+from lanternpp.engine.verify.choose import Verifier
+from lanternpp.engine.verify.joint import verify_joint
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.models.vq.neighbours import cache_folder, neighbours
@@ -90,7 +90,7 @@ def record(
     seed: int = 0,
     sampling: Sampling | None = None,
     rule: Acceptance | None = None,
-    verifier: Verifier = verify_block,
+    verifier: Verifier = verify_joint,
 ) -> Iterator[Rollout]:
     """A rollout per text, as they finish; seeds run from `seed` on. rule None: the exact one."""
     proposer, guidance = Parallel(drafter, StaticTree(chain(depth))), Guidance(cfg)

@@ -11,9 +11,8 @@ import torch
 
 from lanternpp.accept.exact import Exact
 from lanternpp.api.model import pack_target
-from lanternpp.continuous.engine import engine_for
 from lanternpp.engine.batching import generate
-from lanternpp.engine.decode import Engine
+from lanternpp.engine.decode import Engine, engine_class
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
@@ -123,7 +122,7 @@ def self_sampled_codes(
             raise InputError(f"a target of {target.vocab} codes is too large: training takes up to {2**16}.")
         pack_target(target)
         target.cache_prompts(len(set(texts)))
-        engine = engine_for(target, NoDraft(), Exact(), sampling, guidance, batch)
+        engine = engine_class(target)(target, NoDraft(), Exact(), sampling, guidance, batch)
         seconds = seconds_per_step(engine, texts) * target.length * -(-shards.count // batch)
         line = f"drawing {shards.count} pictures of {target.length} codes, guidance {guidance.scale:g}: {shards.room}"
         for part in shards.pending(f"{line}, about {seconds / 60:.1f} min"):

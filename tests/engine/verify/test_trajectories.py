@@ -13,18 +13,20 @@ from torch import Tensor
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.cspd import Cspd
 from lanternpp.accept.exact import Exact
-from lanternpp.continuous import trajectories
-from lanternpp.continuous.denoiser import Denoiser, denoising_loss, variational_bound
-from lanternpp.continuous.diffusion import DiffusionDrafter, DiffusionSampling, DiffusionTarget
-from lanternpp.continuous.engine import LatentEngine, engine_for
-from lanternpp.continuous.target import ContinuousTarget
-from lanternpp.continuous.trajectories import TrajectoryProposer, verify_trajectories
-from lanternpp.continuous.verify import draw_beyond
+from lanternpp.drafters.diffusion import DiffusionDrafter
+from lanternpp.engine.decode import engine_class
 from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.latent_decode import LatentEngine
+from lanternpp.engine.latents import DiffusionSampling
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verify import latents as verification
+from lanternpp.engine.verify.latents import draw_residual, verify_trajectories
 from lanternpp.errors import InputError
+from lanternpp.models.latents.denoiser import Denoiser, denoising_loss, variational_bound
+from lanternpp.models.latents.target import ContinuousTarget, DiffusionTarget
 from lanternpp.proposers.no_draft import NoDraft
+from lanternpp.proposers.trajectories import TrajectoryProposer
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees import build_tree
 from lanternpp.trees.chain import chain_tree
@@ -132,11 +134,11 @@ def test_the_published_rule_keeps_more_and_has_another_law() -> None:
 
 def fresh(p: Tensor, q: Tensor, refused: Tensor, noise: Noise, channels: int) -> Tensor:
     """The wrong residual: the target's last step."""
-    return draw_beyond(p, q, torch.zeros_like(refused), noise, channels)
+    return draw_residual(p, q, torch.zeros_like(refused), noise, channels)
 
 
 def test_a_wrong_residual_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trajectories, "draw_beyond", fresh)
+    monkeypatch.setattr(verification, "draw_residual", fresh)
     assert p_value(verified(P, Q).next_codes[:, 0, 0]) < 1e-12
 
 
@@ -186,7 +188,7 @@ def own_drafter(target: DiffusionTarget) -> DiffusionDrafter:
 
 def diffusion_for(target: DiffusionTarget, batch: int, tree: str | None) -> LatentEngine:
     proposer = TrajectoryProposer(own_drafter(target), build_tree(tree)) if tree else NoDraft()
-    made = engine_for(target, proposer, Exact(), Sampling(0.9), Guidance(2.0), batch)
+    made = engine_class(target)(target, proposer, Exact(), Sampling(0.9), Guidance(2.0), batch)
     assert isinstance(made, LatentEngine)
     return made
 
@@ -200,7 +202,7 @@ def test_drafted_pictures_follow_the_law_of_plain_decoding(monkeypatch: pytest.M
     plain = drawn(None, 0)
     found, chance = energies(plain, drawn("chain-2", 10_000))
     assert found < chance[-2]
-    monkeypatch.setattr(trajectories, "draw_beyond", fresh)
+    monkeypatch.setattr(verification, "draw_residual", fresh)
     found, chance = energies(plain, drawn("chain-2", 10_000))
     assert found > chance[-1] > 0
 
@@ -231,11 +233,11 @@ def test_what_does_not_fit_is_refused() -> None:
     target, mixture = diffusion(), tiny(ContinuousTarget, "latent_out", components=3)
     tree, rest = build_tree("chain-2"), (Sampling(), Guidance(), 1)
     with pytest.raises(InputError, match="has no diffusion head"):
-        engine_for(target, TreeProposer(eagle(target), tree), Exact(), *rest)
+        engine_class(target)(target, TreeProposer(eagle(target), tree), Exact(), *rest)
     with pytest.raises(InputError, match="of 3 channels and the target of 2"):
         wrong = eagle(target, DiffusionDrafter, channels=3)
-        engine_for(target, TreeProposer(wrong, tree), Exact(), *rest)
+        engine_class(target)(target, TreeProposer(wrong, tree), Exact(), *rest)
     with pytest.raises(InputError, match=r"--accept exact$"):
-        engine_for(mixture, TreeProposer(eagle(mixture), tree), Cspd(), *rest)
+        engine_class(mixture)(mixture, TreeProposer(eagle(mixture), tree), Cspd(), *rest)
     with pytest.raises(InputError, match="temperature 0"):
-        engine_for(target, NoDraft(), Exact(), Sampling(0), Guidance(), 1)
+        engine_class(target)(target, NoDraft(), Exact(), Sampling(0), Guidance(), 1)

@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance, has_fast_distribution
-from lanternpp.engine.block import verify_block
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.proposer import Guesses
+from lanternpp.engine.proposer import DraftSampling
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.traversal import verify_traversal
-from lanternpp.engine.verify import verify
+from lanternpp.engine.verify.joint import verify_joint
+from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.nn.backend import VerifyDraft
 from lanternpp.types import Draft, Verdict, on_host
 
 Verifier = Callable[[Draft, Tensor, Sampling, Acceptance, Noise, bool], Verdict]
 TOKEN, BLOCK, TRAVERSAL = "token", "block", "traversal"
-VERIFIERS: dict[str, Verifier] = {TOKEN: verify, BLOCK: verify_block, TRAVERSAL: verify_traversal}
+VERIFIERS: dict[str, Verifier] = {TOKEN: verify_tokenwise, BLOCK: verify_joint, TRAVERSAL: verify_joint}
 
 
 def with_native(verifier: Verifier, native: VerifyDraft | None) -> Verifier:
@@ -35,7 +34,7 @@ def with_native(verifier: Verifier, native: VerifyDraft | None) -> Verifier:
         noise: Noise,
         measure_tv: bool = False,
     ) -> Verdict:
-        tokenwise, widths = verifier is verify, draft.tree.widths
+        tokenwise, widths = verifier is verify_tokenwise, draft.tree.widths
         fits = on_host(logits) and not measure_tv and not sampling.greedy
         budget = rule.as_numbers(len(widths)) if fits else None
         if budget is not None and (tokenwise or rule.lossless or budget.optimal):
@@ -53,7 +52,7 @@ def with_native(verifier: Verifier, native: VerifyDraft | None) -> Verifier:
 class DraftTraits:
     """The properties of drafts and sampling that decide which verifiers support them."""
 
-    guesses: Guesses
+    drafting: DraftSampling
     rule: Acceptance | type[Acceptance]
     greedy: bool
     residual: str | None  # as given by the user
@@ -62,8 +61,8 @@ class DraftTraits:
 def best_for(drafts: DraftTraits) -> str:
     """The verifier that accepts most for the same output distribution.
 
-    On a chain that is block, where the rule's law is fast. On a tree it is traversal for a lossless rule; a relaxed one
-    has another law there than in the walk, which relaxes again for every sibling.
+    On a chain that is block, where the rule's output distribution is fast. On a tree it is traversal for a lossless rule;
+    a relaxed one has another output distribution there than token by token, where it relaxes again for every sibling.
     """
     if has_fast_distribution(drafts.rule) and why_unsupported(drafts, BLOCK) is None:
         return BLOCK
@@ -74,21 +73,21 @@ def why_unsupported(drafts: DraftTraits, name: str) -> str | None:
     """Why a verifier does not support these drafts, in a sentence; None where it does."""
     if name == TOKEN or name not in VERIFIERS:
         return None
-    instead = f"use verify {TOKEN}"
+    instead, drafting = f"use verify {TOKEN}", drafts.drafting
     if drafts.greedy:
         why = "at temperature 0 every verifier keeps the same codes"
-    elif drafts.guesses.why_not_drawn:
+    elif not drafting.samples_from_q:
         why = (
-            f"the proposer {drafts.guesses.why_not_drawn}, and every guess must follow the distribution that it "
-            "is offered with"
+            f"the proposer {drafting.reason}, and every draft code must follow the distribution that it is "
+            "offered with"
         )
     elif drafts.residual == "paper":
-        why, instead = "the papers' residual is that of a walk", instead + ", or residual optimal"
-    elif name == BLOCK and not drafts.guesses.chain:
+        why, instead = "the papers' residual is of token-wise verification", instead + ", or residual optimal"
+    elif name == BLOCK and not drafting.chain:
         why = "the tree branches"
         if why_unsupported(drafts, TRAVERSAL) is None:
             instead = f"use verify {TRAVERSAL} or {TOKEN}"
-    elif name == TRAVERSAL and not drafts.guesses.chain and not drafts.guesses.fixed:
+    elif name == TRAVERSAL and not drafting.chain and not drafting.fixed:
         why = "the shape of the tree is decided while it is drawn"
     else:
         return None

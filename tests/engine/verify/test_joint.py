@@ -1,4 +1,4 @@
-"""Traversal verification enumerated: every draft of a tree, every node it may end at, every code drawn there, in float64."""
+"""Joint verification of chains and trees, enumerated: every draft, every node it may end at, every code drawn there, in float64."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from lanternpp.accept.cactus import Cactus
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.mixture import DraftMixture
-from lanternpp.engine.block import stops as block_stops
-from lanternpp.engine.block import verify_block
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.traversal import stops, verify_traversal
+from lanternpp.engine.verify.joint import chain_tails, rejection_tails, tree_tails, verify_joint
 from lanternpp.trees.shapes import Path, Shape, chain
 from lanternpp.types import Tree
 
 SHAPES: dict[str, Shape] = {
+    **{f"chain of {length}": chain(length) for length in range(1, 5)},
     "two by two": ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)),
     "three by two": tuple((i, *below) for i in range(3) for below in ((), (0,), (1,))),
     "ragged": ((0,), (1,), (2,), (1, 0), (1, 1), (2, 0)),
     "three levels": ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)),
 }
-CASES = [(3, "two by two"), (3, "three by two"), (4, "two by two"), (5, "two by two"), (4, "ragged")]
-every_case = pytest.mark.parametrize(("vocab", "shape"), [*CASES, (3, "three levels")])
+CHAINS = [(3, "chain of 1"), (3, "chain of 4"), (4, "chain of 3"), (5, "chain of 2")]
+TREES = [(3, "two by two"), (3, "three by two"), (4, "two by two"), (5, "two by two"), (4, "ragged")]
+every_case = pytest.mark.parametrize(("vocab", "shape"), [*CHAINS, *TREES, (3, "three levels")])
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -49,7 +49,7 @@ def enumerated(vocab: int, shape: str, kind: str) -> tuple[Drafts, Contexts, Con
 def test_the_law_is_the_targets(vocab: int, shape: str, kind: str) -> None:
     drafts, p, _ = enumerated(vocab, shape, kind)
     assert drafts.chance.sum().item() == pytest.approx(1)
-    law, _, after = tree_law(stops, drafts, drafts.p, p)
+    law, _, after = tree_law(rejection_tails, drafts, drafts.p, p)
     assert distance(law, sequences(p)) < 1e-12
     for depth, found in zip(drafts.draft.tree.depth[0].tolist(), after, strict=True):
         assert distance(found, found.sum(-1, keepdim=True) * p[depth]) < 1e-12, "at every node by itself"
@@ -57,7 +57,7 @@ def test_the_law_is_the_targets(vocab: int, shape: str, kind: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 @every_kind
-@pytest.mark.parametrize(("vocab", "shape"), CASES)
+@pytest.mark.parametrize(("vocab", "shape"), [(3, "chain of 3"), (4, "chain of 2"), *TREES])
 def test_under_a_relaxed_rule_it_is_that_rules(rule: str, kind: str, vocab: int, shape: str) -> None:
     """At a node that has children; elsewhere nothing is drafted and the law is the target's."""
     drafts, p, q = enumerated(vocab, shape, kind)
@@ -66,11 +66,13 @@ def test_under_a_relaxed_rule_it_is_that_rules(rule: str, kind: str, vocab: int,
     inner, depths = (tree.children[0, :, 0] >= 0).tolist(), tree.depth[0].tolist()
     tables = [laws[depth] if has else p[depth] for has, depth in zip(inner, depths, strict=True)]
     law = torch.stack([table[at[:, node]] for node, table in enumerate(tables)], 1)
-    whole, _, after = tree_law(stops, drafts, law, laws)
+    whole, _, after = tree_law(rejection_tails, drafts, law, laws)
     for found, table in zip(after, tables, strict=True):
         assert distance(found, found.sum(-1, keepdim=True) * table) < 1e-12
     if shape != "ragged":
         assert distance(whole, sequences(laws)) < 1e-12
+    if kind == "random":
+        assert distance(sequences(laws), sequences(p)) > 1e-3, "the rule does bend the distribution"
 
 
 # The same again in plain Python, a node after the other, and what each keeps.
@@ -79,7 +81,7 @@ def test_under_a_relaxed_rule_it_is_that_rules(rule: str, kind: str, vocab: int,
 def written_again(
     p: Tensor, q: Tensor, codes: Tensor, tree: Tree, update: str = "the paper's"
 ) -> tuple[Tensor, Tensor]:
-    """`stops` as the paper walks the tree. update: of a node's weight, when a child is refused."""
+    """`rejection_tails` as the paper walks the tree. update: of a node's weight, when a child is refused."""
     chances, bonus = torch.zeros(p.shape[:2], dtype=torch.float64), p.clone()
     for draft in range(len(p)):
         reach = 1.0
@@ -115,12 +117,14 @@ def written_again(
     return chances[:, tree.layout.order].cumsum(1)[:, :-1], bonus
 
 
-@pytest.mark.parametrize(("vocab", "shape"), [(3, "two by two"), (4, "ragged"), (3, "three levels")])
+@pytest.mark.parametrize(
+    ("vocab", "shape"), [(4, "chain of 3"), (3, "two by two"), (4, "ragged"), (3, "three levels")]
+)
 @pytest.mark.parametrize("kind", ["random", "with zeros", "all of them"])
 def test_the_nodes_at_once_are_the_nodes_one_by_one(vocab: int, shape: str, kind: str) -> None:
     drafts, _, _ = enumerated(vocab, shape, kind)
     given = drafts.p, drafts.draft.probs, drafts.draft.codes, drafts.draft.tree
-    (behind, left), (again, bonus) = stops(*given), written_again(*given)
+    (behind, left), (again, bonus) = rejection_tails(*given), written_again(*given)
     assert distance(behind, again) < 1e-12
     come_to = torch.cat((behind, torch.ones_like(behind[:, :1])), 1).diff(dim=1, prepend=0 * behind[:, :1])
     order = drafts.draft.tree.layout.order
@@ -128,38 +132,45 @@ def test_the_nodes_at_once_are_the_nodes_one_by_one(vocab: int, shape: str, kind
     assert distance(left[come_to > 1e-9], bonus[come_to > 1e-9]) < 1e-6
 
 
-def as_drawn(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+def no_residual(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
     """The target itself in place of what is left of it."""
-    behind, _ = stops(p, q, codes, tree)
-    return behind, p
+    return rejection_tails(p, q, codes, tree)[0], p
 
 
-def of_a_walk(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-    """What a walk would draw after a refusal of one child, as if nothing had been lost above."""
-    behind, _ = stops(p, q, codes, tree)
-    return behind, (p - q).clamp(min=0)
+def tokenwise_residual(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+    """The residual of one rejected child, as if nothing had been lost above."""
+    return rejection_tails(p, q, codes, tree)[0], (p - q).clamp(min=0)
 
 
-WRONG = {
-    "the target's residual": as_drawn,
-    "the walk's residual": of_a_walk,
-    **{name: partial(written_again, update=name) for name in ("a public one", "none", "with replacement")},
-}
+def each_as_the_last(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+    """Each code on its own weight, as if it were the last one."""
+    left = rejection_tails(p, q, codes, tree)[1]
+    weight = left.sum(-1) / left.sum(-1).clamp(min=1)
+    return (1 - weight[:, 1:]).flip(1).cumprod(1).flip(1), left
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+CHAIN, TREE = "chain of 3", "two by two"
+WRONG = [
+    *((shape, wrong) for shape in (CHAIN, TREE) for wrong in (no_residual, tokenwise_residual)),
+    (CHAIN, each_as_the_last),
+    *((TREE, partial(written_again, update=name)) for name in ("a public one", "none", "with replacement")),
+]
+
+
+@pytest.mark.parametrize(("shape", "wrong"), WRONG)
 @pytest.mark.parametrize("kind", ["random", "all of them"])
-def test_a_wrong_residual_or_weight_would_be_seen(wrong: str, kind: str) -> None:
-    drafts, p, _ = enumerated(3, "two by two", kind)
-    assert distance(tree_law(WRONG[wrong], drafts, drafts.p, p)[0], sequences(p)) > 1e-3
+def test_a_wrong_residual_or_weight_would_be_seen(shape: str, wrong, kind: str) -> None:
+    drafts, p, _ = enumerated(4 if shape == CHAIN else 3, shape, kind)
+    assert distance(tree_law(wrong, drafts, drafts.p, p)[0], sequences(p)) > 1e-3
 
 
-def test_single_precision_follows_the_law_too() -> None:
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+def test_single_precision_follows_the_law_too(shape: str) -> None:
     for kind in ("random", "equal", "all of them"):
-        drafts, p, _ = enumerated(4, "two by two", kind)
+        drafts, p, _ = enumerated(4, shape, kind)
 
         def single(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-            behind, left = stops(p.float(), q.float(), codes, tree)
+            behind, left = rejection_tails(p.float(), q.float(), codes, tree)
             return behind, left.double()
 
         assert distance(tree_law(single, drafts, drafts.p, p)[0], sequences(p)) < 1e-6
@@ -211,37 +222,34 @@ def expected(p: Contexts, q: Contexts, shape: Shape, path: Path, at: int, weight
     return total
 
 
-@pytest.mark.parametrize(("vocab", "shape"), [(3, "two by two"), (4, "two by two"), (3, "three levels")])
+@pytest.mark.parametrize(
+    ("vocab", "shape"),
+    [*CHAINS[:3], (3, "chain of 2"), (3, "two by two"), (4, "two by two"), (3, "three levels")],
+)
 @pytest.mark.parametrize("kind", ["random", "near", "with zeros", "forced"])
 def test_a_node_is_kept_with_its_weight_whatever_is_below_which_is_no_less_than_by_a_walk(
     vocab: int, shape: str, kind: str
 ) -> None:
     """The expectation of codes needs the siblings on a path alone; the enumeration goes through all drafts."""
     drafts, p, q = enumerated(vocab, shape, kind)
-    _, kept, _ = tree_law(stops, drafts, drafts.p, p)
+    _, kept, _ = tree_law(rejection_tails, drafts, drafts.p, p)
     codes = 1 + expected(p, q, SHAPES[shape], (), 0, 1.0, False)
     assert kept.sum().item() == pytest.approx(codes, abs=1e-12)
     walk = 1 + expected(p, q, SHAPES[shape], (), 0, 1.0, True)
     assert codes >= walk - 1e-12
-    if kind == "random":
+    if kind == "random" and len(SHAPES[shape]) > 1:
         assert codes > walk + 1e-3
 
 
 @every_kind
-def test_on_a_chain_it_is_block_verification(kind: str) -> None:
-    p, q = contexts(3, 3, kind)
-    drafts = tree_drafts(chain(3), p, q)
-    behind, left = stops(drafts.p, drafts.draft.probs, drafts.draft.codes, drafts.draft.tree)
-    again, block = block_stops(drafts.p, drafts.draft.probs, drafts.draft.codes)
+def test_a_chain_at_once_is_a_tree_level_by_level(kind: str) -> None:
+    drafts, _, _ = enumerated(3, CHAIN, kind)
+    given = drafts.p, drafts.draft.probs, drafts.draft.codes
+    (behind, left), (again, by_level) = chain_tails(*given), tree_tails(*given, drafts.draft.tree)
     assert distance(behind, again) < 1e-12
-    mass = left.sum(-1, keepdim=True), block.sum(-1, keepdim=True)
+    mass = left.sum(-1, keepdim=True), by_level.sum(-1, keepdim=True)
     both = (mass[0] > 1e-9) & (mass[1] > 1e-9)
-    assert distance((left / mass[0]).where(both, 0), (block / mass[1]).where(both, 0)) < 1e-6
-    count = len(drafts.chance)
-    noise = Noise(torch.arange(count), torch.ones(count, dtype=torch.int64))
-    given = drafts.draft, drafts.p.log().clamp(min=-700), Sampling(), Exact(), noise
-    for name in ("path", "kept", "next_codes", "bonus"):
-        assert torch.equal(getattr(verify_traversal(*given), name), getattr(verify_block(*given), name))
+    assert distance((left / mass[0]).where(both, 0), (by_level / mass[1]).where(both, 0)) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["random", "near"])
@@ -253,32 +261,34 @@ def test_a_sibling_that_was_not_found_in_time_is_no_refused_one(kind: str) -> No
     missing = 0.3 + 0.1 * codes[:, 1].double()
     repeated = replace(drafts, draft=replace(drafts.draft, codes=codes), chance=drafts.chance * missing)
     found = replace(drafts, chance=drafts.chance * (1 - missing))
-    laws = [tree_law(stops, some, some.p, p)[0] for some in (repeated, found)]
+    laws = [tree_law(rejection_tails, some, some.p, p)[0] for some in (repeated, found)]
     assert distance(sum(laws), sequences(p)) < 1e-12
 
 
-# Through `verify_traversal` itself.
+# Through `verify_joint` itself.
 
-VOCAB, DRAWS, SHAPE = 4, 100_000, "two by two"
+VOCAB, DRAWS = 4, 100_000
+every_shape = pytest.mark.parametrize("shape", ["chain of 2", TREE])
 
 
-def drawn(rule: Acceptance, kind: str, draws: int, measure_tv: bool = False):
+def drawn(rule: Acceptance, shape: str, kind: str, draws: int, measure_tv: bool = False):
     """Drafts drawn from q and verified: the verdict, and the contexts' p and q. No code is forbidden by the format."""
     p, q = contexts(VOCAB, 2, kind)
     numbers = torch.rand(draws, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    drafts = tree_drafts(SHAPES[SHAPE], p, q, numbers)
+    drafts = tree_drafts(SHAPES[shape], p, q, numbers)
     noise = Noise(torch.arange(draws), torch.ones(draws, dtype=torch.int64)).precomputed(2)[0]
     logits = drafts.p.log().clamp(min=-700)
-    return verify_traversal(drafts.draft, logits, Sampling(), rule, noise, measure_tv), p, q
+    return verify_joint(drafts.draft, logits, Sampling(), rule, noise, measure_tv), p, q
 
 
+@every_shape
 @pytest.mark.parametrize(
     ("rule", "kind"),
     [("exact", "with zeros"), ("exact", "forced"), *((rule, "random") for rule in ("exact", *RULES))],
 )
-def test_what_is_drawn_follows_the_law(rule: str, kind: str) -> None:
+def test_what_is_drawn_follows_the_law(rule: str, kind: str, shape: str) -> None:
     made = Exact() if rule == "exact" else RULES[rule](VOCAB)
-    verdict, p, q = drawn(made, kind, DRAWS if rule == "exact" else DRAWS // 4)
+    verdict, p, q = drawn(made, shape, kind, DRAWS if rule == "exact" else DRAWS // 4)
     tables = laws_of(p, q, made)
     codes = verdict.next_codes.clone()
     generator = torch.Generator().manual_seed(3)
@@ -287,19 +297,21 @@ def test_what_is_drawn_follows_the_law(rule: str, kind: str) -> None:
         at = (codes[:, :level] * VOCAB ** torch.arange(level - 1, -1, -1)).sum(1)
         codes[missing, level] = torch.multinomial(tables[level][at[missing]], 1, generator=generator)[:, 0]
     assert chi_square(tally(codes, VOCAB), sequences(tables)) > 1e-3
-    drafts = tree_drafts(SHAPES[SHAPE], p, q)
+    drafts = tree_drafts(SHAPES[shape], p, q)
     law = torch.stack(
         [tables[d][drafts.at[:, i]] for i, d in enumerate(drafts.draft.tree.depth[0].tolist())], 1
     )
-    kept = tree_law(stops, drafts, law, tables)[1]
-    lengths = torch.stack((kept[0], kept[1:3].sum(), kept[3:].sum(), torch.zeros(()))).double().diff().neg()
+    kept, depth = tree_law(rejection_tails, drafts, law, tables)[1], drafts.draft.tree.depth[0]
+    levels = [kept[depth == level].sum() for level in range(3)]
+    lengths = torch.stack((*levels, torch.zeros(()))).double().diff().neg()
     assert chi_square((verdict.kept - 1).bincount(minlength=3), lengths) > 1e-3
 
 
+@every_shape
 @pytest.mark.parametrize("rule", RULES)
-def test_what_is_spent_is_the_distance_of_the_law_at_every_kept_node(rule: str) -> None:
+def test_the_measured_cost_is_the_distance_at_every_kept_node(rule: str, shape: str) -> None:
     made = RULES[rule](VOCAB)
-    verdict, p, q = drawn(made, "random", 2000, measure_tv=True)
+    verdict, p, q = drawn(made, shape, "random", 2000, measure_tv=True)
     spent = [(one - own).abs().sum(-1) / 2 for one, own in zip(laws_of(p, q, made), p, strict=True)]
     deeper = verdict.kept > 1
     assert torch.allclose(verdict.tv_cost[:, 0], spent[0][0].expand(2000))
@@ -308,24 +320,26 @@ def test_what_is_spent_is_the_distance_of_the_law_at_every_kept_node(rule: str) 
     assert max(float(one.max()) for one in spent) > 1e-2
 
 
-def test_what_the_format_forbids_is_never_kept_nor_drawn() -> None:
-    """Though the drafter offers it, and neighbours would lend it all they have."""
+@every_shape
+def test_what_the_format_forbids_is_never_kept_nor_drawn(shape: str) -> None:
+    """Though the drafter offers it, and neighbours would give it all their mass."""
     q = [torch.full((VOCAB**level, VOCAB), 1 / VOCAB, dtype=torch.float64) for level in range(3)]
     numbers = torch.rand(2000, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    draft = tree_drafts(SHAPES[SHAPE], q, q, numbers).draft
-    logits = torch.tensor([0.5, 0.5, 0.0, 0.0], dtype=torch.float64).log().expand(2000, 7, -1)
+    draft = tree_drafts(SHAPES[shape], q, q, numbers).draft
+    logits = torch.tensor([0.5, 0.5, 0.0, 0.0], dtype=torch.float64).log().expand(*draft.codes.shape, -1)
     noise = Noise(torch.arange(2000), torch.ones(2000, dtype=torch.int64))
     for rule in (Exact(), Lantern(TABLES[4], 1.0, "optimal"), Cactus(5.0), DraftMixture(0.9)):
-        verdict = verify_traversal(draft, logits, Sampling(), rule, noise)
+        verdict = verify_joint(draft, logits, Sampling(), rule, noise)
         decided = torch.arange(3) < verdict.kept[:, None]
         assert verdict.next_codes[decided].max() < 2 and verdict.kept.max() == 3
 
 
-def test_improbable_codes_do_not_overflow() -> None:
-    drafts, _, _ = enumerated(3, "two by two", "random")
-    tiny = torch.tensor([1.0, 1e-30, 1e-44])
-    p, q = tiny.expand_as(drafts.p), tiny.flip(0).expand_as(drafts.p)
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+def test_improbable_codes_do_not_overflow(shape: str) -> None:
+    drafts, _, _ = enumerated(3, shape, "random")
+    tiny = torch.tensor([1.0, 1e-30, 1e-30 if shape == CHAIN else 1e-44])
+    p, q = tiny.expand_as(drafts.p), tiny.flip(0) * (drafts.draft.tree.children[..., :1] >= 0)
     for one, other in ((p, q), (q, p), (p, p)):
-        behind, left = stops(one, other, drafts.draft.codes, drafts.draft.tree)
+        behind, left = rejection_tails(one, other, drafts.draft.codes, drafts.draft.tree)
         assert left.isfinite().all() and (left >= 0).all()
         assert ((behind >= 0) & (behind <= 1)).all()

@@ -1,11 +1,12 @@
-"""A diffusion head: the law of one latent as the end of a short chain of Gaussian steps (MAR, arXiv 2406.11838, section 3.2).
+"""A diffusion head: one latent is drawn as the end of a short chain of Gaussian steps (MAR, arXiv 2406.11838, section 3.2).
 
-A small network reads a latent with noise in it, the time and the decoder's feature at the place, which is its condition. At time t,
-0 < t <= 1, a noisy latent is x_t = cos(t pi / 2) x_0 + sin(t pi / 2) e for noise e of variance 1, so that x_1 is noise alone
-(the cosine schedule of arXiv 2102.09672). The network predicts v = cos(t pi / 2) e - sin(t pi / 2) x_0 (arXiv 2202.00512),
-which gives x_0, and the standard deviation of its error, per channel. A step from t to an earlier s draws from the Gaussian that has
-the mean and the variance which x_s then has: those of x_s for a known x_0, and what the error of x_0 adds (arXiv 2206.07309).
-So steps may be few, the last of them has a density, and where x_0 is Gaussian any number of steps gives its exact law.
+A small network reads a noisy latent, the time, and the decoder's feature at the place, which is its condition. At time t,
+0 < t <= 1, a noisy latent is x_t = cos(t pi / 2) x_0 + sin(t pi / 2) e for noise e of variance 1, so that x_1 is noise
+alone (the cosine schedule of arXiv 2102.09672). The network predicts v = cos(t pi / 2) e - sin(t pi / 2) x_0
+(arXiv 2202.00512), which gives x_0, and the standard deviation of its error, per channel. A step from t to an earlier s
+draws from the Gaussian with the mean and variance of x_s: those of x_s for a known x_0, plus the error of x_0
+(arXiv 2206.07309). So few steps suffice, the last step has a density, and where x_0 is Gaussian any number of steps gives
+its exact distribution.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 FREQUENCIES = 16  # of the time, from 1 to 256 radians
-MOST = 5.0  # of the logarithm of an error's standard deviation, above and below 0
+MAX_LOG_STD = 5.0  # of an error, above and below 0
 
 
 def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -57,9 +58,9 @@ class Denoiser(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def conditions(self, features: Tensor) -> Tensor:
-        """Features [..., D] -> what `forward` reads of them, [..., W]; the same at all times."""
-        found: Tensor = self.condition(features.to(self.condition.bias.dtype))
-        return found
+        """Features [..., D] -> the conditions of `forward`, [..., W]; the same at all times."""
+        conditions: Tensor = self.condition(features.to(self.condition.bias.dtype))
+        return conditions
 
     def forward(self, x: Tensor, t: Tensor, conditions: Tensor) -> tuple[Tensor, Tensor]:
         """Noisy latents x [..., C] at times t [...], conditions [..., W] -> v and log standard deviations, [..., C]."""
@@ -71,7 +72,7 @@ class Denoiser(nn.Module):
             inner = block(inner, context)
         shift, scale = self.modulation(context).chunk(2, -1)
         v, log_std = self.outputs(modulated(inner, shift, scale)).to(x.dtype).chunk(2, -1)
-        return v, MOST * (log_std / MOST).tanh()
+        return v, MAX_LOG_STD * (log_std / MAX_LOG_STD).tanh()
 
 
 def noisy(latents: Tensor, noise: Tensor, t: Tensor | float) -> tuple[Tensor, Tensor]:

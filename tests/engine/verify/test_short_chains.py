@@ -13,21 +13,21 @@ from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
-from lanternpp.engine import block
 from lanternpp.engine.batching import generate
-from lanternpp.engine.block import stops, verify_block
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.observers import Observer
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verifiers import Verifier
-from lanternpp.engine.verify import verify
+from lanternpp.engine.verify import joint
+from lanternpp.engine.verify.choose import Verifier
+from lanternpp.engine.verify.joint import rejection_tails, verify_joint
+from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.proposers.parallel import Parallel, _masked
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
-from lanternpp.types import Draft, TargetOutput
+from lanternpp.types import Draft, TargetOutput, Tree
 
 CASES = [(3, 1), (3, 2), (3, 3), (4, 2)]
 KINDS = ["random", "near", "with zeros", "a point", "forced", "all of them"]
@@ -60,21 +60,21 @@ def cut_draft(ps: Tensor, qs: Tensor, codes: Tensor, lengths: Tensor) -> Draft:
     return Draft(tree, codes, qs + 0.5 * (qs.sum(-1, keepdim=True) == 0))
 
 
-def by_block(ends: Ends, peek: int = 0, rule: Acceptance | None = None) -> Stops:
-    """Where `verify_block` ends chains that are cut, and the weights of the code drawn there."""
+def jointly(ends: Ends, peek: int = 0, rule: Acceptance | None = None) -> Stops:
+    """Where `verify_joint` ends chains that are cut, and the weights of the code drawn there."""
 
     def found(ps: Tensor, qs: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
         seen, lengths = list[tuple[Tensor, Tensor]](), lengths_of(codes, ps.shape[-1], ends, peek)
 
-        def recorded(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-            seen.append(stops(p, q, codes))
+        def recorded(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+            seen.append(rejection_tails(p, q, codes, tree))
             return seen[-1]
 
         noise = Noise(torch.arange(len(ps)), torch.ones(len(ps), dtype=torch.int64))
         draft = cut_draft(ps, qs, codes, lengths)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(block, "stops", recorded)
-            block.verify_block(draft, ps.log().clamp(min=-700), Sampling(), rule or Exact(), noise)
+            patch.setattr(joint, "rejection_tails", recorded)
+            verify_joint(draft, ps.log().clamp(min=-700), Sampling(), rule or Exact(), noise)
         return seen[0]
 
     return found
@@ -98,8 +98,8 @@ class Given:
         return self.u.view(len(self.u), *shape)
 
 
-def by_walk(ends: Ends, measure_tv: bool) -> Stops:
-    """The same of `verify`: every draft is walked with numbers that end it behind its first 0, 1 .. guesses."""
+def tokenwise(ends: Ends) -> Stops:
+    """The same of `verify_tokenwise`: every draft is walked with numbers that end it behind its first 0, 1 .. guesses."""
 
     def found(ps: Tensor, qs: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
         depth = codes.shape[1] - 1
@@ -111,7 +111,7 @@ def by_walk(ends: Ends, measure_tv: bool) -> Stops:
             level = torch.arange(depth)
             u = (ratio * (1 - 1e-9)).where(level != kept, ratio * (1 + 1e-9) + 1e-300)
             spy = Spy()
-            verdict = verify(draft, ps.log().clamp(min=-700), spy, Exact(), Given(u), measure_tv)  # type: ignore[arg-type]
+            verdict = verify_tokenwise(draft, ps.log().clamp(min=-700), spy, Exact(), Given(u))  # type: ignore[arg-type]
             there = (lengths >= kept) & (ratio[:, :kept] > 0).all(1)
             refused = there & (lengths > kept)
             if kept < depth:
@@ -134,16 +134,15 @@ def test_a_chain_that_ends_by_what_was_drafted_keeps_the_targets_law(
 ) -> None:
     (p, q), ends = contexts(vocab, depth, kind), ends_of(vocab, depth, seed)
     whole = sequences(p)
-    assert distance(chain_law(by_block(ends), p, q)[0], whole) < 1e-12
-    for measure_tv in (False, True):
-        assert distance(chain_law(by_walk(ends, measure_tv), p, q)[0], whole) < 1e-12
+    assert distance(chain_law(jointly(ends), p, q)[0], whole) < 1e-12
+    assert distance(chain_law(tokenwise(ends), p, q)[0], whole) < 1e-12
 
 
 @pytest.mark.parametrize("kind", ["random", "with zeros"])
 def test_one_that_ends_by_the_guess_it_is_about_to_drop_would_not(kind: str) -> None:
     """So the test above can fail: the guess that decides must be verified too."""
     p, q = contexts(3, 3, kind)
-    law, _ = chain_law(by_block(ends_of(3, 3, peek=1), peek=1), p, q)
+    law, _ = chain_law(jointly(ends_of(3, 3, peek=1), peek=1), p, q)
     assert distance(law, sequences(p)) > 1e-3
 
 
@@ -161,7 +160,7 @@ def test_under_a_relaxed_rule_the_law_is_the_rules_where_something_was_drafted(r
         for level in range(1, 4):
             at = at * 3 + codes[:, level]
             ps.append(p[level][at])
-        return by_block(ends, rule=made)(torch.stack(ps, 1), qs, codes)
+        return jointly(ends, rule=made)(torch.stack(ps, 1), qs, codes)
 
     assert distance(chain_law(of_the_target, law, q)[0], sequences(law)) < 1e-12
 
@@ -194,7 +193,7 @@ def engine(target: ToyTarget, batch: int, cut: float, verifier: Verifier, rule: 
     return loop, lengths
 
 
-@pytest.mark.parametrize("verifier", [verify_block, verify])
+@pytest.mark.parametrize("verifier", [verify_joint, verify_tokenwise])
 def test_an_engine_that_cuts_draws_the_targets_law(verifier: Verifier) -> None:
     target = MarkovTarget(TABLE)
     loop, lengths = engine(target, 20_000, 0.3, verifier)
@@ -206,7 +205,7 @@ def test_an_engine_that_cuts_draws_the_targets_law(verifier: Verifier) -> None:
     assert chi_square(found, target.law()) > 1e-3
 
 
-@pytest.mark.parametrize("verifier", [verify_block, verify])
+@pytest.mark.parametrize("verifier", [verify_joint, verify_tokenwise])
 @torch.inference_mode()
 def test_a_picture_is_the_same_alone_where_its_passes_are_short_and_in_a_batch(verifier: Verifier) -> None:
     target = ToyTarget()

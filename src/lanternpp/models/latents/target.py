@@ -1,23 +1,36 @@
-"""Targets over the latents of a KL autoencoder; one has a mixture of Gaussians at every place (GIVT, arXiv 2312.02116)."""
+"""Targets over the latents of a KL autoencoder.
+
+One has a mixture of Gaussians at every place (GIVT, arXiv 2312.02116). A mixture of K components over C channels is one row
+of P = K (1 + 2 C) parameters: K logits of the weights, then K x C means, then K x C logarithms of standard deviations. The
+other has a diffusion head.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from lanternpp.continuous.mixture import bounded, size
+from lanternpp.models.latents.denoiser import Denoiser
 from lanternpp.models.prompted import PromptedConfig, PromptedTarget
 from lanternpp.models.vq.folder import read_kl
 from lanternpp.models.vq.kl import KL, sampled
 from lanternpp.nn.backend import backend
 from lanternpp.nn.configs import Width
+from lanternpp.nn.sources import Source
 from lanternpp.util.schema import Between
 
-KIND = "continuous"
+CONTINUOUS, DIFFUSION = "continuous", "diffusion"  # a config's `kind`
+MAX_LOG_STD = 5.0  # of a component, above and below 0
+
+
+def split(params: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    """Parameters of mixtures [..., P] -> (logits and means, log standard deviations [..., K C])."""
+    count = params.shape[-1] // (1 + 2 * channels) * channels
+    return params[..., :-count], params[..., -count:]
 
 
 @dataclass(frozen=True)
@@ -45,7 +58,7 @@ class LatentTarget(PromptedTarget):
     latent_mean: Tensor  # [C]
     latent_std: Tensor  # [C]
     vocab = 0
-    channels = 1  # C, which the config decides
+    channels = 1  # C, from the config
     defaults: Mapping[str, Any] = {"methods": {"eagle": {"tree": "chain-4", "verify": "token"}}}
 
     def __init__(self, config: LatentConfig, kl: KL):
@@ -106,13 +119,49 @@ class ContinuousTarget(LatentTarget):
     """Its head gives the parameters of a mixture of Gaussians at every place."""
 
     config_class = ContinuousConfig
+    engine = "lanternpp.engine.latent_decode:LatentEngine"
     config: ContinuousConfig
 
     def add_tables(self) -> None:
         """The map of latents for the input, and one to the parameters of mixtures for the output."""
         super().add_tables()
-        self.latent_out = nn.Linear(self.config.dim, size(self.config.components, self.config.channels))
+        self.latent_out = nn.Linear(self.config.dim, self.config.components * (1 + 2 * self.config.channels))
 
     def head(self, features: Tensor) -> Tensor:
-        """features [..., D] -> parameters of a mixture [..., P], as `GaussianMixture.of` reads them."""
-        return bounded(self.latent_out(features), self.channels)
+        """features [..., D] -> parameters of a mixture [..., P], their log standard deviations within `MAX_LOG_STD`."""
+        rest, log_std = split(self.latent_out(features), self.channels)
+        return torch.cat((rest, MAX_LOG_STD * (log_std / MAX_LOG_STD).tanh()), -1)
+
+
+@dataclass(frozen=True)
+class DiffusionConfig(LatentConfig):
+    """The shape of a target with a diffusion head."""
+
+    denoiser_width: Width = 256
+    denoiser_blocks: Annotated[int, Between(1, 64)] = 3
+    denoising_steps: Annotated[int, Between(1, 1000)] = 10  # T
+
+
+class DiffusionTarget(LatentTarget):
+    """Its head draws a latent in `denoising_steps` steps; `head` gives the features that the steps read."""
+
+    config_class = DiffusionConfig
+    engine = "lanternpp.engine.latent_decode:DiffusionEngine"
+    config: DiffusionConfig
+
+    def add_tables(self) -> None:
+        """The map of latents for the input, and the head."""
+        super().add_tables()
+        config = self.config
+        self.denoiser = Denoiser(config.dim, config.channels, config.denoiser_width, config.denoiser_blocks)
+
+    @classmethod
+    def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
+        """As the base class reads it; the head computes in float32 at least, so that rounding does not depend on the batch."""
+        target = super().read(source, dtype, device)
+        target.denoiser.to(torch.promote_types(dtype, torch.float32))
+        return target
+
+    def head(self, features: Tensor) -> Tensor:
+        """The features themselves."""
+        return features

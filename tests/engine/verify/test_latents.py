@@ -11,14 +11,15 @@ from helpers.laws import chi_square
 from torch import Tensor
 
 from lanternpp.accept.exact import Exact
-from lanternpp.continuous import verify as verification
-from lanternpp.continuous.engine import LatentEngine, engine_for
-from lanternpp.continuous.mixture import GaussianMixture, MixtureGuidance, MixtureSampling
-from lanternpp.continuous.target import ContinuousTarget
-from lanternpp.continuous.verify import draw_beyond, verify_latents
+from lanternpp.engine.decode import engine_class
 from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.latent_decode import LatentEngine
+from lanternpp.engine.latents import GaussianMixture, MixtureGuidance, MixtureSampling
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verify import latents as verification
+from lanternpp.engine.verify.latents import draw_residual, verify_latents
+from lanternpp.models.latents.target import ContinuousTarget
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees import build_tree
@@ -64,11 +65,11 @@ def test_one_latent_follows_the_density() -> None:
 
 def fresh(p: Tensor, q: Tensor, refused: Tensor, noise: Noise, channels: int) -> Tensor:
     """The wrong residual: the target's own law."""
-    return draw_beyond(p, q, torch.zeros_like(refused), noise, channels)
+    return draw_residual(p, q, torch.zeros_like(refused), noise, channels)
 
 
 def test_a_wrong_residual_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "draw_beyond", fresh)
+    monkeypatch.setattr(verification, "draw_residual", fresh)
     edges = torch.linspace(-4, 4, 81, dtype=torch.float64)
     counts = torch.bincount(torch.bucketize(decided(P, Q)[0].double(), edges), minlength=82)
     assert chi_square(counts, cells(P, edges)) < 1e-12
@@ -78,16 +79,16 @@ def test_a_sample_without_a_draft_kept_does_not_depend_on_its_batch() -> None:
     noise = Noise(torch.arange(400), torch.full((400,), 3))
     near = P + 0.01  # nearly all draws from p are refused then
     p, q, refused = P.expand(400, -1), near.expand(400, -1), torch.arange(400) % 2 == 0
-    together = draw_beyond(p, q, refused, noise, 1)
+    together = draw_residual(p, q, refused, noise, 1)
     for part in (slice(0, 7), slice(8, 9), slice(9, 400)):
         mine = Noise(noise.seed[part], noise.step[part])
-        assert torch.equal(draw_beyond(p[part], q[part], refused[part], mine, 1), together[part])
+        assert torch.equal(draw_residual(p[part], q[part], refused[part], mine, 1), together[part])
 
 
 def test_broken_weights_end() -> None:
     nan = torch.full((2, 9), math.nan, dtype=torch.float64)
     noise = Noise(torch.arange(2), torch.ones(2, dtype=torch.int64))
-    assert draw_beyond(nan, nan, torch.ones(2, dtype=torch.bool), noise, 1).shape == (2, 1)
+    assert draw_residual(nan, nan, torch.ones(2, dtype=torch.bool), noise, 1).shape == (2, 1)
 
 
 def test_densities_are_those_of_pytorch() -> None:
@@ -113,7 +114,7 @@ def test_guided_parameters_of_one_component_are_the_usual_law() -> None:
 
 def latent_engine(target: ContinuousTarget, batch: int, drafted: bool, cfg: float = 2.0) -> LatentEngine:
     proposer = TreeProposer(eagle(target), build_tree("chain-2")) if drafted else NoDraft()
-    made = engine_for(target, proposer, Exact(), Sampling(0.9), Guidance(cfg), batch)
+    made = engine_class(target)(target, proposer, Exact(), Sampling(0.9), Guidance(cfg), batch)
     assert isinstance(made, LatentEngine)
     return made
 
@@ -123,7 +124,7 @@ def test_drafted_latents_follow_the_law_of_plain_decoding(monkeypatch: pytest.Mo
     plain = first_latents(latent_engine(target, 1500, False), 0)
     found, chance = energies(plain, first_latents(latent_engine(target, 1500, True), 10_000))
     assert found < chance[-2]
-    monkeypatch.setattr(verification, "draw_beyond", fresh)
+    monkeypatch.setattr(verification, "draw_residual", fresh)
     found, chance = energies(plain, first_latents(latent_engine(target, 1500, True), 10_000))
     assert found > 2 * chance[-1] > 0
 

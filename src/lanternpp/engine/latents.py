@@ -1,0 +1,173 @@
+"""Continuous latents in the decoding loop: mixtures of Gaussians, or the steps of a diffusion head, in the place of codes.
+
+A mixture of diagonal Gaussians (GIVT, arXiv 2312.02116) is one row of P parameters, in the layout of `models/latents/target.py`.
+
+A latent of a diffusion head is given by the features that the head reads: D numbers, or under guidance 2 D, the
+conditional ones first. Its draw is a function of these and of T + 1 vectors of noise for T steps: the noise that the
+trajectory begins with, then that of every step. Given all of this except the last step's noise, the latent follows the
+Gaussian of the last step: the parameters of a mixture of one component. That Gaussian does not depend on its logit, which
+has the sum of the logarithms of the standard deviations of all earlier steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.sampling import Sampling, draw
+from lanternpp.errors import InputError
+from lanternpp.models.latents.denoiser import Denoiser, step_distribution
+from lanternpp.models.latents.target import split
+
+
+@dataclass(frozen=True)
+class GaussianMixture:
+    """The distribution of one latent, or of many."""
+
+    log_weight: Tensor  # [..., K], normalised
+    mean: Tensor  # [..., K, C]
+    log_std: Tensor  # [..., K, C]
+
+    @classmethod
+    def of(cls, params: Tensor, channels: int) -> Self:
+        """From parameters [..., P]."""
+        rest, log_std = split(params, channels)
+        components = log_std.shape[-1] // channels
+        shape = (components, channels)
+        means = rest[..., components:].unflatten(-1, shape)
+        return cls(rest[..., :components].log_softmax(-1), means, log_std.unflatten(-1, shape))
+
+    def log_prob(self, latents: Tensor) -> Tensor:
+        """The logarithm of the density at latents [..., C], [...], in nats."""
+        offset = (latents[..., None, :] - self.mean) * (-self.log_std).exp()
+        each = (offset.square() / 2 + self.log_std).sum(-1) + self.mean.shape[-1] / 2 * math.log(2 * math.pi)
+        return (self.log_weight - each).logsumexp(-1)
+
+    def draw(self, u: Tensor) -> Tensor:
+        """Latents at uniform numbers u [..., M, 1 + C], the first of which chooses the component: [..., M, C]."""
+        chosen = draw(self.log_weight.exp(), u[..., 0])[..., None].expand(*u.shape[:-1], self.mean.shape[-1])
+        std = self.log_std.exp().gather(-2, chosen)
+        return self.mean.gather(-2, chosen) + std * torch.special.ndtri(u[..., 1:])
+
+
+@dataclass(frozen=True)
+class MixtureSampling(Sampling):
+    """How latents are drawn from mixtures. `temperature` multiplies every standard deviation.
+
+    Raises InputError for temperature 0, which has no density, and for top-k and top-p, which are for codes.
+    """
+
+    channels: int = 1  # C
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.greedy:
+            raise InputError(
+                "temperature 0 leaves a continuous latent without a density; use one above 0, such as 0.5"
+            )
+        for name, value, off in (("top-k", self.top_k, 0), ("top-p", self.top_p, 1)):
+            if value != off:
+                raise InputError(f"{name} {value} is for codes, and this model draws latents; leave it out")
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """Guided parameters [..., P] -> those of the distribution that latents are drawn from, [..., P] float64."""
+        rest, log_std = split(logits.double(), self.channels)
+        return torch.cat((rest, log_std + math.log(self.temperature)), -1)
+
+    def children(self, q: Tensor, count: int, noise: Noise, purpose: int) -> Tensor:
+        """Parameters [B, W, P] -> latents [B, W, count, C], independent draws in trial order."""
+        u = noise.fine(purpose, q.shape[1], count, 1 + self.channels)
+        return GaussianMixture.of(q, self.channels).draw(u).float()
+
+    def draw(self, probs: Tensor, noise: Noise) -> Tensor:
+        """Parameters [B, P] -> a latent per sample, [B, C]."""
+        return self.children(probs[:, None], 1, noise, Noise.BONUS)[:, 0, 0]
+
+
+@dataclass(frozen=True)
+class MixtureGuidance(Guidance):
+    """Classifier-free guidance that yields a mixture again, so that its density is in closed form.
+
+    Logits and means are extrapolated from the unconditional row's through the conditional row's; the standard deviations
+    are those of the conditional row. For one component and equal standard deviations this is the usual guided
+    distribution, the density proportional to p_c^s p_u^(1 - s) for the scale s; of several components it is that of each
+    by itself. Drafts are verified against the guided distribution.
+    """
+
+    channels: int = 1  # C
+
+    def merge(self, logits: Tensor) -> Tensor:
+        """Parameters [R, ..., P] -> [B, ..., P] in float32 (float64 stays), before temperature."""
+        merged = super().merge(logits)
+        if self.branches == 1:
+            return merged
+        conditional = split(logits.chunk(2)[0].to(merged.dtype), self.channels)[1]
+        return torch.cat((split(merged, self.channels)[0], conditional), -1)
+
+
+@dataclass(frozen=True)
+class DiffusionGuidance(Guidance):
+    """Keeps the features of both branches, as guidance is within every step: `DiffusionSampling` has the scale."""
+
+    def merge(self, logits: Tensor) -> Tensor:
+        """Features [R, ..., D] -> [B, ..., branches D] in float32 (float64 stays)."""
+        features = logits if logits.element_size() == 8 else logits.float()
+        return torch.cat(features.chunk(self.branches), -1)
+
+
+@dataclass(frozen=True)
+class DiffusionSampling(MixtureSampling):
+    """How latents are drawn by the network `denoiser`. `temperature` multiplies the standard deviation of every step.
+
+    Under guidance of scale s the predicted v is u + s (c - u), for the conditional c and the unconditional u, which is the
+    usual guidance of the noise (arXiv 2207.12598); standard deviations are the conditional ones.
+    """
+
+    denoiser: Denoiser = field(kw_only=True, repr=False)
+    steps: int = 1  # T
+    scale: float = 1.0
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """Features [..., branches D] stay as they are."""
+        return logits
+
+    def noise(self, noise: Noise, purpose: int, *shape: int) -> Tensor:
+        """The noise of trajectories, [B, *shape, T + 1, C] float32, or float64 where the network is."""
+        u = noise.fine(purpose, *shape, self.steps + 1, self.channels)
+        kind = self.denoiser.inputs.bias.dtype
+        return torch.special.ndtri(u).to(torch.float64 if kind == torch.float64 else torch.float32)
+
+    def children(self, q: Tensor, count: int, noise: Noise, purpose: int) -> Tensor:
+        """Features [B, W, branches D] -> latents [B, W, count, C], independent draws in trial order."""
+        every = self.noise(noise, purpose, q.shape[1], count)
+        return self.end(self.last_step(q[:, :, None], every), every)
+
+    def end(self, last: Tensor, noise: Tensor) -> Tensor:
+        """The Gaussians of last steps [..., 1 + 2 C] and the noise of their trajectories [..., T + 1, C] -> latents [..., C]."""
+        mean, log_std = last[..., 1:].chunk(2, -1)
+        return (mean + log_std.exp() * noise[..., -1, :]).float()
+
+    def last_step(self, features: Tensor, noise: Tensor) -> Tensor:
+        """The Gaussian of the last step, [..., 1 + 2 C] float64.
+
+        features [..., branches D], which broadcast, and noise [..., T + 1, C], the last of which is not read.
+        """
+        conditions = self.denoiser.conditions(features.unflatten(-1, (-1, self.denoiser.dim)))
+        x = noise[..., 0, :]
+        log_width = torch.zeros_like(x[..., 0])
+        for step in range(self.steps, 0, -1):
+            t = step / self.steps
+            v, log_std = self.denoiser(x[..., None, :], x.new_full((), t), conditions)
+            guided = v[..., 0, :] if v.shape[-2] == 1 else v[..., 1, :].lerp(v[..., 0, :], self.scale)
+            mean, std = step_distribution(x, guided, log_std[..., 0, :], t, (step - 1) / self.steps)
+            std = std * self.temperature
+            if step > 1:
+                log_width = log_width + std.log().sum(-1)
+                x = mean + std * noise[..., self.steps - step + 1, :]
+        return torch.cat((log_width[..., None].double(), mean.double(), std.double().log()), -1)

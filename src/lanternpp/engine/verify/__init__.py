@@ -1,0 +1,1 @@
+"""The verification of drafts: token by token, jointly, and of continuous latents."""
