@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from lanternpp.models.latents.target import DiffusionConfig
 
 from captions import vocabulary
 from common import Crops, Data, Flat, Limit, Model, Run, about, script
 from lanternpp.api.model import model_folder, read_target
 from lanternpp.errors import InputError
-from lanternpp.models.latents.target import ContinuousConfig
+from lanternpp.models.latents.target import ContinuousConfig, DiffusionConfig
 from lanternpp.models.prompted import PromptedTarget
 from lanternpp.models.vq.folder import read_kl, read_vq
 from lanternpp.models.words import WordsConfig, WordsTarget
