@@ -89,7 +89,7 @@ def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
         (
             "jacobi",
             {"coupling": "gumbel"},
-            "the proposer keeps the noise of its guesses .* .coupling gumbel.",
+            "the proposer keeps the noise of its drafts .* .coupling gumbel.",
         ),
         ("jacobi", {"alternatives": 1}, "the tree branches; use verify traversal or token"),
         ("eagle", {}, "the tree branches; use verify traversal or token"),
@@ -128,7 +128,7 @@ class Drawn(StaticTree):
     [
         ("eagle", {"temperature": 0.0}, "at temperature 0 every verifier keeps the same"),
         ("eagle2", {}, "offers the likeliest codes instead of drawing them"),
-        ("jacobi-coupled", {"coupling": "gumbel"}, "keeps the noise of its guesses from pass to pass"),
+        ("jacobi-coupled", {"coupling": "gumbel"}, "keeps the noise of its drafts from pass to pass"),
         ("cool", {"residual": "paper"}, "use verify token, or residual optimal"),
         ("eagle", {"tree": Drawn}, "the shape of the tree is decided while it is drawn; use verify token"),
     ],
