@@ -197,7 +197,7 @@ def test_precomputed_numbers_are_those_of_their_step(samples):
         ):
             assert torch.equal(ready.fine(purpose, *shape), noise.fine(purpose, *shape))
         for levels in (3, 4):  # of one more than there are
-            assert torch.equal(ready.guesses(levels), noise.guesses(levels))
+            assert torch.equal(ready.draft_uniform(levels), noise.draft_uniform(levels))
             first = [noise.fine(Noise.DRAFT + level, 1) for level in range(levels)]
-            assert torch.equal(noise.guesses(levels), torch.cat(first, 1))
+            assert torch.equal(noise.draft_uniform(levels), torch.cat(first, 1))
         noise.step.add_(len(steps) - 1)
