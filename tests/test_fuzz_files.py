@@ -27,7 +27,6 @@ from lanternpp.api.model import read_target
 from lanternpp.api.tuned import Tuned
 from lanternpp.evaluation.classifier import read_classifier
 from lanternpp.nn import checkpoints
-from lanternpp.nn.shards import DTYPES
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.trees import build_tree
 from lanternpp.util.registry import Importable
@@ -207,6 +206,20 @@ def test_a_config_of_others(published: Path, name: str, data: st.DataObject) -> 
         path.write_text(kept)
 
 
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 NAMES = st.one_of(
     st.sampled_from(["weight", "bias", "weight.scale", "__metadata__", "\x1b[2J\nx", "n" * 2000]),
     st.text(max_size=5),

@@ -214,7 +214,7 @@ def rules(config: LlamaGenConfig) -> list[Rename]:
     """Official names, then those of Llama; queries and keys come in neighbouring pairs and become halves."""
     shape = config.decoder
     queries, keys = shape.heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    rotated, every, halves = queries + keys, queries + 2 * keys, f"halves:{shape.head_dim}"
+    rotated, every, halves = queries + keys, queries + 2 * keys, shape.head_dim
     layer, block = r"layers\.(\d+)", r"decoder.blocks.\1"
     fused, w13, half = f"{block}.wqkv.weight", f"{block}.w13.weight", config.hidden
     return [

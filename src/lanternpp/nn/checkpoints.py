@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.nn.pickled import read_pt as read_pt
-from lanternpp.nn.shards import SafeShard, read_tensors
+from lanternpp.nn.shards import metas, read_tensors
 from lanternpp.nn.stores import STORES, Store, check_scales, is_scale, pack
 from lanternpp.util.files import replacing, umask, write_text
 from lanternpp.util.jsonfile import read_object
@@ -66,11 +66,12 @@ def load_config(folder: str | Path) -> dict[str, Any]:
 
 def read_safetensors(path: str | Path) -> dict[str, Tensor]:
     """Every tensor of a safetensors file, on the CPU, fewer bits undone to float32."""
-    file = SafeShard(Path(path))
-    metas = file.metas(any_names=True)  # of features of text, the names are texts
-    check_scales(metas, file.path)
-    named = [name for name in metas if not is_scale(name, metas)]
-    return {name: tensor for name, tensor, _ in read_tensors(file, named, metas)}
+    path = Path(path)
+    # of features of text, the names are texts
+    found = metas(path, any_names=True)
+    check_scales(found, path)
+    named = [name for name in found if not is_scale(name, found)]
+    return {name: tensor for name, tensor, _ in read_tensors(path, named, found)}
 
 
 def write_pt(path: str | Path, content: Mapping[str, Any]) -> None:

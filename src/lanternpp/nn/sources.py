@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import CONFIG, load_config
 from lanternpp.nn.decoder import Block
-from lanternpp.nn.shards import Shard, read_tensors, shards
+from lanternpp.nn.shards import files, metas, read_tensors
 from lanternpp.nn.stores import check_scales, is_scale, restored_meta, scaled
 
 CHUNK = 1 << 26  # bytes read before a file is opened anew, which lets go of what was read
@@ -36,48 +36,25 @@ def halves(tensor: Tensor, head_dim: int) -> Tensor:
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
-def outer(tensor: Tensor, head_dim: int, rotated: int) -> Tensor:
-    """Rows [heads * head_dim, ...] of which the first `rotated` of a head are rotary halves, so that these lie head_dim / 2
-    apart, as if the whole head were rotated: the channels that are not rotated lie behind each half.
-    """
-    first, second, rest = tensor.unflatten(0, (-1, head_dim)).split(
-        (rotated // 2, rotated // 2, head_dim - rotated), 1
-    )
-    left, right = rest.chunk(2, 1)
-    return torch.cat((first, left, second, right), 1).reshape(tensor.shape)
-
-
-CHANGES: dict[str, Callable[..., Tensor]] = {
-    "halves": halves,  # "halves:64": neighbouring rotary pairs to halves, heads of 64 channels
-    "outer": outer,  # "outer:128:64": heads of 128 channels, of which the first 64 are rotated
-    "transpose": lambda tensor: tensor.t(),
-    "conv1x1": lambda tensor: tensor[..., None, None],  # a linear layer's weight as a convolution's
-    "linear": lambda tensor: tensor.flatten(1),  # and back
-    "row": lambda tensor: tensor[None],
-    "flat": lambda tensor: tensor.flatten(),
-}
-
-
 @dataclass(frozen=True)
 class Rename:
     """How a tensor of a checkpoint maps into one of ours; every rule that matches a name applies.
 
     pattern: a regular expression that matches the whole upstream name; name: ours, with \\1, \\2.
     rows: which rows of the upstream tensor are taken, (first, last), last excluded, or a list of them;
-    part: which rows of ours they fill, (first, last); change: an entry of `CHANGES`, with its integers
-    after colons, applied between the two.
+    part: which rows of ours they fill, (first, last); halves: channels of a head whose rotary pairs are neighbours, or 0.
     """
 
     pattern: str
     name: str
     rows: tuple[int, int] | Tensor | None = None
     part: tuple[int, int] | None = None
-    change: str | None = None
+    halves: int = 0
 
     @property
     def whole(self) -> bool:
         """Whether it takes a tensor as it is."""
-        return self.rows is None and self.part is None and self.change is None
+        return self.rows is None and self.part is None and not self.halves
 
     def match(self, upstream: str) -> str | None:
         """Our name for an upstream one, or None."""
@@ -85,15 +62,12 @@ class Rename:
         return found.expand(self.name) if found else None
 
     def apply(self, tensor: Tensor) -> Tensor:
-        """The selected rows, after `change`."""
+        """The selected rows."""
         if isinstance(self.rows, Tensor):
             tensor = tensor[self.rows.to(tensor.device)]
         elif self.rows is not None:
             tensor = tensor[self.rows[0] : self.rows[1]]
-        if self.change is None:
-            return tensor
-        change, *numbers = self.change.split(":")
-        return CHANGES[change](tensor, *map(int, numbers))
+        return halves(tensor, self.halves) if self.halves else tensor
 
 
 SAME = Rename(r"(.+)", r"\1")
@@ -154,14 +128,14 @@ class Source:
     packing: str | None = None
     int8 = False
 
-    def __init__(self, path: Path, files: Sequence[Shard], given: Mapping[str, Any] | None = None):
+    def __init__(self, path: Path, files: Sequence[Path], given: Mapping[str, Any] | None = None):
         self.path, self._files = path, files
         self.given = dict(given or {})  # given by the user instead of found beside it: tokenizer, text, size
 
     @classmethod
     def open(cls, path: Path, given: Mapping[str, Any] | None = None) -> Source:
         """A .safetensors, .pt, .pth or .bin file, a folder with one, or an index of shards and its folder."""
-        return cls(path, shards(path), given)
+        return cls(path, files(path), given)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -179,7 +153,7 @@ class Source:
     @cached_property
     def metas(self) -> dict[str, Tensor]:
         """Every tensor's shape and dtype on the meta device; one of fewer bits and its scale are one of float32."""
-        found = {name: meta for file in self._files for name, meta in file.metas().items()}
+        found = {name: meta for file in self._files for name, meta in metas(file).items()}
         check_scales(found, self.path)
         return {
             name: restored_meta(meta) if scaled(name, found) else meta
@@ -203,8 +177,8 @@ class Source:
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Some tensors, by their names."""
         for file in self._files:
-            metas = file.metas()
-            for name, tensor, _ in read_tensors(file, [name for name in metas if name in names], metas):
+            found = metas(file)
+            for name, tensor, _ in read_tensors(file, found.keys() & set(names), found):
                 yield name, tensor
 
     def layers(self, prefix: str = r"layers\.") -> int:
@@ -304,17 +278,17 @@ class Source:
             return next((i for i, begin in enumerate(blocks) if ours.startswith(begin)), -1)
 
         for file in self._files:
-            metas = file.metas()
+            found = metas(file)
             group: list[str] = []
             size = 0
-            for name in sorted(filter(pieces.get, metas), key=block):
+            for name in sorted(filter(pieces.get, found), key=block):
                 group.append(name)
-                size += metas[name].nbytes
+                size += found[name].nbytes
                 if size >= CHUNK:
-                    yield from read_tensors(file, group, metas)
+                    yield from read_tensors(file, group, found)
                     group, size = [], 0
             if group:
-                yield from read_tensors(file, group, metas)
+                yield from read_tensors(file, group, found)
 
 
 def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -336,13 +310,12 @@ def misfit(piece: Piece, meta: Tensor, own: Tensor) -> str:
     own = own.to("meta")
     try:
         given, place = piece.rule.apply(meta), piece.place(own)
-    except (RuntimeError, IndexError) as error:
-        change = f"{piece.rule.change} cannot take ({str(error).splitlines()[0]})"
-        return f"{piece.upstream} is {tuple(meta.shape)}, which {change}"
+    except (RuntimeError, IndexError):
+        return f"{piece.upstream} is {tuple(meta.shape)}, which has no rows of whole heads"
     if given.shape != place.shape:
         gives = "" if given.shape == meta.shape else f", which gives {tuple(given.shape)}"
         return f"{piece.upstream} is {tuple(meta.shape)}{gives} where {tuple(place.shape)} is expected"
-    if meta.is_floating_point() == own.is_floating_point() and meta.is_complex() == own.is_complex():
+    if meta.is_floating_point() == own.is_floating_point():
         return ""
     kind = str(meta.dtype).removeprefix("torch.")
     expected = "weights" if own.is_floating_point() else "whole numbers"
