@@ -17,7 +17,7 @@ from lanternpp.errors import InputError
 from lanternpp.models.base import PromptWarning
 from lanternpp.models.classes import class_of, classes
 from lanternpp.models.conditions import TextCondition
-from lanternpp.models.text import FEATURES, StoredText, T5Text, clean, quiet, text_of
+from lanternpp.models.text import FEATURES, T5Text, clean, quiet, text_of
 
 CLEANED = {  # what the authors' own cleaning makes of them
     "A blue Porsche 356 parked in front of a yellow brick wall.": "a blue porsche 356 parked in front of a yellow brick wall.",
@@ -112,7 +112,7 @@ def test_stored_features_are_rows_of_numbers(encoder: Path, tmp_path: Path) -> N
     for rows in (torch.ones(4, 24, dtype=torch.int64), torch.ones(24), torch.tensor(1.0)):
         save_file({"a tulip": rows}, tmp_path / FEATURES)
         with pytest.raises(InputError, match="'a tulip' are no rows of numbers"):
-            StoredText(tmp_path / FEATURES, T5Text(encoder))
+            T5Text(encoder, stored=tmp_path / FEATURES)
 
 
 def test_a_long_prompt_is_cut_with_a_warning(encoder: Path) -> None:
@@ -121,10 +121,11 @@ def test_a_long_prompt_is_cut_with_a_warning(encoder: Path) -> None:
 
 
 def test_stored_features_stand_in_for_the_encoder(encoder: Path, tmp_path: Path) -> None:
-    T5Text(encoder).store(tmp_path / FEATURES, ["a tulip", "a red tulip"])
+    like = torch.empty(0, dtype=torch.bfloat16)
+    rows = {text: T5Text(encoder).features(text, like).contiguous() for text in ("a tulip", "a red tulip")}
+    save_file(rows, tmp_path / FEATURES)
     text = text_of(tmp_path, {"text": str(tmp_path / "nowhere")})
-    assert isinstance(text, StoredText)
-    expected = T5Text(encoder).features("a red tulip", torch.empty(0, dtype=torch.bfloat16)).float()
+    expected = T5Text(encoder).features("a red tulip", like).float()
     assert torch.equal(text.features("a red tulip", torch.empty(0)), expected)
     with pytest.raises(InputError, match="cannot be loaded"):
         text.features("a blue tulip", torch.empty(0))
@@ -133,7 +134,7 @@ def test_stored_features_stand_in_for_the_encoder(encoder: Path, tmp_path: Path)
 def test_texts_lie_right_and_null_rows_are_padded_like_them(encoder: Path) -> None:
     condition = TextCondition(dim=8, caption_dim=24, slots=6).requires_grad_(False)
     condition.null.normal_()  # a checkpoint's to fill
-    condition.open(T5Text(encoder))
+    condition.text = T5Text(encoder)
     prompt = condition.prompt(["a red tulip", None], 2)
     assert prompt.embeds.shape == (4, 6, 8)
     assert prompt.start.tolist() == [2, 0, 2, 0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +11,14 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.models.classes import class_of
-from lanternpp.models.text import Text
+from lanternpp.models.text import T5Text
 from lanternpp.types import Prompt
 
 
 class Condition(nn.Module, ABC):
     """Encodes conditions as prompt slots."""
+
+    text: T5Text | None = None  # where features of texts come from, for conditions that need them
 
     @abstractmethod
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
@@ -26,22 +27,6 @@ class Condition(nn.Module, ABC):
     @abstractmethod
     def check(self, condition: str | None) -> None:
         """InputError where a condition cannot be followed."""
-
-    def open(self, text: Text) -> None:
-        """Set the source of text features, for conditions that need them."""
-        return
-
-    def cache_prompts(self, prompts: int) -> None:
-        """Keep the features of up to so many more prompts."""
-        return
-
-    def release_encoder(self) -> None:
-        """Free the text encoder."""
-        return
-
-    def save(self, folder: Path) -> list[str]:
-        """Write what lies beside the target into a model folder; the parts written."""
-        return []
 
 
 class ClassCondition(Condition):
@@ -76,25 +61,6 @@ class TextCondition(Condition):
         self.fc1 = nn.Linear(caption_dim, dim, bias=False)
         self.fc2 = nn.Linear(dim, dim, bias=False)
         self.null = nn.Parameter(torch.empty(slots, caption_dim))
-        self._text: list[Text] = []
-
-    def open(self, text: Text) -> None:
-        """Take features from `text`; it is loaded when the first prompt arrives."""
-        self._text[:] = [text]
-
-    def cache_prompts(self, prompts: int) -> None:
-        """Remember the features of so many more texts."""
-        for text in self._text:
-            text.cache_texts(prompts)
-
-    def release_encoder(self) -> None:
-        """Free the text encoder."""
-        for text in self._text:
-            text.release()
-
-    def save(self, folder: Path) -> list[str]:
-        """The encoder, or the file of features."""
-        return self._text[0].save(folder) if self._text else []
 
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
         """Texts -> their slots. A null row is padded as its text is: so were the models trained to be guided."""
@@ -116,7 +82,8 @@ class TextCondition(Condition):
 
     def _features(self, text: str) -> Tensor:
         """[n, caption_dim] of a text; n at most the slots."""
-        features = self._text[0].features(text, self.null)
+        assert self.text is not None
+        features = self.text.features(text, self.null)
         if features.dim() != 2 or features.shape[1] != self.caption_dim or not len(features):
             raise InputError(
                 f"the text encoder gives features of shape {tuple(features.shape)}; this model reads "

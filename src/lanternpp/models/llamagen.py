@@ -125,7 +125,7 @@ class LlamaGenTarget(Target):
         beside = source.path if source.path.is_dir() and not ours else source.path.parent
         vq = find_tokenizer(beside, source.given.get("tokenizer"))
         target = cls.made(config, source.path)
-        target.condition.open(text_of(beside, source.config, source.given.get("text")))
+        target.condition.text = text_of(beside, source.config, source.given.get("text"))
         source.fill(target, [SAME] if ours else rules(config), dtype, () if ours else SKIP, device)
         target._vq.append(read_tokenizer(vq, config.grid, dtype, device))
         check_codes(source.path, config.vocab, vq.path, len(target.vq.codebook))
@@ -135,7 +135,8 @@ class LlamaGenTarget(Target):
         """Write target, tokenizer and, where it lies on this machine, the text encoder."""
         checkpoints.save(folder / "target", {"kind": KIND, **asdict(self.config)}, self.state_dict(), store)
         save_tokenizer(self.vq, folder / "tokenizer", store)
-        return ["target", "tokenizer", *self.condition.save(folder)]
+        text = self.condition.text
+        return ["target", "tokenizer", *(text.save(folder) if text and self.config.caption_dim else ())]
 
     @classmethod
     def made(cls, config: LlamaGenConfig, config_of: Path | None = None) -> Self:
@@ -187,11 +188,13 @@ class LlamaGenTarget(Target):
 
     def cache_prompts(self, prompts: int) -> None:
         """Keep the features of so many more texts."""
-        self.condition.cache_prompts(prompts)
+        if self.condition.text:
+            self.condition.text.cache_texts(prompts)
 
     def release_encoder(self) -> None:
         """Free the text encoder."""
-        self.condition.release_encoder()
+        if self.condition.text:
+            self.condition.text.release()
 
     def embed(self, codes: Tensor) -> Tensor:
         """codes [R, N] -> [R, N, D]."""

@@ -7,22 +7,19 @@ import pickle
 import re
 import shutil
 import sys
-from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_plus
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.models.base import warn_of_prompt
 from lanternpp.nn.checkpoints import CONFIG, read_safetensors
-from lanternpp.util.files import replacing
 from lanternpp.util.jsonfile import read_object
 
 ENCODER = "google/flan-t5-xl"
@@ -31,91 +28,41 @@ KEPT = 64  # texts whose features are remembered
 RUNS_IN = {torch.float16: torch.bfloat16, torch.float64: torch.float32}  # T5 overflows in float16
 
 
-class Text(ABC):
-    """Where the features of a text come from."""
+class T5Text:
+    """The features of texts: the encoder of a T5 (arXiv 1910.10683), loaded with its tokenizer when the first text arrives.
 
-    @abstractmethod
-    def features(self, text: str, like: Tensor) -> Tensor:
-        """[n, C], one row per token, on the device and in the dtype of `like`; InputError where there are none."""
-
-    def store(self, path: Path, texts: Sequence[str]) -> None:
-        """Write the features of some texts as the file that `StoredText` reads, in bfloat16."""
-        rows = {
-            text: self.features(text, torch.empty(0, dtype=torch.bfloat16)).contiguous() for text in texts
-        }
-        with replacing(path) as temporary:
-            save_file(rows, temporary)
-
-    def release(self) -> None:
-        """Free what is loaded; the next new text loads it again."""
-        return
-
-    def cache_texts(self, texts: int) -> None:
-        """Remember the features of so many more texts."""
-        return
-
-    def save(self, folder: Path) -> list[str]:
-        """Write it into a model folder where it lies on this machine; the parts written."""
-        return []
-
-
-class StoredText(Text):
-    """Features from a safetensors file whose tensors [n, C] are named by their texts; others from elsewhere."""
-
-    def __init__(self, path: Path, otherwise: Text):
-        self.path, self.otherwise = path, otherwise
-        self._rows = read_safetensors(path)
-        wrong = next(
-            (text for text, rows in self._rows.items() if rows.ndim != 2 or not rows.is_floating_point()),
-            None,
-        )
-        if wrong is not None:
-            raise InputError(
-                f"{path}: the features of {wrong[:40]!r} are no rows of numbers, one for each token"
-            )
-
-    def features(self, text: str, like: Tensor) -> Tensor:
-        """Those in the file, or made anew."""
-        if text in self._rows:
-            return self._rows[text].to(like)
-        return self.otherwise.features(text, like)
-
-    def release(self) -> None:
-        """Free the encoder of other texts."""
-        self.otherwise.release()
-
-    def cache_texts(self, texts: int) -> None:
-        """Those that are not in the file."""
-        self.otherwise.cache_texts(texts)
-
-    def save(self, folder: Path) -> list[str]:
-        """The features, and the encoder behind them."""
-        shutil.copyfile(self.path, folder / FEATURES)
-        return [FEATURES, *self.otherwise.save(folder)]
-
-
-class T5Text(Text):
-    """The encoder of a T5 (arXiv 1910.10683), loaded once, with its tokenizer, when the first text arrives.
-
-    where: a folder or a hub id. The last features are remembered.
+    where: a folder or a hub id. stored: a safetensors file with the features [n, C] of some texts, by their texts. The last
+    features are remembered.
     """
 
-    def __init__(self, where: str | Path, tokens: int = 120):
-        self.where, self.tokens = str(where), tokens
+    def __init__(self, where: str | Path, tokens: int = 120, stored: Path | None = None):
+        self.where, self.tokens, self.stored = str(where), tokens, stored
         self._encoder: Any = None
         self._tokenizer: Any = None
         self._known: OrderedDict[str, Tensor] = OrderedDict()
         self._kept = KEPT
+        self._rows = {} if stored is None else read_safetensors(stored)
+        for text, rows in self._rows.items():
+            if rows.ndim != 2 or not rows.is_floating_point():
+                raise InputError(
+                    f"{stored}: the features of {text[:40]!r} are no rows of numbers, one for each token"
+                )
 
     def features(self, text: str, like: Tensor) -> Tensor:
-        """The last hidden states of the cleaned text, at most `tokens` of them."""
+        """[n, C], one row per token, on the device and in the dtype of `like`; InputError where there are none.
+
+        Those of the file, or the last hidden states of the cleaned text, at most `tokens` of them.
+        """
+        if text in self._rows:
+            return self._rows[text].to(like)
         if text in self._known:
             self._known.move_to_end(text)
         else:
             self._load(like)
             self._known[text] = self._encoded(text, like)
             if len(self._known) > self._kept:
-                self._known.popitem(last=False)  # the least recently used one
+                # the least recently used one
+                self._known.popitem(last=False)
         return self._known[text].to(like)
 
     def _encoded(self, text: str, like: Tensor) -> Tensor:
@@ -137,14 +84,18 @@ class T5Text(Text):
         self._kept += texts
 
     def save(self, folder: Path) -> list[str]:
-        """The encoder alone, without the decoder that a T5 also has, and the tokenizer, as `text`."""
+        """Write the file of features, and the encoder, without a T5's decoder, where it lies on this machine; the parts written."""
+        parts = []
+        if self.stored is not None:
+            shutil.copyfile(self.stored, folder / FEATURES)
+            parts.append(FEATURES)
         if not Path(self.where).is_dir():
-            return []
+            return parts
         self._load(torch.empty(0, dtype=torch.bfloat16))
         with quiet():
             self._encoder.save_pretrained(folder / "text")
             self._tokenizer.save_pretrained(folder / "text")
-        return ["text"]
+        return [*parts, "text"]
 
     def _load(self, like: Tensor) -> None:
         if self._encoder is not None:
@@ -194,7 +145,7 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def text_of(folder: Path, config: Mapping[str, Any], given: Path | None = None) -> Text:
+def text_of(folder: Path, config: Mapping[str, Any], given: Path | None = None) -> T5Text:
     """Where a model's features of texts come from.
 
     `embeddings.safetensors` in its folder, then the folder of a T5 that is given or lies in it, then the hub
@@ -203,9 +154,9 @@ def text_of(folder: Path, config: Mapping[str, Any], given: Path | None = None) 
     if given and not is_t5(given):
         raise InputError(f"{given} is no folder of a T5; name the one of {ENCODER}")
     here = [path for path in sorted(folder.iterdir()) if path.is_dir() and is_t5(path)]
-    encoder = T5Text(given or (here[0] if here else str(config.get("text", ENCODER))))
     stored = folder / FEATURES
-    return StoredText(stored, encoder) if stored.is_file() else encoder
+    where = given or (here[0] if here else str(config.get("text", ENCODER)))
+    return T5Text(where, stored=stored if stored.is_file() else None)
 
 
 def is_t5(folder: Path) -> bool:

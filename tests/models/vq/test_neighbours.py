@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 
 from lanternpp.models.vq import neighbours as module
-from lanternpp.models.vq.neighbours import PAIRWISE, neighbours
+from lanternpp.models.vq.neighbours import neighbours
 from lanternpp.util.progress import progress_bar
 
 BOOK = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
@@ -52,41 +52,11 @@ def test_a_full_disk_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert torch.equal(table, neighbours(BOOK, 4)) and not list(tmp_path.iterdir())
 
 
-def books() -> dict[str, torch.Tensor]:
-    """Codebooks of 600 codes."""
-    draw = torch.Generator().manual_seed(1)
-    plain, few = torch.randn(600, 5, generator=draw), torch.randn(600, 1, generator=draw)
-    return {
-        "plain": plain,
-        "one dimension": few,
-        "far from zero": plain + 100,
-        "doubles": plain.repeat(2, 1)[::2],
-    }
-
-
-@pytest.mark.parametrize("k", [1, 7, 30])
-@pytest.mark.parametrize("name", books())
-def test_groups_of_a_large_codebook_hold_the_same_neighbours(name: str, k: int, monkeypatch) -> None:
-    """By distance: codes that are equally far may come in any order."""
-    book = books()[name]
-    expected = torch.cdist(book, book, compute_mode=PAIRWISE).fill_diagonal_(float("inf")).sort(-1).values
-    monkeypatch.setattr(module, "LARGE", 1)
-    table = neighbours(book, k).long()
-    assert torch.equal(torch.cdist(book[:, None], book[table], compute_mode=PAIRWISE)[:, 0], expected[:, :k])
-    assert (table != torch.arange(600)[:, None]).all()
-
-
-def test_most_distances_of_a_large_codebook_are_never_computed(monkeypatch) -> None:
-    monkeypatch.setattr(module, "LARGE", 1)
-    monkeypatch.setattr(module, "_of_all", lambda *_: pytest.fail("all distances are computed"))
-    neighbours(books()["plain"], 7)
-
-
 def test_a_large_table_has_a_progress_bar_below_that_of_its_verb(monkeypatch, capsys) -> None:
     monkeypatch.setattr(module, "LARGE", 1)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     with progress_bar("drawing"):
-        neighbours(books()["plain"], 7)
+        neighbours(BOOK, 7)
     shown = capsys.readouterr().err
     assert "drawing" in shown and "codebook neighbours" in shown
