@@ -18,7 +18,7 @@ def options(method: str, model: Path, drafter: Path) -> list[object]:
     few = ["--neighbours", 8] if METHODS[method].dials.get("neighbours") else []
     none: list[object] = []
     own = {
-        "nothing": none,
+        "none": none,
         "tree": ["--drafter", drafter],
         "parallel": ["--drafter", drafter],
         "independent": ["--drafter", model],
