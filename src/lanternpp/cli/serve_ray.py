@@ -25,13 +25,14 @@ def deploy(
 ) -> None:
     """Serve with replicas at a socket until a signal. Raises InputError."""
     from lanternpp.serve.ray_serve import run
+    from lanternpp.serve.server import url
 
     out = sys.stdout  # `cluster` redirects sys.stdout while Ray runs
 
-    def ready(url: str, info: ReplicaInfo) -> None:
+    def ready(info: ReplicaInfo) -> None:
         tell_effect(info.effect)
         typer.echo(
-            f"{url}: {info.model} with {spec.config.method} in {info.dtype}, {info.replicas} replicas of {spec.config.slots} "
+            f"{url(bound)}: {info.model} with {spec.config.method} in {info.dtype}, {info.replicas} replicas of {spec.config.slots} "
             "slots",
             file=out,
         )

@@ -24,7 +24,7 @@ from lanternpp.serve.error_responses import CODES, error_response
 from lanternpp.serve.fresh_thread import run_in_fresh_thread
 from lanternpp.serve.guard import Guard
 from lanternpp.serve.page import FILES
-from lanternpp.serve.server import GRACEFUL_SECONDS, url
+from lanternpp.serve.server import GRACEFUL_SECONDS
 from lanternpp.serve.server import run as serve_until_signal
 
 NAME = "lanternpp"
@@ -90,7 +90,7 @@ class Replica:
 
 
 class Replicas:
-    """All replicas, by their handle: an ASGI app and its `Backend` in one."""
+    """All replicas, by their handle: an ASGI app, closed as a `Batcher` is."""
 
     broken: Exception | None = None  # never: Ray Serve replaces a replica that breaks
 
@@ -150,23 +150,16 @@ async def read_body(receive: Receive) -> bytes | None:
     return None
 
 
-def check_model(spec: ServerSpec, threads: int, replicas: int) -> ReplicaInfo:
-    """Read the model on a worker, once before all replicas do, so that a mistake is one InputError."""
-    torch.set_num_threads(threads)
-    pipe = spec.load_model()
-    return ReplicaInfo(pipe.name, pipe.dtype, None if pipe.effect is None else str(pipe.effect), replicas)
-
-
 def run(
     address: str,
     replicas: int | None,
     spec: ServerSpec,
     bound: socket.socket,
     drain: float,
-    ready: Callable[[str, ReplicaInfo], None],
+    ready: Callable[[ReplicaInfo], None],
     proxies: tuple[str, ...] = (),
 ) -> bool:
-    """Deploy the replicas and serve at a socket until a signal; `ready` gets the URL once requests are answered.
+    """Deploy the replicas and serve at a socket until a signal; `ready` is called once requests are answered.
 
     Otherwise as `server.run`. Only this machine listens, wherever the replicas run. Raises InputError.
     """
@@ -177,7 +170,7 @@ def run(
         backend = Replicas(deploy(ray, address, spec, part, threads, count))
         app = Guard(backend, spec.config, FILES if spec.config.page else ())
         try:
-            return serve_until_signal(app, backend, bound, drain, lambda: ready(url(bound), info), proxies)
+            return serve_until_signal(app, backend, bound, drain, lambda: ready(info), proxies)
         finally:
             from ray import serve
 
@@ -185,14 +178,17 @@ def run(
 
 
 def check_on_worker(ray: Any, spec: ServerSpec, part: Share, threads: int, count: int) -> ReplicaInfo:
-    """`check_model` on a worker: what the replicas will draw with. Raises InputError."""
-    task = ray.remote(max_retries=0, max_calls=1, **part.options)(check_model)
+    """Read the model on a worker, once before all replicas do, so that a mistake is one InputError."""
+
+    def check() -> ReplicaInfo:
+        torch.set_num_threads(threads)
+        pipe = spec.load_model()
+        return ReplicaInfo(pipe.name, pipe.dtype, None if pipe.effect is None else str(pipe.effect), count)
+
     try:
-        found: ReplicaInfo = ray.get(task.remote(spec, threads, count))
+        found: ReplicaInfo = ray.get(ray.remote(max_retries=0, max_calls=1, **part.options)(check).remote())
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, InputError):
-            raise error.cause from None
-        raise
+        raise error.cause if isinstance(error.cause, InputError) else error from None
     return found
 
 

@@ -6,13 +6,17 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from lanternpp.errors import InputError
 from lanternpp.serve.connections import Connection, Limits, raise_soft_limit
+
+if TYPE_CHECKING:
+    from lanternpp.serve.batcher import Batcher
+    from lanternpp.serve.ray_serve import Replicas
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GRACEFUL_SECONDS = 5  # for writing the last answers after drawing has ended
@@ -65,34 +69,19 @@ def url(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class Backend(Protocol):
-    """What draws the pictures of an app: a batcher, or the batchers of all replicas."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing new is accepted."""
-
-    @property
-    def broken(self) -> Exception | None:
-        """The error that ended it; None: it runs, or was closed."""
-
-    def close(self, drain: bool, timeout: float) -> bool:
-        """Stop; with `drain`, wait up to `timeout` seconds for accepted pictures. Whether all were finished."""
-
-
 def run(
     app: ASGIApp,
-    backend: Backend,
+    backend: Batcher | Replicas,
     bound: socket.socket,
     drain: float,
     ready: Callable[[], None],
     proxies: Sequence[str] = (),
 ) -> bool:
-    """Serve until SIGTERM or SIGINT; `ready` is called once requests are answered.
+    """Serve until SIGTERM or SIGINT; `ready` is called once requests are answered. `backend` draws the app's pictures.
 
     After the signal, accepted pictures have `drain` seconds to finish and new requests get 503. After a second one they
-    get 503 too, and a third ends the server without answers. Returns whether all accepted pictures were finished. If the backend breaks, the server ends and its
-    error is raised, so that a supervisor can start a new process.
+    get 503 too, and a third ends the server without answers. Returns whether all accepted pictures were finished. If the
+    backend breaks, the server ends and its error is raised, so that a supervisor can start a new process.
     """
     finished = True
 
