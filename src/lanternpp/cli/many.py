@@ -90,10 +90,9 @@ class ManyOptions(RayOptions):
 def check_ray(address: str | None) -> None:
     """Raise InputError where an address of Ray is given, and Ray is not installed or the address is malformed."""
     if address is not None:
-        from lanternpp.jobs.cluster import check_address, require
+        from lanternpp.jobs.cluster import check
 
-        check_address(address)
-        require()
+        check(address)
 
 
 def draw(given: ManyOptions, n: int, seed: int, as_json: bool, options: DrawOptions) -> None:

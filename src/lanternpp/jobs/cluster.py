@@ -50,20 +50,15 @@ class Share:
         return {"num_cpus": self.cpus, "num_gpus": self.gpus}
 
 
-def require() -> None:
-    """Raise InputError unless Ray is installed. It is not imported: that takes seconds."""
-    if find_spec("ray") is None:
-        raise InputError("--ray needs Ray, which is not installed; pip install 'lanternpp[ray]'")
-
-
-def check_address(address: str) -> str:
-    """The address, unchanged. Raises InputError where it is malformed."""
+def check(address: str) -> None:
+    """InputError unless Ray is installed and the address well-formed. Ray is not imported: that takes seconds."""
     if address not in (LOCAL, AUTO) and not re.fullmatch(r"[\w.-]+:\d+|\[[0-9a-fA-F:]+\]:\d+", address):
         raise InputError(
             f"--ray {address!r} is not an address; use local (this machine), auto (the cluster this machine is part "
             "of) or HOST:PORT"
         )
-    return address
+    if find_spec("ray") is None:
+        raise InputError("--ray needs Ray, which is not installed; pip install 'lanternpp[ray]'")
 
 
 @contextmanager
@@ -73,7 +68,7 @@ def cluster(address: str, workers: int | None = None) -> Iterator[Any]:
     Ray prints messages, such as the death of a worker, on stdout. So inside the block `sys.stdout` is discarded.
     Raises InputError where there is no cluster at the address.
     """
-    require()
+    check(address)
     os.environ.update({k: v for k, v in QUIET.items() if k not in os.environ})
     if address == LOCAL:
         os.environ.update(LOOPBACK, RAY_AUTH_TOKEN=token())
