@@ -157,7 +157,7 @@ def run_verbs(python: Path, home: Path, env: dict[str, str]) -> dict:
         ["models"],
         ["compare", "a red tulip", "--model", model, "--runs", "1"],
         ["bench", "--model", model, *prompts, "--methods", "eagle", "-n", "1"],
-        ["generate", "--model", model, *prompts, "--out", "many", "-n", "2"],
+        ["generate", "--model", model, *prompts, "-o", "many", "-n", "2"],
         ["models", "convert", model, "copy"],
         ["tune", "--model", model, *prompts, "--nodes", "2", "--depth", "2", "--rounds", "1", "-n", "1"],
         ["throughput", "--model", model, *prompts, "--batch-sizes", "1", "--rounds", "1"],

@@ -107,7 +107,7 @@ def test_verbs_that_write_pictures_refuse_a_model_whose_codes_cannot_become_one(
     for verb in (
         ["generate", "red sea"],
         ["bench", "--prompts", prompts],
-        ["generate", "--prompts", prompts, "--out", "many"],
+        ["generate", "--prompts", prompts, "-o", "many"],
         ["serve", "--port", 0],
     ):
         done = run(*verb, "--model", tmp_path / "glm")

@@ -66,7 +66,7 @@ def test_no_fit_takes_the_models_own_draft(run, model, fitted) -> None:
 
 def test_a_job_draws_with_a_fitted_draft_and_goes_on_with_another(run, model, fitted, elsewhere) -> None:
     (elsewhere / "p.txt").write_text(f"{PROMPT}\na tulip\n")
-    command = ("generate", "--prompts", "p.txt", "--out", "o", "--model", model, "--method", "parallel")
+    command = ("generate", "--prompts", "p.txt", "-o", "o", "--model", model, "--method", "parallel")
     fitted |= {"plain": 1.0, "chain-2": 1.1}
     assert "a chain of 2, fitted to this CPU" in run(*command).out
     first, second = sorted((elsewhere / "o").glob("*.png"))

@@ -42,7 +42,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_one_png_for_each_prompt_and_seed(job, elsewhere: Path) -> None:
-    outcome = job("--out", "new/out", "--seed", 7)
+    outcome = job("-o", "new/out", "--seed", 7)
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.startswith("new/out: 10 pictures, ") and "codes per pass" in outcome.out
     made = {}
@@ -56,26 +56,26 @@ def test_one_png_for_each_prompt_and_seed(job, elsewhere: Path) -> None:
 
 
 def test_a_picture_of_a_job_is_the_one_of_its_prompt_alone(job, run, model, elsewhere: Path) -> None:
-    job("--out", "out", "--seed", 3, "--batch-size", 4)
+    job("-o", "out", "--seed", 3, "--batch-size", 4)
     run("generate", PROMPTS[1], "--model", model, "--seed", 4, "--batch-size", 4, "-o", "alone.png")
     (same,) = (elsewhere / "out").glob("a-tulip-*-4.png")
     assert same.read_bytes() == (elsewhere / "alone.png").read_bytes()
 
 
 def test_a_large_batch_of_a_job_has_at_most_a_slot_for_each_picture(job, model) -> None:
-    job("--out", "out", "--batch-size", 1_000_000)
-    settings = json.loads(job("--out", "out", "--batch-size", 1_000_000, "--json").out)["settings"]
+    job("-o", "out", "--batch-size", 1_000_000)
+    settings = json.loads(job("-o", "out", "--batch-size", 1_000_000, "--json").out)["settings"]
     assert settings["batch_size"] == 1_000_000  # as the pictures have it, so that a longer list goes on
 
 
 def test_what_is_there_is_not_drawn_again(job, requested, elsewhere: Path) -> None:
-    job("--out", "out")
+    job("-o", "out")
     before = contents(elsewhere / "out")
     times = {path: path.stat().st_mtime_ns for path in (elsewhere / "out").iterdir()}
-    outcome = job("--out", "out")
+    outcome = job("-o", "out")
     assert outcome.code == 0 and outcome.out == "out: nothing to draw, all 10 pictures are there\n"
     requested.write_text("one more red tulip\n" + requested.read_text())
-    figures = json.loads(job("--out", "out", "--json").out)
+    figures = json.loads(job("-o", "out", "--json").out)
     assert (figures["images"], figures["skipped"], figures["codes"]) == (2, 10, 32)
     after = contents(elsewhere / "out")
     assert len(after) == 12 and {name: after[name] for name in before} == before
@@ -83,14 +83,14 @@ def test_what_is_there_is_not_drawn_again(job, requested, elsewhere: Path) -> No
 
 
 def test_the_order_and_what_was_there_decide_nothing(job, requested, elsewhere: Path) -> None:
-    job("--out", "one", "--batch-size", 3)
+    job("-o", "one", "--batch-size", 3)
     whole = contents(elsewhere / "one")
     requested.write_text("\n".join(reversed(PROMPTS)))
-    assert job("--out", "two", "--batch-size", 3).code == 0
+    assert job("-o", "two", "--batch-size", 3).code == 0
     assert contents(elsewhere / "two") == whole
     for path in sorted((elsewhere / "two").iterdir())[::2]:
         path.unlink()
-    assert "5 were there already" in job("--out", "two", "--batch-size", 3).out
+    assert "5 were there already" in job("-o", "two", "--batch-size", 3).out
     assert contents(elsewhere / "two") == whole
 
 
@@ -98,7 +98,7 @@ def test_a_killed_job_goes_on(run, elsewhere: Path) -> None:
     model = write_model(elsewhere / "longer", grid=8)
     (elsewhere / "many.txt").write_text("a tulip\nred tulip\n")
     args = ["generate", "--prompts", "many.txt", "--model", model, "-n", 20, "--batch-size", 2]
-    command = [sys.executable, "-c", "from lanternpp.cli import main; main()", *map(str, args), "--out", "a"]
+    command = [sys.executable, "-c", "from lanternpp.cli import main; main()", *map(str, args), "-o", "a"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while len(list((elsewhere / "a").glob("*.png"))) < 3:
         assert process.poll() is None
@@ -107,13 +107,13 @@ def test_a_killed_job_goes_on(run, elsewhere: Path) -> None:
     process.wait()
     left = len(list((elsewhere / "a").glob("*.png")))
     assert 3 <= left < 40
-    assert f"{40 - left} pictures, {left} were there already" in run(*args, "--out", "a").out
-    assert run(*args, "--out", "b").code == 0
+    assert f"{40 - left} pictures, {left} were there already" in run(*args, "-o", "a").out
+    assert run(*args, "-o", "b").code == 0
     assert contents(elsewhere / "a") == contents(elsewhere / "b")
 
 
 def test_halves_and_leftovers_go(job, elsewhere: Path) -> None:
-    job("--out", "out")
+    job("-o", "out")
     whole = contents(elsewhere / "out")
     cut, empty, other, *_ = sorted((elsewhere / "out").iterdir())
     cut.write_bytes(cut.read_bytes()[:-20])
@@ -122,18 +122,18 @@ def test_halves_and_leftovers_go(job, elsewhere: Path) -> None:
     left = other.with_name(f".{other.name}.{int(dead.stdout)}.tmp")
     left.write_bytes(b"half")
     os.utime(left, (0, 0))
-    assert "2 pictures, 8 were there already" in job("--out", "out").out
+    assert "2 pictures, 8 were there already" in job("-o", "out").out
     assert contents(elsewhere / "out") == whole
 
 
 def test_a_picture_damaged_inside_is_drawn_again(job, elsewhere: Path) -> None:
-    job("--out", "out")
+    job("-o", "out")
     whole = contents(elsewhere / "out")
     for name in list(whole)[:2]:
         damaged = bytearray(whole[name])
         damaged[damaged.index(b"IDAT") + 40] ^= 1
         (elsewhere / "out" / name).write_bytes(damaged)
-    assert "2 pictures, 8 were there already" in job("--out", "out").out
+    assert "2 pictures, 8 were there already" in job("-o", "out").out
     assert contents(elsewhere / "out") == whole
 
 
@@ -147,7 +147,7 @@ def test_a_job_has_its_folder_for_itself(job, run, model, requested, elsewhere: 
             "-c",
             "from lanternpp.cli import main; main()",
             "generate",
-            "--out",
+            "-o",
             "new/out",
         ]
         command += ["--prompts", requested, "--model", model, "--temperature", "0.5"]
@@ -155,30 +155,30 @@ def test_a_job_has_its_folder_for_itself(job, run, model, requested, elsewhere: 
         return {}, []
 
     monkeypatch.setattr(Renderer, "check", second)
-    assert job("--out", "new/out").code == 0
+    assert job("-o", "new/out").code == 0
     (other,) = reported
     assert (other.returncode, other.stdout, other.stderr.count("\n")) == (2, "", 1)
     assert f"new/out is being filled by another process ({os.getpid()} on " in other.stderr
     assert len(contents(elsewhere / "new/out")) == 10  # and nothing else
-    assert "nothing to draw" in job("--out", "new/out").out
+    assert "nothing to draw" in job("-o", "new/out").out
 
 
 def test_other_settings_do_not_mix(job, elsewhere: Path) -> None:
-    job("--out", "out", "--temperature", 0.5)
+    job("-o", "out", "--temperature", 0.5)
     before = contents(elsewhere / "out")
-    outcome = job("--out", "out", "--temperature", 0.75)
+    outcome = job("-o", "out", "--temperature", 0.75)
     assert outcome.code == 2 and outcome.err.count("\n") == 1
     assert "temperature 0.5, now 0.75" in outcome.err and "--overwrite" in outcome.err
     assert contents(elsewhere / "out") == before
     first = sorted(before)[0]
-    assert "out: 10 pictures, " in job("--out", "out", "--temperature", 0.75, "--overwrite").out
+    assert "out: 10 pictures, " in job("-o", "out", "--temperature", 0.75, "--overwrite").out
     assert contents(elsewhere / "out")[first] != before[first]
-    assert "nothing to draw" in job("--out", "out", "--temperature", 0.75, "--overwrite").out
+    assert "nothing to draw" in job("-o", "out", "--temperature", 0.75, "--overwrite").out
 
 
 def test_a_line_that_cannot_be_drawn_is_named_before_anything_is(job, requested, elsewhere: Path) -> None:
     requested.write_text("red tulip\n\na pine tree\na red tulip\na rose\n")
-    outcome = job("--out", "out")
+    outcome = job("-o", "out")
     assert outcome.code == 2 and outcome.err.count("\n") == 1
     assert "prompts.txt, line 3: prompt 'a pine tree' names no subject" in outcome.err
     assert "1 more" in outcome.err and not (elsewhere / "out").exists()
@@ -186,7 +186,7 @@ def test_a_line_that_cannot_be_drawn_is_named_before_anything_is(job, requested,
 
 def test_unknown_words_are_told_of_a_few_prompts(job, requested) -> None:
     requested.write_text("".join(f"a red tulip in year {i}\n" for i in range(20)))
-    reported = job("--out", "out").err.splitlines()
+    reported = job("-o", "out").err.splitlines()
     assert len(reported) == 6 and "in, year, 4" in reported[4] and "15 more prompts" in reported[5]
 
 
@@ -201,15 +201,15 @@ def test_a_full_disk_leaves_whole_pictures(job, elsewhere: Path, monkeypatch) ->
         return write(self, data)
 
     monkeypatch.setattr(Path, "write_bytes", fill)
-    outcome = job("--out", "out")
+    outcome = job("-o", "out")
     assert outcome.code == 2 and outcome.err.count("\n") == 1 and "the disk is full" in outcome.err
     monkeypatch.undo()
     assert len(list((elsewhere / "out").iterdir())) == 3
-    assert "7 pictures, 3 were there already" in job("--out", elsewhere / "out").out
+    assert "7 pictures, 3 were there already" in job("-o", elsewhere / "out").out
 
 
 def test_the_figures_of_a_job(job) -> None:
-    figures = json.loads(job("--out", "out", "--json", "--measure-tv", "--lambda", 20).out)
+    figures = json.loads(job("-o", "out", "--json", "--measure-tv", "--lambda", 20).out)
     assert figures["images"] == 10 and figures["codes"] == sum(figures["accepted_per_pass"]) == 160
     assert figures["codes_per_pass"] == pytest.approx(160 / figures["passes"])
     assert figures["settings"]["batch_size"] == 8 and figures["folder"] == "out" and figures["tv_cost"] > 0
@@ -219,19 +219,19 @@ def test_the_figures_of_a_job(job) -> None:
     ("args", "names"),
     [
         ([], "give a PROMPT, or --prompts FILE"),
-        (["a tulip", "--prompts", "p.txt", "--out", "o"], "not both"),
-        (["--prompts", "p.txt"], "add --out DIR"),
-        (["--prompts", "p.txt", "--out", "p.txt"], "p.txt is a file"),
-        (["--prompts", "p.txt", "--out", "p.txt/o"], "p.txt is a file"),
-        (["--prompts", "p.txt", "--out", "o", "-o", "x.png"], "x.png names one file"),
-        (["--prompts", "none.txt", "--out", "o"], "none.txt is missing"),
-        (["--prompts", "empty.txt", "--out", "o"], "empty.txt holds none"),
-        (["--prompts", "pipe.txt", "--out", "o"], "pipe.txt is no plain file"),
-        (["--prompts", "/dev/zero", "--out", "o"], "/dev/zero is no plain file"),
-        (["--prompts", "p.txt", "--out", "o", "--actors", 2], "add --ray"),
-        (["--prompts", "p.txt", "--out", "o", "--ray", "somewhere"], "'somewhere' is not an address"),
-        (["--prompts", "p.txt", "--out", "o", "--cfg", 0.5], "--cfg 0.5 is out of range"),
-        (["a tulip", "--out", "o"], "--out goes with --prompts"),
+        (["a tulip", "--prompts", "p.txt", "-o", "o"], "not both"),
+        (["--prompts", "p.txt"], "add -o FOLDER"),
+        (["--prompts", "p.txt", "-o", "p.txt"], "p.txt is a file"),
+        (["--prompts", "p.txt", "-o", "p.txt/o"], "p.txt is a file"),
+        (["--prompts", "p.txt", "-o", "x.png"], "x.png names one file"),
+        (["--prompts", "p.txt", "--out", "o"], "--out is now -o"),
+        (["--prompts", "none.txt", "-o", "o"], "none.txt is missing"),
+        (["--prompts", "empty.txt", "-o", "o"], "empty.txt holds none"),
+        (["--prompts", "pipe.txt", "-o", "o"], "pipe.txt is no plain file"),
+        (["--prompts", "/dev/zero", "-o", "o"], "/dev/zero is no plain file"),
+        (["--prompts", "p.txt", "-o", "o", "--actors", 2], "add --ray"),
+        (["--prompts", "p.txt", "-o", "o", "--ray", "somewhere"], "'somewhere' is not an address"),
+        (["--prompts", "p.txt", "-o", "o", "--cfg", 0.5], "--cfg 0.5 is out of range"),
         (["a tulip", "--ray"], "--ray goes with --prompts"),
     ],
 )
@@ -247,7 +247,7 @@ def test_refusals(args, names, run, model, elsewhere: Path) -> None:
 
 def test_without_ray_one_sentence_says_what_to_install(job, monkeypatch) -> None:
     monkeypatch.setattr(cluster, "find_spec", lambda name: None)
-    outcome = job("--out", "out", "--ray", "local")
+    outcome = job("-o", "out", "--ray", "local")
     assert outcome.code == 2 and outcome.err.count("\n") == 1
     assert "pip install 'lanternpp[ray]'" in outcome.err
 

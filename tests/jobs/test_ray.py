@@ -39,7 +39,7 @@ def args(tmp_path: Path) -> list[str]:
 @contextmanager
 def begun(args: list[str], out: Path) -> Iterator[subprocess.Popen[str]]:
     """The job on Ray with two workers, once it has written some pictures."""
-    job = [*COMMAND, *args, "--out", str(out), "--ray", "--actors", "2"]
+    job = [*COMMAND, *args, "-o", str(out), "--ray", "--actors", "2"]
     process = subprocess.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         while len(list(out.glob("*.png"))) < 5:
@@ -53,7 +53,7 @@ def begun(args: list[str], out: Path) -> Iterator[subprocess.Popen[str]]:
 def figures_here(args: list[str], out: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """Run the job without Ray; what it reports."""
     with pytest.raises(SystemExit) as end:
-        main(["generate", *args, "--out", str(out)])
+        main(["generate", *args, "-o", str(out)])
     assert end.value.code == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found

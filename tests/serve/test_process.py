@@ -98,6 +98,7 @@ def test_the_world_is_not_let_in_without_a_key(model, capsys, monkeypatch):
     ("options", "said"),
     [
         (["--slots", "6"], "power of two"),
+        (["--lanes", "2"], "--lanes is now --max-engines"),
         (["--batch-size", "4"], "use --slots"),
         (["--method", "ar", "--lambda", "2"], "would change nothing"),
         (["--api-key", "short"], "16 or more"),

@@ -22,6 +22,7 @@ VERBS = {
     "generate": "Draw pictures of a prompt, or of every line of a file.",
     "compare": "Draw a prompt twice, by plain AR and by a method, with the times under each.",
     "models": "List models, methods and trees; download, convert or warm a model.",
+    "serve": "Draw over HTTP, with OpenAI's Images API at /v1 and a page at /.",
 }
 # Verbs and options of earlier versions, and what does their work now.
 RETIRED = {
@@ -35,6 +36,8 @@ RENAMED = {
     "--rows": "--window-rows",
     "--cut": "--min-survival",
     "--measure": "--measure-tv",
+    "--lanes": "--max-engines",
+    "--out": "-o",
 }
 
 

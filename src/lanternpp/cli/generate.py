@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 from lanternpp.api.options import DrawOptions
@@ -13,6 +14,14 @@ from lanternpp.cli.terminal import progress_bar, say
 from lanternpp.util.options import Option
 
 OnePrompt = Annotated[str | None, Option("What to draw.", validate=opt.not_empty)]
+Output = Annotated[
+    Path | None,
+    Option(
+        "Where to write: a PNG, or a folder with --prompts.",
+        names=("-o", "--output"),
+        metavar="FILE.png|FOLDER",
+    ),
+]
 
 
 @opt.verb
@@ -21,9 +30,9 @@ def generate(
     /,
     *,
     n: opt.Count = 1,
-    output: opt.Output = None,
+    output: Output = None,
     as_json: opt.Json = False,
-    job: many.ManyOptions = many.ManyOptions(),
+    job: many.JobOptions = many.JobOptions(),
     options: DrawOptions = DrawOptions(),
     seed: opt.Seed = 0,
 ) -> int | None:
@@ -33,13 +42,13 @@ def generate(
     the new one gets a number; --overwrite replaces it. -o replaces a picture of lanternpp, and with --overwrite any file.
     An interrupt leaves a grid of the pictures that were finished.
 
-    With --prompts FILE --out DIR: -n pictures of every line of the file, a PNG each. Pictures that the folder has are not
+    With --prompts FILE -o FOLDER: -n pictures of every line of the file, a PNG each. Pictures that the folder has are not
     drawn again, so the same command resumes an interrupted job.
     """
     if job.is_job(prompt, output):
-        job.check()
+        assert output is not None
         opt.check(options)
-        many.draw(job, n, seed, as_json, options)
+        many.draw(job, output, n, seed, as_json, options)
         return None
     assert prompt is not None
     path = png_path(output or default_path(prompt, seed), job.overwrite or output is None)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from lanternpp.api.options import Settings
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.errors import InputError
+from lanternpp.serve.config import power_of_two
 from lanternpp.serve.queue import FairQueue, SubmissionQueue
 from lanternpp.serve.scheduler import AllRunnersBusy, BatchRunner, ClientAtLimit, Scheduler
 from lanternpp.serve.tickets import Closed, Expired, Ticket
@@ -44,8 +45,7 @@ class Batcher(SubmissionQueue):
         pictures that wait. max_runners: most batch runners, and so engines, that are kept. Raises InputError where a
         number is wrong.
         """
-        if slots < 1 or slots & (slots - 1):
-            raise InputError(f"{slots} slots are not a power of two; use 1, 2, 4, 8 ...")
+        power_of_two(slots)
         if max_runners < 1:
             raise InputError(f"max_runners {max_runners} is below 1; use 1 or more")
         super().__init__(pipe, queue)

@@ -11,49 +11,77 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from ipaddress import ip_network
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from lanternpp.api.options import AUTO, LONGEST, DraftDials, PartDials, RuleDials, check_method, names
 from lanternpp.errors import InputError
+from lanternpp.util.options import Option, option_of
 
 if TYPE_CHECKING:
     from lanternpp.api.options import Settings
     from lanternpp.api.pipeline import Pipeline
 
 KEYS = "LANTERNPP_API_KEYS"  # environment variable: keys separated by commas or blanks
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 EXTRA = "serving needs {name}, which is not installed; run pip install 'lanternpp[serve]'"
 MIN_KEY_CHARS = 16
 
 
+def power_of_two(slots: int) -> None:
+    """InputError where a number of slots is not a power of two."""
+    if slots < 1 or slots & (slots - 1):
+        raise InputError(f"{slots} slots are not a power of two; use 1, 2, 4, 8 ...")
+
+
 @dataclass(frozen=True)
 class ServerConfig:
-    """The defaults and limits of a server. Without keys, everybody who can connect may draw."""
+    """The defaults and limits of a server. Raises InputError.
+
+    method and overrides (fields of `Settings`): the defaults of requests. keys: API keys; without keys, everybody who can
+    connect may draw. hosts: accepted names in the Host header; empty: any.
+    """
 
     method: str = AUTO
-    overrides: Mapping[str, Any] = field(default_factory=dict)  # fields of `Settings`, as `Pipeline.settings`
-    keys: Sequence[str] = ()  # API keys
-    hosts: Sequence[str] = ()  # accepted names in the Host header; empty: any
-    deadline: float | None = None  # seconds for a picture, whatever a request asks for
-    body_limit: int = 1 << 20  # bytes
-    prompt_limit: int = 1000  # characters
-    slots: int = 8  # most rows of a batch runner
-    queue: int = 64  # most pictures that wait
-    max_engines: int = 4
-    page: bool = True
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    keys: Sequence[str] = ()
+    hosts: Sequence[str] = ()
+    slots: Annotated[
+        int,
+        Option(
+            "Most pictures of the same settings drawn at once: 1, 2, 4, 8 ...",
+            validate=power_of_two,
+            group="Server",
+        ),
+    ] = 8
+    queue: Annotated[
+        int, Option("Most pictures that wait; further requests get 429.", ge=1, group="Server")
+    ] = 64
+    max_engines: Annotated[
+        int,
+        Option(
+            "Most engines kept; each has the caches for its settings and batch size.", ge=1, group="Server"
+        ),
+    ] = 4
+    deadline: Annotated[
+        float | None,
+        Option(
+            "Seconds after which an unfinished picture is given up; its request gets 504.",
+            gt=0,
+            le=LONGEST,
+            group="Server",
+        ),
+    ] = 300.0
+    prompt_limit: Annotated[int, Option("Most characters of a prompt.", ge=1, group="Server")] = 1000
+    body_limit: Annotated[int, Option("Most bytes of a request.", ge=1, group="Server")] = 1 << 20
+    page: Annotated[bool, Option("Serve the page at /.", negative=True, group="Server")] = True
 
     def __post_init__(self) -> None:
         check_method(self.method)
-        for name, value in (
-            ("deadline", self.deadline),
-            ("body limit", self.body_limit),
-            ("prompt limit", self.prompt_limit),
-        ):
-            if value is not None and value <= 0:
-                raise InputError(f"{name} {value} is not above 0")
-        if self.deadline is not None and self.deadline > LONGEST:
-            raise InputError(f"deadline {self.deadline} is above {LONGEST:,} seconds, a day")
         check_keys(self.keys)
+        for name, hint in get_type_hints(ServerConfig, include_extras=True).items():
+            if (option := option_of(hint)) is not None:
+                option.check(getattr(self, name), name)
 
     def settings(self, pipe: Pipeline, method: str | None, given: Mapping[str, Any]) -> Settings:
         """The settings of a request: what the request gives, else what the server was started with.

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -14,11 +14,6 @@ from starlette.types import ASGIApp
 from lanternpp.errors import InputError
 from lanternpp.serve.connections import Connection, Limits, raise_soft_limit
 
-if TYPE_CHECKING:
-    from lanternpp.serve.batcher import Batcher
-    from lanternpp.serve.ray_serve import Replicas
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GRACEFUL_SECONDS = 5  # for writing the last answers after drawing has ended
 
 
@@ -71,13 +66,15 @@ def url(bound: socket.socket) -> str:
 
 def run(
     app: ASGIApp,
-    backend: Batcher | Replicas,
+    backend: Any,
     bound: socket.socket,
     drain: float,
     ready: Callable[[], None],
     proxies: Sequence[str] = (),
 ) -> bool:
-    """Serve until SIGTERM or SIGINT; `ready` is called once requests are answered. `backend` draws the app's pictures.
+    """Serve until SIGTERM or SIGINT; `ready` is called once requests are answered.
+
+    backend: draws the app's pictures: a `Batcher`, or what has its `broken` and `close`.
 
     After the signal, accepted pictures have `drain` seconds to finish and new requests get 503. After a second one they
     get 503 too, and a third ends the server without answers. Returns whether all accepted pictures were finished. If the
