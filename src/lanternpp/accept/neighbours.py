@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.accept.base import DecayingAcceptance, check_nu, wants_optimal
-from lanternpp.nn.backend import OutputDistribution
 from lanternpp.types import NeighbourBudget, on_host
 
 RELAXING = (
@@ -38,7 +37,6 @@ class NeighbourAcceptance(DecayingAcceptance):
     """
 
     paper_residual_is_optimal = True
-    native: OutputDistribution | None = None  # `Backend.output_distribution`
 
     def __init__(self, table: Tensor, residual: str | None = None, nu: float = 0.0):
         self.table, self.nu = table, check_nu(nu)
@@ -86,8 +84,6 @@ class NeighbourAcceptance(DecayingAcceptance):
         On a CPU the first neighbours are summed one after another, as that reads little memory, and the remaining ones for
         the other codes alone. On other devices many are summed at once, for all codes, which needs no transfer to the host.
         """
-        if (found := self._native(p, q, optimal=False)) is not None:
-            return found
         rows, q = p.flatten(0, -2).T.contiguous(), q.flatten(0, -2).T  # [V, M]: of a neighbour a row is read
         limit = self.budget(p).flatten(0, -2).T.contiguous()
         total, mass_of = torch.zeros_like(rows), rows.clone()
@@ -113,14 +109,6 @@ class NeighbourAcceptance(DecayingAcceptance):
                 if not len(code):
                     break
         return mass_of.T.reshape(p.shape)
-
-    def optimal_distribution(self, p: Tensor, q: Tensor) -> Tensor:
-        """As `Acceptance.optimal_distribution`."""
-        found = self._native(p, q, optimal=True)
-        return super().optimal_distribution(p, q) if found is None else found
-
-    def _native(self, p: Tensor, q: Tensor, optimal: bool) -> Tensor | None:
-        return None if self.native is None else self.native(p, q, self.budget(p), optimal)
 
 
 def _lend(mass: Tensor, total: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:

@@ -241,7 +241,7 @@ class LoadedModel:
         model = self._model(settings.compile and self.device.type == "cpu")
         proposer = build_proposer(settings, model.network)
         used = backend()
-        rule = build_rule(settings, self.table, used)
+        rule = build_rule(settings, self.table)
         if type(rule) not in RULES.values():
             like = next(model.target.parameters())
             check_relax(rule, str(settings.accept), model.target.vocab, proposer.depth, like)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lanternpp.accept import RULES
 from lanternpp.accept.base import Acceptance, Dials
-from lanternpp.accept.neighbours import NeighbourAcceptance
 from lanternpp.api import arguments
 from lanternpp.api.options import DIALS, METHODS, DraftDials, RuleDials, Settings, check_method, names, spoken
 from lanternpp.drafters.base import Drafter
@@ -194,19 +193,12 @@ def dials_read(proposer: str, accept: str) -> frozenset[str]:
 def build_rule(
     settings: Settings,
     table: Callable[[int], Tensor],
-    backend: Backend = PYTORCH,
 ) -> Acceptance:
-    """The acceptance rule; `table` gives the k nearest codes of every code. InputError where a dial is wrong.
-
-    backend: what may compute the output distributions of a rule with neighbours.
-    """
+    """The acceptance rule; `table` gives the k nearest codes of every code. InputError where a dial is wrong."""
     residual = settings.residual or ("optimal" if settings.verify not in (None, TOKEN) else None)
     entry = _rule(settings)
     dials = asdict(settings) | {"residual": residual}
-    rule = entry if isinstance(entry, Acceptance) else entry.build(Dials(table, **dials))
-    if isinstance(rule, NeighbourAcceptance):
-        rule.native = backend.output_distribution(rule.table)
-    return rule
+    return entry if isinstance(entry, Acceptance) else entry.build(Dials(table, **dials))
 
 
 def _rule(settings: Settings) -> Acceptance | type[Acceptance]:

@@ -17,12 +17,11 @@ from lanternpp.kernels.linear import packable
 from lanternpp.kernels.loading import kernels
 from lanternpp.kernels.sampling import NativeHead, NativeSampling, native_head
 from lanternpp.kernels.threads import AdaptiveThreads
-from lanternpp.kernels.verify import NativeVerifier, native_laws
+from lanternpp.kernels.verify import NativeVerifier
 from lanternpp.nn.backend import (
     Backend,
     DrafterInputs,
     HeadLogits,
-    OutputDistribution,
     SampleChain,
     StackForward,
     Step,
@@ -105,10 +104,6 @@ class Kernels(Backend):
     def verifier(self) -> VerifyDraft | None:
         """float32 on a CPU."""
         return None if self.library is None else NativeVerifier(self.library)
-
-    def output_distribution(self, table: Tensor) -> OutputDistribution | None:
-        """float32 on a CPU."""
-        return native_laws(table)
 
     def threads(self, decoder: nn.Module) -> Threads:
         """Fewer while other work wants the cores, for decoders whose passes are computed in C."""

@@ -56,7 +56,7 @@ class Packed:
         scales = [part[1].float() for part in stored if part] if exact else None
         given = None if scales is None else _arranged(torch.cat(scales), self.order)
         packing = Packing(
-            *(_address(x) for x in (pointers, given, None, self.weight, self.scale)),
+            *(_address(x) for x in (pointers, given, self.weight, self.scale)),
             blocks,
             self.inputs,
             width,
@@ -82,22 +82,20 @@ class Packed:
         whole = rows.view(torch.uint8).float() - zero if zero else rows.float()
         return (whole * self.scale[: self.outputs, None]).bfloat16()
 
-    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x [..., inputs] in bfloat16 -> [..., outputs] in bfloat16 or float32."""
-        rows = x.reshape(-1, self.inputs).contiguous()
-        out = torch.empty(len(rows), self.outputs, dtype=dtype)
-        scratch = torch.empty(
-            self.library.linear_bytes(byref(self.struct), len(rows)) + 64, dtype=torch.uint8
-        )
-        call = LinearCall(
-            *(part.data_ptr() for part in (rows, out)),
-            -(-scratch.data_ptr() // 64) * 64,
-            len(rows),
-            dtype == torch.float32,
-        )
-        if len(rows):
+    def __call__(self, x: Tensor, dtype: torch.dtype, branches: int = 1, guidance: float = 1.0) -> Tensor:
+        """x [..., D] in bfloat16, of which the first `inputs` are read -> [..., outputs] in bfloat16 or float32.
+
+        branches 2: x [2 B, ...] is guided with this scale first -> [B, ...].
+        """
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        count = len(rows) // branches
+        out = torch.empty(x.shape[0] // branches, *x.shape[1:-1], self.outputs, dtype=dtype)
+        scratch = torch.empty(self.library.linear_bytes(byref(self.struct), count), dtype=torch.uint8)
+        places = (part.data_ptr() for part in (rows, out, scratch))
+        call = LinearCall(*places, count, rows.shape[1], branches, dtype == torch.float32, guidance)
+        if count:
             self.library.linear(byref(self.struct), byref(call), torch.get_num_threads())
-        return out.view(*x.shape[:-1], self.outputs)
+        return out
 
 
 class KernelLinear(nn.Module):

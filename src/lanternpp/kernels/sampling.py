@@ -6,7 +6,7 @@ They are many small operations over V codes, and for few rows starting PyTorch's
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, byref, c_double, c_int64, c_void_p
+from ctypes import Structure, byref, c_int64, c_void_p
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,6 @@ from lanternpp.kernels.chain import Warp, fits, row_scratch, struct_of
 from lanternpp.kernels.linear import KernelLinear, Packed, packable
 from lanternpp.kernels.loading import kernels
 from lanternpp.types import Warping, on_host
-
-
-class Logits(Structure):
-    """`Logits` of sampling.c."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("rows", "branches")),
-        ("scale", c_double),
-        ("pitch", c_int64),
-        *((name, c_void_p) for name in ("features", "scratch", "logits")),
-    )
 
 
 class Rows(Structure):
@@ -61,16 +50,7 @@ class NativeHead:
         """Features [R, N, D] -> logits [B, N, V] in float32 of those guided with this scale, where there are two branches."""
         if not self.takes(features):
             return None
-        features, threads = features.contiguous(), torch.get_num_threads()
-        batch, count = len(features) // branches, features.shape[1]
-        dense = self.packed.struct
-        rows, vocab = batch * count, dense.outputs
-        out = torch.empty(batch, count, vocab)
-        scratch = torch.empty(self.library.head_bytes(byref(dense), rows), dtype=torch.uint8)
-        given = (x.data_ptr() for x in (features, scratch, out))
-        work = Logits(rows, branches, scale, features.shape[-1], *given)
-        self.library.head_logits(byref(dense), byref(work), threads)
-        return out
+        return self.packed(features, torch.float32, branches, scale)
 
 
 class NativeSampling:

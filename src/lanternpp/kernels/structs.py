@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int64, c_void_p
+from ctypes import Structure, c_double, c_float, c_int64, c_void_p
 
 BLOCK_N = 32  # outputs of a block of weights
 K_ALIGN = 64  # inputs are padded to a multiple of this
@@ -23,7 +23,7 @@ class Packing(Structure):
     """What `pack_linear` reads and writes."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("row", "given", "column", "weight", "scale")),
+        *((name, c_void_p) for name in ("row", "given", "weight", "scale")),
         *((name, c_int64) for name in ("blocks", "inputs", "width")),
     )
 
@@ -33,7 +33,8 @@ class LinearCall(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "out", "scratch")),
-        *((name, c_int64) for name in ("rows", "out_is_float")),
+        *((name, c_int64) for name in ("rows", "pitch", "branches", "out_is_float")),
+        ("guidance", c_double),
     )
 
 

@@ -13,17 +13,7 @@ from torch import Tensor
 
 from lanternpp.kernels.chain import LANES, Warp, fits, row_scratch, struct_of
 from lanternpp.kernels.layout import pad
-from lanternpp.kernels.loading import kernels
 from lanternpp.types import Draft, NeighbourBudget, Verdict, Warping
-
-
-class Laws(Structure):
-    """`Laws` of verify.c."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("rows", "codes", "near", "whole")),
-        *((name, c_void_p) for name in ("p", "q", "limit", "table", "law", "scratch")),
-    )
 
 
 class Node(Structure):
@@ -45,29 +35,6 @@ class Verification(Structure):
         *((name, c_void_p) for name in ("limit", "table", "node", "law")),
         *((name, c_void_p) for name in ("path", "following", "kept", "bonus", "scratch")),
     )
-
-
-class NativeLaws:
-    """The masses and laws of a rule whose neighbours lend; table [V, k] holds every code's, nearest first."""
-
-    def __init__(self, table: Tensor, library: ctypes.CDLL):
-        self.library, (self.vocab, self.near) = library, table.shape
-        self.table = by_lanes(table)
-
-    def takes(self, p: Tensor) -> bool:
-        """Whether it computes those of p [..., V]."""
-        return fits(p) and p.shape[-1] == self.vocab
-
-    def __call__(self, p: Tensor, q: Tensor, limit: Tensor, whole: bool) -> Tensor | None:
-        """p, q and the neighbours' limit [..., V] -> min(q, `accept_mass`); whole: `output_distribution` with the optimal residual."""
-        if not self.takes(p):
-            return None
-        p, q, limit, out = p.contiguous(), q.contiguous(), limit.contiguous(), torch.empty_like(p)
-        rows, threads = p.numel() // self.vocab, torch.get_num_threads()
-        places = (p, q, limit, self.table, out, row_scratch(self.library, self.vocab, threads))
-        laws = Laws(rows, self.vocab, self.near, whole, *(x.data_ptr() for x in places))
-        self.library.output_laws(byref(laws), threads)
-        return out
 
 
 class NativeVerifier:
@@ -128,9 +95,3 @@ class NativeVerifier:
 def by_lanes(table: Tensor) -> Tensor:
     """Neighbours [V, k] as `Laws` of verify.c has them, [up to V / LANES, k, LANES]."""
     return pad(table.int(), LANES).view(-1, LANES, table.shape[1]).transpose(1, 2).contiguous()
-
-
-def native_laws(table: Tensor) -> NativeLaws | None:
-    """Laws in C for a table of neighbours [V, k]; None where this machine or the device do not allow it."""
-    found = kernels() if table.device.type == "cpu" else None
-    return None if found is None else NativeLaws(table, found)

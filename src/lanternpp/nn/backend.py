@@ -55,9 +55,6 @@ u and last are uniform. tokenwise: as `engine.verify`, with u [B, levels, K]; el
 [B, 1].
 """
 
-OutputDistribution = Callable[[Tensor, Tensor, Tensor, bool], Tensor | None]
-"""p, q and the neighbours' limit [..., V], optimal -> min(q, `accept_mass`) [..., V]; optimal: `optimal_distribution`."""
-
 
 class DrafterInputs(Protocol):
     """What a parallel drafter's decoder reads, and the queries of its levels."""
@@ -161,10 +158,6 @@ class Backend:
 
     def verifier(self) -> VerifyDraft | None:
         """Verification of drafts, for one engine."""
-        return None
-
-    def output_distribution(self, table: Tensor) -> OutputDistribution | None:
-        """Output distributions of a rule that moves the mass of neighbours; table [V, k] int32: every code's, nearest first."""
         return None
 
     def threads(self, decoder: nn.Module) -> Threads:

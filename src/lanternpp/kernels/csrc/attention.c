@@ -79,6 +79,16 @@ static void narrow_in_place(float *x, int64_t size) {
     }
 }
 
+/* 32 channels of values [size, d] at slot j and at the next one, zeros behind the last, in pairs. */
+ALWAYS_INLINE void load_pairs(const bf16 *values, int64_t j, int64_t size, int64_t d, __m512i pairs[2]) {
+    int16_t order[64];
+    for (int i = 0; i < 64; i++) order[i] = i / 2 + i % 2 * 32;
+    const __m512i even = j < size ? _mm512_loadu_si512(values + j * d) : _mm512_setzero_si512();
+    const __m512i odd = j + 1 < size ? _mm512_loadu_si512(values + (j + 1) * d) : _mm512_setzero_si512();
+    pairs[0] = _mm512_permutex2var_epi16(even, _mm512_loadu_si512(order), odd);
+    pairs[1] = _mm512_permutex2var_epi16(even, _mm512_loadu_si512(order + 32), odd);
+}
+
 static inline __m512bh pairs_at(const bf16 *x) { return (__m512bh)_mm512_loadu_si512(x); }
 
 /* `attend_f32` by products of bf16, to which queries and weights are rounded; `tile` queries at once, a constant.
@@ -110,9 +120,6 @@ ALWAYS_INLINE void attend_bf16(int tile, float *query, int64_t count, const bf16
         softmax(weights + q * stride, stride);
         narrow_in_place(weights + q * stride, stride);
     }
-    int16_t order[64]; /* of channels of two slots, in pairs */
-    for (int i = 0; i < 64; i++) order[i] = i / 2 + i % 2 * 32;
-    const __m512i lower = _mm512_loadu_si512(order), upper = _mm512_loadu_si512(order + 32);
     for (int64_t first = 0; first < count; first += tile)
         for (int64_t i = 0; i < d; i += VALUE_VECTORS * LANES) {
             const bf16 *weight[QUERY_TILE];
@@ -128,17 +135,15 @@ ALWAYS_INLINE void attend_bf16(int tile, float *query, int64_t count, const bf16
 #pragma GCC unroll 2
                 for (int c = 0; c < VALUE_VECTORS; c += 2) {
                     if (i + c * LANES >= d) break;
-                    const bf16 *from = values + j * d + i + c * LANES;
-                    const __m512i even = _mm512_loadu_si512(from), odd = j + 1 < size ? _mm512_loadu_si512(from + d) : _mm512_setzero_si512();
-                    const __m512bh left = (__m512bh)_mm512_permutex2var_epi16(even, lower, odd);
-                    const __m512bh right = (__m512bh)_mm512_permutex2var_epi16(even, upper, odd);
+                    __m512i pairs[2];
+                    load_pairs(values + i + c * LANES, j, size, d, pairs);
 #pragma GCC unroll 4
                     for (int q = 0; q < tile; q++) {
                         int32_t two;
                         memcpy(&two, weight[q] + j, 4);
                         const __m512bh both = (__m512bh)_mm512_set1_epi32(two);
-                        sums[q][c] = _mm512_dpbf16_ps(sums[q][c], both, left);
-                        sums[q][c + 1] = _mm512_dpbf16_ps(sums[q][c + 1], both, right);
+                        sums[q][c] = _mm512_dpbf16_ps(sums[q][c], both, (__m512bh)pairs[0]);
+                        sums[q][c + 1] = _mm512_dpbf16_ps(sums[q][c + 1], both, (__m512bh)pairs[1]);
                     }
                 }
             }
@@ -156,10 +161,10 @@ static void attend(float *query, int64_t count, const bf16 *keys, const bf16 *va
                    int64_t d, float *weights, int64_t stride, bf16 **out) {
 #ifdef __AVX512BF16__
     if (dot_bf16_is_faster) {
-        if (d == 64 && count == 1) attend_bf16(1, query, count, keys, values, next, mask, size, 64, weights, stride, out);
-        else if (d == 64) attend_bf16(QUERY_TILE, query, count, keys, values, next, mask, size, 64, weights, stride, out);
-        else if (count == 1) attend_bf16(1, query, count, keys, values, next, mask, size, d, weights, stride, out);
-        else attend_bf16(QUERY_TILE, query, count, keys, values, next, mask, size, d, weights, stride, out);
+        if (count > 1 && d == 64) attend_bf16(QUERY_TILE, query, count, keys, values, next, mask, size, 64, weights, stride, out);
+        else if (count > 1) attend_bf16(QUERY_TILE, query, count, keys, values, next, mask, size, d, weights, stride, out);
+        else if (d == 64) attend_bf16(1, query, count, keys, values, next, mask, size, 64, weights, stride, out);
+        else attend_bf16(1, query, count, keys, values, next, mask, size, d, weights, stride, out);
         return;
     }
 #endif
@@ -193,15 +198,12 @@ static void transpose(__m512i x[16]) {
 
 /* Values [size, d] as tiles of weights: [up to 32 / 2, d, 2], slots in pairs, with zeros behind the last. */
 static void pack_values(const bf16 *values, int64_t size, int64_t d, bf16 *pairs) {
-    int16_t order[64];
-    for (int i = 0; i < 64; i++) order[i] = i / 2 + i % 2 * 32;
-    const __m512i first = _mm512_loadu_si512(order), second = _mm512_loadu_si512(order + 32);
     for (int64_t j = 0; j < up_to(32, size); j += 2)
         for (int64_t i = 0; i < d; i += 32, pairs += 64) {
-            __m512i even = j < size ? _mm512_loadu_si512(values + j * d + i) : _mm512_setzero_si512();
-            __m512i odd = j + 1 < size ? _mm512_loadu_si512(values + (j + 1) * d + i) : _mm512_setzero_si512();
-            _mm512_storeu_si512(pairs, _mm512_permutex2var_epi16(even, first, odd));
-            _mm512_storeu_si512(pairs + 32, _mm512_permutex2var_epi16(even, second, odd));
+            __m512i two[2];
+            load_pairs(values + i, j, size, d, two);
+            _mm512_storeu_si512(pairs, two[0]);
+            _mm512_storeu_si512(pairs + 32, two[1]);
         }
 }
 

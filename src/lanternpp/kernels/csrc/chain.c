@@ -2,7 +2,7 @@
 
    A row's result depends on that row alone and not on how many rows or threads there are. */
 
-#include "rows.c"
+#include "sampling.c"
 
 #define GROUP 4 /* blocks of columns that a thread has at least */
 
@@ -48,32 +48,30 @@ typedef struct {
     void *spare;       /* [size] floats */
 } ChainMemory;
 
-static int64_t bytes_of_chain(const Heads *heads, int64_t batch, int64_t levels) {
-    return inputs_bytes(batch * levels, heads->head.inputs) + inputs_bytes(batch, heads->turn.inputs) + align64(2 * batch * heads->turn.inputs) +
-           align64(4 * batch) + align64(4 * width_of(&heads->turn));
+/* The memory of a thread, of which those before it have as much. */
+static ChainMemory chain_memory(const Heads *heads, int64_t batch, int64_t levels, const Team *team, char **at) {
+    const int64_t size = width_of(&heads->turn), groups = size / (GROUP * BLOCK_N);
+    ChainMemory m = {.size = size, .from = share_begin(team, groups) * GROUP * BLOCK_N, .to = share_end(team, groups) * GROUP * BLOCK_N};
+    for (int parity = 0; parity < 2; parity++) {
+        m.logits[parity] = arena_alloc(at, 4 * batch * size);
+        m.highest[parity] = arena_alloc(at, 4 * batch * team->size);
+        m.sums[parity] = arena_alloc(at, 8 * batch * size / BLOCK);
+    }
+    for (int64_t rank = 0; rank <= team->rank; rank++) {
+        m.features = new_inputs(at, batch * levels, &heads->head);
+        m.active = new_inputs(at, batch, &heads->turn);
+        m.act = arena_alloc(at, 2 * batch * heads->turn.inputs);
+        m.survival = arena_alloc(at, 4 * batch);
+        m.spare = arena_alloc(at, 4 * size);
+    }
+    return m;
 }
 
 int64_t chain_bytes(const Heads *heads, int64_t batch, int64_t levels, int64_t threads) {
-    const int64_t size = width_of(&heads->turn), shared = align64(4 * batch * size) + align64(4 * batch * threads) + align64(8 * batch * size / BLOCK);
-    return 2 * shared + threads * bytes_of_chain(heads, batch, levels) + 64;
-}
-
-static ChainMemory chain_memory(const Heads *heads, const Chain *c, const Team *team) {
-    const int64_t size = width_of(&heads->turn), groups = size / (GROUP * BLOCK_N);
-    char *at = (char *)align64((int64_t)c->scratch);
-    ChainMemory m = {.size = size, .from = share_begin(team, groups) * GROUP * BLOCK_N, .to = share_end(team, groups) * GROUP * BLOCK_N};
-    for (int parity = 0; parity < 2; parity++) {
-        m.logits[parity] = arena_alloc(&at, 4 * c->batch * size);
-        m.highest[parity] = arena_alloc(&at, 4 * c->batch * team->size);
-        m.sums[parity] = arena_alloc(&at, 8 * c->batch * size / BLOCK);
-    }
-    at += team->rank * bytes_of_chain(heads, c->batch, c->levels);
-    m.features = new_inputs(&at, c->batch * c->levels, &heads->head);
-    m.active = new_inputs(&at, c->batch, &heads->turn);
-    m.act = arena_alloc(&at, 2 * c->batch * heads->turn.inputs);
-    m.survival = arena_alloc(&at, 4 * c->batch);
-    m.spare = arena_alloc(&at, 4 * size);
-    return m;
+    const Team last = {threads - 1, threads, 0};
+    char *at = (char *)64;
+    chain_memory(heads, batch, levels, &last, &at);
+    return (intptr_t)at;
 }
 
 /* Blocks of columns [from, to) of a layer that has them. */
@@ -174,12 +172,7 @@ static void draw_level(const Chain *c, int64_t level, ChainMemory *m, const Team
         const double most = c->u[b * c->levels + level] * total;
         int64_t block = 0;
         for (; block < blocks - 1 && sum + sums[block] <= most; block++) sum += sums[block];
-        int64_t code = block * BLOCK;
-        for (int64_t i = block * BLOCK; i < (block + 1) * BLOCK; i++)
-            if (row[i] > 0) {
-                code = i;
-                if ((sum += row[i]) > most) break;
-            }
+        const int64_t code = first_above(row, block * BLOCK, (block + 1) * BLOCK, sum, most);
         c->drawn[b * (c->levels + 1) + level + 1] = code; /* all threads write the same */
         float *probs = c->probs + (b * (c->levels + 1) + level) * c->codes;
         const float over = (float)total;
@@ -210,7 +203,8 @@ static void chain_team(const Team *team, void *work) {
     const Chain c = *((ChainWork *)work)->chain;
     const int64_t hidden = heads->turn.inputs, dim = heads->head.inputs;
     const int by_rows = c.sampling.temperature == 0 || c.sampling.top_k > 0 || c.sampling.top_p < 1;
-    ChainMemory memory = chain_memory(heads, &c, team);
+    char *at = (char *)align64((int64_t)c.scratch);
+    ChainMemory memory = chain_memory(heads, c.batch, c.levels, team, &at);
     head_of_levels(&c, &heads->head, &memory);
     int64_t level = 0;
     for (; level < c.levels; level++) {

@@ -147,23 +147,11 @@ static const Inputs *quantize_stage(const Work *w, const Team *team, const Input
     return written;
 }
 
-static void add_to_stream(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
-    const Work *w = work;
-    float *to = w->stream + first * w->dim + block * BLOCK_N;
-    for (int64_t r = 0; r < rows; r++, to += w->dim)
-        for (int64_t c = 0; c < BLOCK_N; c += LANES) *(f32x16 *)(to + c) += *(f32x16 *)(out[r] + c);
-}
-
-static void keep_product(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
-    const Work *w = work;
-    float *to = w->product + first * w->dim + block * BLOCK_N;
-    for (int64_t r = 0; r < rows; r++, to += w->dim) memcpy(to, out[r], sizeof out[r]);
-}
-
 /* The product of inputs with a layer, normalised where there is a weight, is added to the residual stream. */
 static void residual_stage(Work *w, const Team *team, const Linear *layer, const Inputs *in, const float *weight) {
     const int64_t blocks = blocks_of(layer);
-    gemm(layer, in, share_begin(team, blocks), share_end(team, blocks), weight ? keep_product : add_to_stream, w);
+    FloatRows rows = {weight ? w->product : w->stream, w->dim};
+    gemm(layer, in, share_begin(team, blocks), share_end(team, blocks), weight ? store_floats : add_floats, &rows);
     wait_for_team(team);
     if (!weight) return;
     for (int64_t i = share_begin(team, w->m); i < share_end(team, w->m); i++) {
@@ -183,16 +171,6 @@ static void store_gated(void *work, int64_t block, int64_t first, int64_t rows, 
         const f32x16 open = w->s.gate_kind == GATE_SILU ? silu(gate) : gelu_tanh(gate);
         *(bf16x16 *)(w->active.x + offset_of(&w->active, first + r, block * LANES)) = narrow_all(open * up);
     }
-}
-
-/* Blocks [begin, end) of queries, keys and values. */
-static void qkv_blocks(const Work *w, const Linear *layer, const Inputs *in, int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; block++)
-        for (int64_t tile = 0, tiles; tile < in->tiles; tile += tiles) {
-            tiles = in->tiles - tile < MAX_BLOCK_M / TILE_M ? in->tiles - tile : MAX_BLOCK_M / TILE_M;
-            float *to = w->qkv + (block * w->lines + tile * in->tile_rows) * BLOCK_N;
-            gemm_block(layer, block, in, tile, tiles, (float (*)[BLOCK_N])to);
-        }
 }
 
 /* Channels `from` to `from` + head_dim of a row of qkv. */
@@ -304,12 +282,12 @@ static void attention_stage(const Work *w, const Team *team, const Own *own, int
     if (d % BLOCK_N == 0 && kv_heads % team->size == 0) {
         for (int64_t part = 0, begin = 0, blocks; part < 3; part++, begin += blocks) {
             blocks = (part ? kv_heads : heads) * d / BLOCK_N;
-            qkv_blocks(w, layer, in, begin + share_begin(team, blocks), begin + share_end(team, blocks));
+            gemm(layer, in, begin + share_begin(team, blocks), begin + share_end(team, blocks), 0, w->qkv);
         }
         for (int64_t row = 0; row < w->p.rows; row++)
             for (int64_t head = share_begin(team, kv_heads); head < share_end(team, kv_heads); head++) attend_head(w, own, l, row, head);
     } else {
-        qkv_blocks(w, layer, in, share_begin(team, blocks_of(layer)), share_end(team, blocks_of(layer)));
+        gemm(layer, in, share_begin(team, blocks_of(layer)), share_end(team, blocks_of(layer)), 0, w->qkv);
         wait_for_team(team);
         for (int64_t task = team->rank; task < w->p.rows * kv_heads; task += team->size) attend_head(w, own, l, task / kv_heads, task % kv_heads);
     }

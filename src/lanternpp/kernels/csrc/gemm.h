@@ -14,15 +14,15 @@
    A row's result depends on that row alone and not on how many rows or threads there are. */
 #if defined(__AMX_INT8__)
 #define INT8_PLANES 1
-#define WEIGHT_ZERO 0
 #elif defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define INT8_GROUPED 1
 #define WEIGHT_ZERO 128
 #elif defined(__ARM_FEATURE_DOTPROD)
 #define INT8_GROUPED 1
-#define WEIGHT_ZERO 0
 #else
 #define INT8_WIDE 1
+#endif
+#ifndef WEIGHT_ZERO
 #define WEIGHT_ZERO 0
 #endif
 
@@ -52,11 +52,6 @@ static inline int64_t offset_of(const Inputs *in, int64_t row, int64_t k) {
     return (row / in->tile_rows * in->width + k / 32 * 32) * TILE_M + row % in->tile_rows * 32 + k % 32;
 }
 
-static inline int64_t inputs_bytes(int64_t rows, int64_t inputs) {
-    const int64_t most = up_to(TILE_M, rows), width = up_to(K_ALIGN, inputs);
-    return 2 * align64(2 * most * width) + 2 * align64(4 * most * (width / K_ALIGN));
-}
-
 /* Memory for `rows` rows of inputs of a layer; what is behind the last input of a row has to be zero. */
 static inline Inputs new_inputs(char **at, int64_t rows, const Linear *layer) {
     const int64_t most = up_to(TILE_M, rows), width = up_to(K_ALIGN, layer->inputs), groups = width / K_ALIGN;
@@ -69,6 +64,12 @@ static inline Inputs new_inputs(char **at, int64_t rows, const Linear *layer) {
     in.scale = arena_alloc(at, 4 * most * groups);
     in.start = arena_alloc(at, 4 * most * groups);
     return in;
+}
+
+static inline int64_t inputs_bytes(int64_t rows, const Linear *layer) {
+    char *at = (char *)64;
+    new_inputs(&at, rows, layer);
+    return at - (char *)64;
 }
 
 /* Zeros behind the last input of a thread's rows. */
@@ -99,15 +100,35 @@ static void gemm_block(const Linear *layer, int64_t block, const Inputs *in, int
 /* Products of all rows with some blocks of weights go to `store`, which gets rows [first, first + rows) of a block. */
 typedef void Store(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]);
 
+/* Rows of floats, `stride` apart, that products are written to or added to. */
+typedef struct {
+    float *y;
+    int64_t stride;
+} FloatRows;
+
+static void store_floats(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
+    const FloatRows *to = work;
+    for (int64_t r = 0; r < rows; r++) memcpy(to->y + (first + r) * to->stride + block * BLOCK_N, out[r], sizeof out[r]);
+}
+
+static void add_floats(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
+    const FloatRows *to = work;
+    float *y = to->y + first * to->stride + block * BLOCK_N;
+    for (int64_t r = 0; r < rows; r++, y += to->stride)
+        for (int64_t c = 0; c < BLOCK_N; c += LANES) *(f32x16 *)(y + c) += *(f32x16 *)(out[r] + c);
+}
+
+/* Without `store` they stay in `work`, floats [blocks, rows up to a multiple of TILE_M, BLOCK_N]. */
 static void gemm(const Linear *layer, const Inputs *in, int64_t begin, int64_t end, Store *store, void *work) {
-    float out[MAX_BLOCK_M][BLOCK_N] __attribute__((aligned(64)));
+    float product[MAX_BLOCK_M][BLOCK_N] __attribute__((aligned(64)));
     for (int64_t block = begin; block < end; block++)
         for (int64_t tile = 0, tiles; tile < in->tiles; tile += tiles) {
             const int64_t most = MAX_BLOCK_M / TILE_M, first = tile * in->tile_rows;
             tiles = in->tiles - tile < most ? in->tiles - tile : most;
             const int64_t rows = tiles * in->tile_rows, left = in->rows - first;
+            float (*out)[BLOCK_N] = store ? product : (float (*)[BLOCK_N])work + block * up_to(TILE_M, in->rows) + first;
             gemm_block(layer, block, in, tile, tiles, out);
-            store(work, block, first, rows < left ? rows : left, out);
+            if (store) store(work, block, first, rows < left ? rows : left, out);
         }
 }
 

@@ -3,7 +3,7 @@
 
 static const float ROUND = 12582912.0f; /* added to a float of up to 22 bits, its lower bits are the nearest whole number's */
 
-/* The largest magnitude of x [count], as bits that are ordered as the numbers are; count is a multiple of LANES. */
+/* The largest magnitude of x [count], as bits, which are in the order of the numbers. */
 static inline bf16 largest_magnitude(const bf16 *x, int64_t count) {
     bf16 largest = 0;
 #pragma omp simd reduction(max : largest)

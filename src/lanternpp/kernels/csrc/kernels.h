@@ -34,20 +34,20 @@ typedef struct {
 
 /* What `pack_linear` writes from the rows of weight matrices. */
 typedef struct {
-    const void **row;      /* [blocks * BLOCK_N] the weights [inputs] of an output, or null: zeros */
-    const float *given;    /* of int8 rows: [blocks * BLOCK_N] their scales; null: rows are bf16 */
-    const int64_t *column; /* [width] the input that goes to a place, or -1: zero; null: in order */
+    const void **row;   /* [blocks * BLOCK_N] the weights [inputs] of an output, or null: zeros */
+    const float *given; /* of int8 rows: [blocks * BLOCK_N] their scales; null: rows are bf16 */
     void *weight;
     float *scale; /* null: packed as bf16 */
     int64_t blocks, inputs, width;
 } Packing;
 
-/* Rows of a matrix times a linear layer. */
+/* Rows of a matrix times a linear layer, for two branches those that guidance makes of both, rounded to bf16. */
 typedef struct {
-    const bf16 *x; /* [rows, inputs] */
+    const bf16 *x; /* [branches, rows, pitch], the conditional branch first; the first `inputs` numbers of a row are read */
     void *out;     /* [rows, outputs] of bf16, or of float */
     char *scratch; /* as many bytes as `linear_bytes` says */
-    int64_t rows, out_is_float;
+    int64_t rows, pitch, branches, out_is_float;
+    double guidance; /* its scale */
 } LinearCall;
 
 /* One layer: x += out_norm(attention(norm(x))), then x += out_norm(w2(gate * up)). Norms are null where there is none. */

@@ -1,4 +1,4 @@
-/* A linear layer alone, the head of guided features, and how weights are packed. */
+/* A linear layer alone, of guided features too, and how weights are packed. */
 #include "decoder.c"
 
 /* A row's inputs x [inputs] as products read them. */
@@ -9,31 +9,29 @@ static void load_row(Inputs *in, int64_t row, const bf16 *x) {
     if (in->is_int8) quantize_row(in, row);
 }
 
-/* Rows of floats, `stride` apart. */
-typedef struct {
-    float *y;
-    int64_t stride;
-} FloatRows;
-
-static void store_floats(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
-    const FloatRows *to = work;
-    for (int64_t r = 0; r < rows; r++) memcpy(to->y + (first + r) * to->stride + block * BLOCK_N, out[r], sizeof out[r]);
-}
-
 typedef struct {
     Inputs in;
     const Linear *layer;
     const LinearCall *call;
+    int stream; /* outputs go past the caches, where they are too many to be read again soon */
 } LinearWork;
 
-int64_t linear_bytes(const Linear *layer, int64_t rows) { return inputs_bytes(rows, layer->inputs); }
+int64_t linear_bytes(const Linear *layer, int64_t rows) { return inputs_bytes(rows, layer); }
 
 static void store_linear(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
     const LinearWork *w = work;
     const int64_t outputs = w->layer->outputs, left = outputs - block * BLOCK_N, columns = left < BLOCK_N ? left : BLOCK_N;
     for (int64_t r = 0; r < rows; r++) {
         const int64_t at = (first + r) * outputs + block * BLOCK_N;
-        if (w->call->out_is_float) memcpy((float *)w->call->out + at, out[r], 4 * columns);
+        float *y = (float *)w->call->out + at;
+#ifdef __AVX512F__
+        if (w->stream && columns == BLOCK_N) {
+            _mm512_stream_ps(y, _mm512_loadu_ps(out[r]));
+            _mm512_stream_ps(y + LANES, _mm512_loadu_ps(out[r] + LANES));
+            continue;
+        }
+#endif
+        if (w->call->out_is_float) memcpy(y, out[r], 4 * columns);
         else
             for (int64_t c = 0; c < columns; c += LANES) {
                 const bf16x16 some = narrow_all(*(f32x16 *)(out[r] + c));
@@ -44,19 +42,29 @@ static void store_linear(void *work, int64_t block, int64_t first, int64_t rows,
 
 static void linear_team(const Team *team, void *work) {
     LinearWork *w = work;
-    const int64_t blocks = blocks_of(w->layer);
+    const LinearCall *call = w->call;
+    const int64_t blocks = blocks_of(w->layer), inputs = w->in.inputs;
+    const float more = (float)call->guidance - 1;
+    bf16 guided[inputs];
     configure_tiles(w->in.tile_rows);
-    for (int64_t i = share_begin(team, w->in.rows); i < share_end(team, w->in.rows); i++)
-        load_row(&w->in, i, w->call->x + i * w->in.inputs);
+    for (int64_t i = share_begin(team, call->rows); i < share_end(team, call->rows); i++) {
+        const bf16 *x = call->x + i * call->pitch, *other = x + call->rows * call->pitch;
+        for (int64_t k = 0; k < inputs && call->branches > 1; k++) guided[k] = narrow(widen(x[k]) + more * (widen(x[k]) - widen(other[k])));
+        load_row(&w->in, i, call->branches > 1 ? guided : x);
+    }
     wait_for_team(team);
     gemm(w->layer, &w->in, share_begin(team, blocks), share_end(team, blocks), store_linear, w);
+#ifdef __AVX512F__
+    _mm_sfence();
+#endif
     release_tiles();
 }
 
 /* y = x W + b. */
 void linear(const Linear *layer, const LinearCall *call, int64_t threads) {
     char *at = call->scratch;
-    LinearWork w = {new_inputs(&at, call->rows, layer), layer, call};
+    LinearWork w = {new_inputs(&at, call->rows, layer), layer, call, 0};
+    w.stream = call->out_is_float && call->rows > 2 * TILE_M && layer->outputs % LANES == 0 && (intptr_t)call->out % 64 == 0;
     run_team(threads, linear_team, &w);
 }
 
@@ -64,10 +72,7 @@ static void pack_bf16(const Packing *p, int64_t block) {
     bf16 *to = (bf16 *)p->weight + block * p->width * BLOCK_N;
     for (int64_t c = 0; c < BLOCK_N; c++) {
         const bf16 *row = p->row[block * BLOCK_N + c];
-        for (int64_t k = 0; k < p->width; k++) {
-            const int64_t from = p->column ? p->column[k] : k < p->inputs ? k : -1;
-            to[(k / 2 * BLOCK_N + c) * 2 + k % 2] = row && from >= 0 ? row[from] : 0;
-        }
+        for (int64_t k = 0; k < p->width; k++) to[(k / 2 * BLOCK_N + c) * 2 + k % 2] = row && k < p->inputs ? row[k] : 0;
     }
 }
 
@@ -78,20 +83,12 @@ static void pack_int8(const Packing *p, int64_t block) {
         const int64_t output = block * BLOCK_N + c;
         const void *row = p->row[output];
         float scale = row && p->given ? p->given[output] : 0;
-        if (row && !p->given) {
-            bf16 largest = 0;
-            for (int64_t k = 0; k < p->inputs; k++) {
-                const bf16 magnitude = ((const bf16 *)row)[k] & 0x7fff;
-                largest = magnitude > largest ? magnitude : largest;
-            }
-            scale = widen(largest) / 127;
-        }
+        if (row && !p->given) scale = widen(largest_magnitude(row, p->inputs)) / 127;
         p->scale[output] = scale;
         for (int64_t k = 0; k < p->width; k++) {
-            const int64_t from = p->column ? p->column[k] : k < p->inputs ? k : -1;
             int32_t number = 0;
-            if (row && from >= 0)
-                number = p->given ? ((const int8_t *)row)[from] : scale > 0 ? (int32_t)lrintf(widen(((const bf16 *)row)[from]) / scale) : 0;
+            if (row && k < p->inputs)
+                number = p->given ? ((const int8_t *)row)[k] : scale > 0 ? (int32_t)lrintf(widen(((const bf16 *)row)[k]) / scale) : 0;
             to[(k / 4 * BLOCK_N + c) * 4 + k % 4] = (uint8_t)(number + WEIGHT_ZERO);
         }
     }

@@ -1,19 +1,21 @@
-/* The guesses of a tree: rows of V probabilities in float32, on a CPU.
+/* Rows of V codes in float32, on a CPU: temperature, top-k, top-p, softmax, draws.
 
-   The same functions as the head of guided features, `Sampling.probs`, `Sampling.children` and `likeliest`. A row's result
-   depends on that row alone and not on how many rows or threads there are. */
+   The same functions as `Sampling.probs` and `draw`. PyTorch takes some 20 operations for them, and starting those costs more than
+   computing them. A row's result depends on that row alone and not on how many rows or threads there are. */
 
-#include "chain.c"
+#include "linear.c"
 
-/* Logits of guided features. */
+#define SPARE 5  /* rows of scratch memory that a thread has */
+#define BLOCK 64 /* codes whose probabilities are summed at once; a row of scratch memory is as many times that as it needs */
+
+typedef double doubles __attribute__((vector_size(64)));
+typedef int32_t bits32 __attribute__((may_alias)); /* of a float */
+
+/* `Sampling` of engine/sampling.py. */
 typedef struct {
-    int64_t rows, branches;
-    double scale;         /* of guidance, where there are two branches */
-    int64_t pitch;        /* numbers from one row of features to the next */
-    const bf16 *features; /* [branches, rows, pitch], conditional ones first, of which the first `inputs` are read */
-    char *scratch;        /* as many bytes as `head_bytes` says */
-    float *logits;        /* [rows, outputs] */
-} Logits;
+    double temperature, top_p;
+    int64_t top_k;
+} Sampling;
 
 typedef struct {
     int64_t rows, codes;
@@ -31,62 +33,155 @@ typedef struct {
     char *scratch;   /* as many bytes as `row_bytes` says for `each` draws */
 } Children;
 
-/* x and its unconditional counterpart -> what guidance of a scale makes of both, as `Guidance.merge`. */
-static inline f32x16 guided(f32x16 x, f32x16 unconditional, float scale) { return x + (scale - 1) * (x - unconditional); }
+/* Bytes of a row of `codes` floats, up to a multiple of BLOCK. */
+static int64_t bytes_of_row(int64_t codes) { return align64(4 * up_to(BLOCK, codes)); }
 
-typedef struct {
-    Inputs in;
-    const Linear *head;
-    const Logits *logits;
-    int past; /* of many rows few are read again soon: they go past the caches, in which reading them first would take time */
-} HeadWork;
+/* The scratch memory of a thread that handles one row of `codes` at a time: SPARE such rows, and `draws` codes. */
+static int64_t bytes_of_rows(int64_t codes, int64_t draws) { return SPARE * bytes_of_row(codes) + align64(8 * draws); }
 
-int64_t head_bytes(const Linear *head, int64_t rows) { return inputs_bytes(rows, head->inputs); }
+int64_t row_bytes(int64_t codes, int64_t draws, int64_t threads) { return threads * bytes_of_rows(codes, draws); }
 
-static void store_logits(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
-    const HeadWork *w = work;
-    const int64_t outputs = w->head->outputs, left = outputs - block * BLOCK_N, columns = left < BLOCK_N ? left : BLOCK_N;
-    for (int64_t r = 0; r < rows; r++) {
-        float *y = w->logits->logits + (first + r) * outputs + block * BLOCK_N;
+/* The sum of x [BLOCK]. */
+static inline double block_sum(const float *x) {
+    doubles sum = {0};
+    for (int i = 0; i < BLOCK; i += 8) sum += __builtin_convertvector(*(const f32x8 *)(x + i), doubles);
+    return ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
+}
+
+/* The sum of x [size], size a multiple of BLOCK. */
+static double sum_all(const float *x, int64_t size) {
+    double sum = 0;
+    for (int64_t i = 0; i < size; i += BLOCK) sum += block_sum(x + i);
+    return sum;
+}
+
+/* Of x [size] >= 0 the sum of those above a float given by its bits; floats >= 0 are in the order of theirs. */
+static double sum_above(const float *x, int64_t size, int32_t bits) {
+    double sum = 0;
+    for (int64_t i = 0; i < size; i += BLOCK) {
+        float kept[BLOCK] __attribute__((aligned(64)));
+        for (int j = 0; j < BLOCK; j += LANES) {
+            f32x16 each = *(const f32x16 *)(x + i + j);
+            *(f32x16 *)(kept + j) = (f32x16)((i32x16)each & ((i32x16)each > bits));
+        }
+        sum += block_sum(kept);
+    }
+    return sum;
+}
+
+/* How many of x [size] are above a float >= 0 given by its bits. */
+static int64_t count_above(const bits32 *x, int64_t size, int32_t bits) {
+    int64_t count = 0;
+#pragma omp simd reduction(+ : count)
+    for (int64_t i = 0; i < size; i++) count += x[i] > bits;
+    return count;
+}
+
+/* The bits of the smallest number with less than `limit` of x [size] >= 0 above it; `some` [size] is scratch. */
+static int32_t least_of(const float *x, int64_t size, int64_t limit, bits32 *some) {
+    const bits32 *from = (const bits32 *)x;
+    int32_t least = INT32_MAX;
+    int64_t above = 0; /* what is counted already */
+    for (int32_t bit = 1 << 30; bit; bit >>= 1) {
+        if (bit == 1 << 21) { /* from here on of those alone that may be above it or not */
+            const int32_t low = least & ~(2 * bit - 1);
+            int64_t count = 0;
+            above = count_above(from, size, least);
 #ifdef __AVX512F__
-        if (w->past && columns == BLOCK_N) {
-            _mm512_stream_ps(y, _mm512_loadu_ps(out[r]));
-            _mm512_stream_ps(y + LANES, _mm512_loadu_ps(out[r] + LANES));
-        } else
+            for (int64_t i = 0; i < size; i += LANES) {
+                const __m512i each = _mm512_loadu_si512(from + i), bottom = _mm512_set1_epi32(low), top = _mm512_set1_epi32(least);
+                const __mmask16 kept = _mm512_cmpgt_epi32_mask(each, bottom) & _mm512_cmple_epi32_mask(each, top);
+                _mm512_mask_compressstoreu_epi32(some + count, kept, each);
+                count += __builtin_popcount(kept);
+            }
+#else
+            for (int64_t i = 0; i < size; i++) {
+                some[count] = from[i];
+                count += from[i] > low && from[i] <= least;
+            }
 #endif
-            memcpy(y, out[r], 4 * columns);
+            from = some;
+            size = count;
+        }
+        if (above + count_above(from, size, least & ~bit) < limit) least &= ~bit;
+    }
+    return least;
+}
+
+/* Keep the largest of x [size] >= 0, of equal ones the first, until their sum, or their number, is at least `limit`; 0 elsewhere.
+
+   `spare` [size] is scratch. */
+static void keep_largest(float *x, int64_t size, double limit, int counted, void *spare) {
+    int32_t least = counted ? least_of(x, size, (int64_t)limit, spare) : INT32_MAX; /* the smallest number with less than `limit` above it */
+    if (!counted)
+        for (int32_t bit = 1 << 30; bit; bit >>= 1)
+            if (sum_above(x, size, least & ~bit) < limit) least &= ~bit;
+    double sum = counted ? (double)count_above((const bits32 *)x, size, least) : sum_above(x, size, least);
+    for (int64_t i = 0; i < size; i += LANES) {
+        const f32x16 some = *(const f32x16 *)(x + i);
+        const i32x16 equal = (i32x16)some == least;
+        int any = 0;
+        for (int j = 0; j < LANES; j++) any |= equal[j];
+        *(f32x16 *)(x + i) = (f32x16)((i32x16)some & ((i32x16)some >= least));
+        for (int j = 0; any && j < LANES; j++)
+            if (equal[j]) {
+                if (sum < limit) sum += counted ? 1 : some[j];
+                else x[i + j] = 0;
+            }
     }
 }
 
-/* A row of guided features, rounded to bf16. */
-static void load_guided(const HeadWork *w, int64_t row) {
-    Inputs in = w->in;
-    const float scale = (float)w->logits->scale;
-    const bf16 *x = w->logits->features + row * w->logits->pitch, *other = x + in.rows * w->logits->pitch;
-    bf16 both[in.inputs];
-    for (int64_t k = 0; k < in.inputs && w->logits->branches > 1; k++)
-        both[k] = narrow(widen(x[k]) + (scale - 1) * (widen(x[k]) - widen(other[k])));
-    load_row(&in, row, w->logits->branches > 1 ? both : x);
+/* Logits [codes] in x, of `size` floats, a multiple of BLOCK -> the distribution that codes are drawn from, 0 behind it.
+
+   `spare` [size] is scratch. */
+static void probabilities(const Sampling *sampling, float *x, int64_t codes, int64_t size, void *spare) {
+    const int greedy = sampling->temperature == 0;
+    const float scale = greedy ? 1 : (float)(1 / sampling->temperature);
+    for (int64_t i = codes; i < size; i++) x[i] = -INFINITY;
+    const float highest = max_of(x, size);
+    for (int64_t i = 0; i < size; i += LANES) {
+        f32x16 *each = (f32x16 *)(x + i);
+        *each = exp_all((*each - highest) * scale);
+    }
+    if (!greedy && sampling->top_k > 0 && sampling->top_k < codes) keep_largest(x, size, (double)sampling->top_k, 1, spare);
+    if (!greedy && sampling->top_p < 1) keep_largest(x, size, sampling->top_p * sum_all(x, size), 0, spare);
+    const float total = (float)sum_all(x, size);
+    for (int64_t i = 0; i < size; i += LANES) *(f32x16 *)(x + i) /= total;
 }
 
-static void head_team(const Team *team, void *work) {
-    HeadWork *w = work;
-    const int64_t blocks = blocks_of(w->head);
-    configure_tiles(w->in.tile_rows);
-    for (int64_t i = share_begin(team, w->in.rows); i < share_end(team, w->in.rows); i++) load_guided(w, i);
-    wait_for_team(team);
-    gemm(w->head, &w->in, share_begin(team, blocks), share_end(team, blocks), store_logits, w);
-#ifdef __AVX512F__
-    _mm_sfence();
-#endif
-    release_tiles();
+/* Logits [codes] -> probabilities in x, which like `spare` has room for `codes` up to a multiple of BLOCK. */
+static void probabilities_of(const Sampling *sampling, const float *logits, int64_t codes, float *x, void *spare) {
+    Sampling plain = *sampling;
+    if (plain.temperature == 0) plain = (Sampling){.temperature = 1, .top_p = 1}; /* `Sampling.probs` of greedy choices */
+    memcpy(x, logits, 4 * codes);
+    probabilities(&plain, x, codes, up_to(BLOCK, codes), spare);
 }
 
-void head_logits(const Linear *head, const Logits *work, int64_t threads) {
-    char *at = work->scratch;
-    HeadWork w = {new_inputs(&at, work->rows, head), head, work, 0};
-    w.past = work->rows > 2 * TILE_M && head->outputs % LANES == 0 && (intptr_t)work->logits % 64 == 0;
-    run_team(threads, head_team, &w);
+/* The first of x [from, to) at which `sum` and what they add up to exceeds `most`; else the last that is above 0, or `from`. */
+static int64_t first_above(const float *x, int64_t from, int64_t to, double sum, double most) {
+    int64_t code = from;
+    for (int64_t i = from; i < to; i++)
+        if (x[i] > 0) {
+            code = i;
+            if ((sum += x[i]) > most) break;
+        }
+    return code;
+}
+
+/* The first of x [size] at which their running sum exceeds the share u in (0, 1) of the whole. */
+static int64_t draw(const float *x, int64_t size, double u) {
+    const double most = u * sum_all(x, size);
+    double sum = 0;
+    int64_t first = 0;
+    for (double next; first < size - BLOCK && (next = sum + block_sum(x + first)) <= most; first += BLOCK) sum = next;
+    return first_above(x, first, first + BLOCK, sum, most);
+}
+
+/* The first of the largest of x [size]. */
+static int64_t largest(const float *x, int64_t size) {
+    int64_t code = 0;
+    for (int64_t i = 1; i < size; i++) code = x[i] > x[code] ? i : code;
+    return code;
 }
 
 static void probs_of_row(void *work, int64_t r, int64_t rank) {
@@ -123,14 +218,8 @@ static void draw_all(const float *x, int64_t codes, const double *u, int64_t eac
             if (until[middle] > most) high = middle;
             else low = middle + 1;
         }
-        double sum = low ? until[low - 1] : 0;
-        int64_t code = low * BLOCK;
-        for (int64_t i = low * BLOCK; i < codes && i < (low + 1) * BLOCK; i++)
-            if (x[i] > 0) {
-                code = i;
-                if ((sum += x[i]) > most) break;
-            }
-        drawn[n] = code;
+        const int64_t end = (low + 1) * BLOCK;
+        drawn[n] = first_above(x, low * BLOCK, end < codes ? end : codes, low ? until[low - 1] : 0, most);
     }
 }
 

@@ -78,7 +78,7 @@ enum { DRAFT, PASS, VERIFY, COMMIT };
 enum { ACCEPT_NOISE = 1, BONUS_NOISE = 2, DRAFT_NOISE = 16 };
 
 int64_t drafter_inputs_bytes(const QueryLayers *l, int64_t known, int64_t rows) {
-    return inputs_bytes(known, (2 + l->aux) * l->dim) + inputs_bytes(rows, l->dim) + align64(4 * rows * l->dim) + 64;
+    return inputs_bytes(known, &l->fc) + inputs_bytes(rows, &l->hint) + align64(4 * rows * l->dim) + 64;
 }
 
 /* A row of inputs of `fc`: the embedding, the features, and what layers returned, each divided by its root mean square. */
@@ -102,28 +102,27 @@ typedef struct {
     FloatRows hinted; /* [rows, dim] products of the hints */
 } InputsWork;
 
-/* A block of a row of `out`: the products of its hint, and more. */
-static void store_row(const InputsWork *w, int64_t row, int64_t block, const float *more) {
-    const int64_t at = row * w->layers->dim + block * BLOCK_N;
-    for (int64_t c = 0; c < BLOCK_N; c += LANES)
-        *(bf16x16 *)(w->call->out + at + c) = narrow_all(*(f32x16 *)(w->hinted.y + at + c) + *(const f32x16 *)(more + c));
-}
-
-static void store_known(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
+/* The products of what is known are added to those of the hints. */
+static void add_known(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
     const InputsWork *w = work;
     const int64_t known = w->call->known, nodes = known + w->call->queries;
-    for (int64_t i = 0; i < rows; i++) store_row(w, (first + i) / known * nodes + (first + i) % known, block, out[i]);
+    for (int64_t i = 0; i < rows; i++) {
+        float *y = w->hinted.y + ((first + i) / known * nodes + (first + i) % known) * w->hinted.stride + block * BLOCK_N;
+        for (int64_t c = 0; c < BLOCK_N; c += LANES) *(f32x16 *)(y + c) += *(f32x16 *)(out[i] + c);
+    }
 }
 
-static void store_queries(const InputsWork *w, int64_t block) {
+/* Channels [from, to) of all rows of `out`: what is in `hinted`, and the queries of further levels. */
+static void write_inputs(const InputsWork *w, int64_t from, int64_t to) {
     const QueryLayers *l = w->layers;
     const int64_t known = w->call->known, nodes = known + w->call->queries;
-    for (int64_t row = 0; row < w->call->batch * nodes; row++) {
+    for (int64_t row = 0; row < w->hints.rows; row++) {
         const int64_t n = row % nodes - known, level = n < l->query_count ? n : l->query_count - 1;
-        float query[BLOCK_N];
-        if (n < 0) continue;
-        for (int64_t c = 0; c < BLOCK_N; c++) query[c] = widen(l->queries[level * l->dim + block * BLOCK_N + c]);
-        store_row(w, row, block, query);
+        for (int64_t c = from; c < to; c += LANES) {
+            f32x16 x = *(f32x16 *)(w->hinted.y + row * l->dim + c);
+            if (n >= 0) x += widen_all(l->queries + level * l->dim + c);
+            *(bf16x16 *)(w->call->out + row * l->dim + c) = narrow_all(x);
+        }
     }
 }
 
@@ -146,8 +145,8 @@ static void inputs_team(const Team *team, void *work) {
     else
         for (int64_t r = 0; r < w->hints.rows; r++) memset(w->hinted.y + r * l->dim + begin * BLOCK_N, 0, 4 * (end - begin) * BLOCK_N);
     configure_tiles(w->joined.tile_rows);
-    gemm(&l->fc, &w->joined, begin, end, store_known, w);
-    for (int64_t block = begin; block < end; block++) store_queries(w, block);
+    gemm(&l->fc, &w->joined, begin, end, add_known, w);
+    write_inputs(w, begin * BLOCK_N, end * BLOCK_N);
     release_tiles();
 }
 
@@ -219,7 +218,7 @@ static void draft(const Step *s, int64_t threads) {
         memcpy(d.level_features + (b * levels + 1) * dim, out + known * dim, 2 * (levels - 1) * dim);
         for (int64_t level = 0; level < levels; level++) d.u[b * levels + level] = fine(s->seed[b], s->passes[b], DRAFT_NOISE + level, 0);
     }
-    const LinearCall down = {d.level_features, d.query, s->scratch, s->batch * levels, 0};
+    const LinearCall down = {d.level_features, d.query, s->scratch, s->batch * levels, dim, 1, 0, 1};
     linear(&d.query_layers->down, &down, threads);
     const Verification *v = &s->verification;
     const Chain chain = {.batch = s->batch, .levels = levels, .codes = v->codes, .sampling = v->sampling, .features = d.level_features,
@@ -244,11 +243,11 @@ static void forward(const Step *s, int64_t threads) {
     decode(s->shape, s->layers, &pass, threads);
     for (int64_t i = 0; i < s->batch * nodes * wide; i += LANES) {
         f32x16 x = widen_all(s->features + i);
-        if (s->branches > 1) x = guided(x, widen_all(s->features + s->batch * nodes * wide + i), (float)s->guidance);
+        if (s->branches > 1) x += ((float)s->guidance - 1) * (x - widen_all(s->features + s->batch * nodes * wide + i));
         *(bf16x16 *)(s->guided + i) = narrow_all(x);
     }
-    const Logits logits = {s->batch * nodes, 1, 1, wide, s->guided, s->scratch, (float *)v->logits};
-    head_logits(s->head, &logits, threads);
+    const LinearCall head = {s->guided, (float *)v->logits, s->scratch, s->batch * nodes, wide, 1, 1, 1};
+    linear(s->head, &head, threads);
 }
 
 static void verify(const Step *s, int64_t threads) {
@@ -301,21 +300,17 @@ void run_step(const Step *s, int64_t first, int64_t last, int64_t threads) {
 
 static int64_t larger(int64_t x, int64_t y) { return x > y ? x : y; }
 
-static int64_t pass_bytes(const Shape *shape, const Layer *layers, int64_t rows, int64_t nodes, int64_t slots, int64_t threads) {
-    const Pass pass = {.rows = rows, .nodes = nodes, .slots = slots};
-    return scratch_bytes(shape, layers, &pass, threads);
-}
-
 int64_t step_bytes(const Step *s, int64_t threads) {
-    const int64_t nodes = s->levels + 1;
-    int64_t most = larger(pass_bytes(s->shape, s->layers, s->branches * s->batch, nodes, s->slots, threads), row_bytes(s->verification.codes, 0, threads));
-    most = larger(most, head_bytes(s->head, s->batch * nodes));
-    if (s->drafter) {
-        const Drafter *d = s->drafter;
-        most = larger(most, drafter_inputs_bytes(d->query_layers, s->batch * nodes, s->batch * 2 * s->levels));
-        most = larger(most, pass_bytes(d->shape, d->layers, s->batch, 2 * s->levels, d->slots, threads));
+    const Drafter *d = s->drafter;
+    const Pass pass = {.rows = s->branches * s->batch, .nodes = s->levels + 1, .slots = s->slots};
+    int64_t most = larger(scratch_bytes(s->shape, s->layers, &pass, threads), row_bytes(s->verification.codes, 0, threads));
+    most = larger(most, linear_bytes(s->head, s->batch * pass.nodes));
+    if (d) {
+        most = larger(most, drafter_inputs_bytes(d->query_layers, s->batch * pass.nodes, s->batch * 2 * s->levels));
         most = larger(most, linear_bytes(&d->query_layers->down, s->batch * s->levels));
         most = larger(most, chain_bytes(d->heads, s->batch, s->levels, threads));
+        const Pass largest = {.rows = s->batch, .nodes = 2 * s->levels, .slots = d->slots};
+        most = larger(most, scratch_bytes(d->shape, d->layers, &largest, threads));
     }
     return most + 64;
 }

@@ -78,14 +78,10 @@ int64_t use_threads(int64_t count) {
 int64_t use_threads(int64_t count) { return count; }
 
 #ifdef _WIN32
-static void run_team(int64_t threads, Task *task, void *work) {
-    Barrier barrier = {0, 0};
-    const Team team = {0, 1, &barrier};
-    (void)threads;
-    task(&team, work);
-}
+enum { MAX_TEAM = 1 };
 #else
 enum { MAX_TEAM = 64 };
+#endif
 
 typedef struct {
     Team team;
@@ -101,16 +97,19 @@ static void *start_thread(void *from) {
 
 static void run_team(int64_t threads, Task *task, void *work) {
     Start start[MAX_TEAM];
-    pthread_t thread[MAX_TEAM];
     Barrier barrier = {0, 0};
     const int64_t size = threads > MAX_TEAM ? MAX_TEAM : threads < 1 ? 1 : threads;
     for (int64_t i = 0; i < size; i++) start[i] = (Start){{i, size, &barrier}, task, work};
+#ifndef _WIN32
+    pthread_t thread[MAX_TEAM];
     for (int64_t i = 1; i < size; i++)
         if (pthread_create(&thread[i], 0, start_thread, &start[i])) abort();
-    start_thread(&start[0]);
-    for (int64_t i = 1; i < size; i++) pthread_join(thread[i], 0);
-}
 #endif
+    start_thread(&start[0]);
+#ifndef _WIN32
+    for (int64_t i = 1; i < size; i++) pthread_join(thread[i], 0);
+#endif
+}
 #endif
 
 static void rows_of_team(const Team *team, void *work) {

@@ -4,17 +4,9 @@
    120 operations for each, and starting those costs more than computing them. A row's result depends on that row alone and not
    on how many rows or threads there are. */
 
-#include "sampling.c"
+#include "chain.c"
 
 #define TINY 1.17549435e-38 /* the smallest float that is normal */
-
-typedef struct {
-    int64_t rows, codes, near, whole;
-    const float *p, *q, *limit; /* [rows, codes] */
-    const int32_t *table;       /* [codes / LANES, near, LANES], the last block padded: neighbours, nearest first */
-    float *law;                 /* [rows, codes]; where not `whole`, the accepted mass alone */
-    char *scratch;              /* as many bytes as `row_bytes` says */
-} Laws;
 
 /* What is known of a node besides what was drafted. */
 typedef struct {
@@ -34,7 +26,7 @@ typedef struct {
     const double *u;         /* [batch, levels, ranks] uniform for the walk, [batch] for the others */
     const double *last;      /* [batch] uniform, of the code behind the path */
     const double *limit;     /* [levels, 2]: neighbours lend at most limit[0] + limit[1] p(y) */
-    const int32_t *table;    /* neighbours: [codes, near] for the walk, as in `Laws` for the others */
+    const int32_t *table;    /* neighbours, nearest first: [codes, near] for the walk, [codes / LANES, near, LANES] with the last block padded for the others */
     Node *node;              /* [batch, nodes], not for the walk, nor is the next */
     float *law;              /* [batch, nodes, codes] */
     int64_t *path;           /* [batch, levels + 1] */
@@ -83,38 +75,27 @@ static inline f32x16 accepted(const float *all, f32x16 p, f32x16 q, f32x16 limit
     return (f32x16)(((i32x16)mass & less) | ((i32x16)q & ~less));
 }
 
-/* A row of codes, with numbers >= 0 behind the last up to a multiple of LANES, and the rule that it is verified under. */
-typedef struct {
-    const float *p, *q;
-    const float *limit;  /* of what neighbours lend; null: fixed + share p */
-    float fixed, share;
-    const int32_t *table;
-    int64_t near;
-} Row;
-
-/* The law of verifying one child drawn from q with the optimal residual; where not `whole`, the accepted mass alone. */
-static inline __attribute__((always_inline)) void law_of_row(const Row *row, int64_t codes, int whole, float *law) {
-    const Row r = *row;
-    const int32_t *table = r.table;
+/* The law of verifying one child drawn from q with the optimal residual; p, q and law [codes up to a multiple of LANES], 0 at the end. */
+static void law_of_row(const Verification *v, const float *p, const float *q, const double *limit, float *law) {
+    const float fixed = (float)limit[0], share_of_p = (float)limit[1];
+    const int32_t *table = v->table;
     doubles kept = {0}, rest = {0};
-    for (int64_t y = 0; y < codes; y += LANES, table += LANES * r.near) {
-        const f32x16 p = *(const f32x16 *)(r.p + y), limit = r.limit ? *(const f32x16 *)(r.limit + y) : r.fixed + r.share * p;
-        const f32x16 mass = accepted(r.p, p, *(const f32x16 *)(r.q + y), limit, table, r.near);
+    for (int64_t y = 0; y < v->codes; y += LANES, table += LANES * v->near) {
+        const f32x16 some = *(const f32x16 *)(p + y), mass = accepted(p, some, *(const f32x16 *)(q + y), fixed + share_of_p * some, table, v->near);
         *(f32x16 *)(law + y) = mass;
-        const f32x16 more = (f32x16)((i32x16)(p - mass) & (p > mass));
+        const f32x16 more = (f32x16)((i32x16)(some - mass) & (some > mass));
         const f32x8 *kept_by_halves = (const f32x8 *)&mass, *rest_by_halves = (const f32x8 *)&more;
         for (int i = 0; i < 2; i++) {
             kept += __builtin_convertvector(kept_by_halves[i], doubles);
             rest += __builtin_convertvector(rest_by_halves[i], doubles);
         }
     }
-    if (!whole) return;
     double all_kept = 0, all_rest = 0;
     for (int i = 0; i < 8; i++) all_kept += kept[i], all_rest += rest[i];
     const float share = all_rest > 0 && all_kept < 1 ? (float)((1 - all_kept) / all_rest) : 0;
-    for (int64_t y = 0; y < codes; y += LANES) {
-        const f32x16 p = *(const f32x16 *)(r.p + y), mass = *(f32x16 *)(law + y);
-        *(f32x16 *)(law + y) = mass + share * (f32x16)((i32x16)(p - mass) & (p > mass));
+    for (int64_t y = 0; y < v->codes; y += LANES) {
+        const f32x16 some = *(const f32x16 *)(p + y), mass = *(f32x16 *)(law + y);
+        *(f32x16 *)(law + y) = mass + share * (f32x16)((i32x16)(some - mass) & (some > mass));
     }
 }
 
@@ -124,19 +105,6 @@ static float *copied(const float *x, int64_t codes, char **own) {
     memset(copy + codes, 0, 4 * (up_to(BLOCK, codes) - codes));
     return memcpy(copy, x, 4 * codes);
 }
-
-static void output_law(void *work, int64_t r, int64_t rank) {
-    const Laws *w = work;
-    const int64_t at = r * w->codes;
-    char *own = w->scratch + rank * bytes_of_rows(w->codes, 0);
-    const float *p = copied(w->p + at, w->codes, &own), *q = copied(w->q + at, w->codes, &own);
-    const Row row = {.p = p, .q = q, .limit = copied(w->limit + at, w->codes, &own), .table = w->table, .near = w->near};
-    law_of_row(&row, w->codes, (int)w->whole, (float *)own);
-    memcpy(w->law + at, own, 4 * w->codes);
-}
-
-/* `law_of_row` in every row. */
-void output_laws(Laws *laws, int64_t threads) { run_rows(threads, laws->rows, output_law, laws); }
 
 /* The path of sample b is known: the codes that are decided along it, the last of them the bonus. */
 static void conclude(const Verification *v, int64_t b, int64_t kept, int64_t bonus) {
@@ -148,30 +116,25 @@ static void conclude(const Verification *v, int64_t b, int64_t kept, int64_t bon
     v->kept[b] = kept;
 }
 
-/* Of the residual [x - scale q]+ of x [codes] its sum; q null: of the point mass at `code`. write: put it in the place of x. */
-static double residual(float *x, const float *q, float scale, int64_t codes, int64_t code, double write) {
-    if (!q) {
-        double sum = sum_of_row(x, codes) - x[code];
-        if (write > 0) {
-            x[code] = 0;
-            for (int64_t i = 0; i < codes; i++) x[i] /= (float)write;
-        }
-        return sum;
-    }
+/* The sum of the residual [x - scale q]+ of x [codes]; q null: of the point mass at `code`. */
+static double residual_mass(const float *x, const float *q, float scale, int64_t codes, int64_t code) {
     double sum = 0;
-    const float over = (float)write;
-    if (write > 0)
-        for (int64_t i = 0; i < codes; i++) {
-            float more = x[i] - q[i] * scale;
-            x[i] = (more > 0 ? more : 0) / over;
-        }
-    else
+    if (!q) return sum_of_row(x, codes) - x[code];
 #pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < codes; i++) {
-            float more = x[i] - q[i] * scale;
-            sum += more > 0 ? more : 0;
-        }
+    for (int64_t i = 0; i < codes; i++) {
+        float more = x[i] - q[i] * scale;
+        sum += more > 0 ? more : 0;
+    }
     return sum;
+}
+
+/* x becomes its residual over `mass`. */
+static void take_residual(float *x, const float *q, float scale, int64_t codes, int64_t code, float mass) {
+    if (!q) x[code] = 0;
+    for (int64_t i = 0; i < codes; i++) {
+        const float more = q ? x[i] - q[i] * scale : x[i];
+        x[i] = (more > 0 ? more : 0) / mass;
+    }
 }
 
 /* The walk of one sample. */
@@ -206,13 +169,13 @@ static void walk_one(void *work, int64_t b, int64_t rank) {
                 below = child;
                 break;
             }
-            double mass = w.optimal ? residual(x, q, scale, w.codes, code, 0) : 0;
+            double mass = w.optimal ? residual_mass(x, q, scale, w.codes, code) : 0;
             if (!(mass > 0)) { /* the relaxed distribution */
                 for (int64_t i = 0; i < lenders; i++) x[near[i]] = 0;
                 x[code] = relaxed;
-                mass = w.optimal ? 0 : residual(x, q, scale, w.codes, code, 0);
+                mass = w.optimal ? 0 : residual_mass(x, q, scale, w.codes, code);
             }
-            if (mass > 0) residual(x, q, scale, w.codes, code, mass);
+            if (mass > 0) take_residual(x, q, scale, w.codes, code, (float)mass);
             if (q) {
                 if (q != rest) q = memcpy(rest, q, 4 * w.codes);
                 rest[code] = 0;
@@ -264,9 +227,7 @@ static void law_of_node(const Verification *v, int64_t i, char *own) {
     }
     float *q = copied(v->q + i * v->codes, v->codes, &own);
     for (int64_t y = 0; y < v->codes; y++) q[y] = logits[y] > -INFINITY ? q[y] : 0; /* what the format forbids is never relaxed */
-    const double *limit = v->limit + 2 * v->node[i].depth;
-    const Row row = {.p = p, .q = q, .fixed = (float)limit[0], .share = (float)limit[1], .table = v->table, .near = v->near};
-    law_of_row(&row, v->codes, 1, (float *)own);
+    law_of_row(v, p, q, v->limit + 2 * v->node[i].depth, (float *)own);
     memcpy(law, own, 4 * v->codes);
 }
 
