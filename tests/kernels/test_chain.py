@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -21,7 +20,7 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.lantern_pp import LanternPlusPlus
-from lanternpp.accept.neighbours import FIRST, NeighbourAcceptance
+from lanternpp.accept.neighbours import NeighbourAcceptance
 from lanternpp.api.model import Model, model_folder
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.noise import Noise
@@ -30,7 +29,7 @@ from lanternpp.engine.verify.choose import with_native
 from lanternpp.engine.verify.joint import chain_tails, node_weights, verify_joint
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.chain import NativeChain, native_chain
-from lanternpp.kernels.verify import NativeLaws, NativeVerifier, Node, native_laws
+from lanternpp.kernels.verify import NativeVerifier, Node
 from lanternpp.nn.backend import backend
 from lanternpp.proposers.parallel import Parallel, _masked
 from lanternpp.trees.chain import chain_tree
@@ -150,7 +149,7 @@ def test_a_chain_ends_where_none_of_the_batch_survives(library: object, batch: i
     torch.set_num_threads(threads)
     try:
         for level, cut in enumerate(cuts):
-            draft = case.drawn(library, Sampling(), min_survival=cut or 1e-9)
+            draft = case.drawn(library, Sampling(), cut=cut or 1e-9)
             drawn = level or LEVELS
             assert torch.allclose(draft.survival[:, :drawn].double(), expected[:, :drawn], atol=1e-4)
             assert not draft.survival[:, drawn:].any() and not draft.probs[:, drawn:].any()
@@ -248,18 +247,19 @@ def test_laws_of_neighbours(library: object, vocab: int, k: int, batch: int) -> 
     table = torch.stack([torch.randperm(vocab - 1)[:k] for _ in range(vocab)])
     table = (table + (table >= torch.arange(vocab)[:, None])).int()
     p, q = rows_of(vocab, batch)
+    p = p / p.sum(-1, keepdim=True)
     depth = torch.arange(5).expand(batch, -1)
-    for plain in rules(table):
-        rule = copy.copy(plain)
-        rule.native = NativeLaws(table, library)  # type: ignore[arg-type]
-        accepted, exact = (torch.minimum(q, each.accept_mass(p, q)) for each in (rule, plain))
-        if k <= FIRST:
-            assert torch.equal(accepted, exact), "the same sums in the same order"
-        law, exact = (
-            rule.output_distributions(p, q, depth, 4),
-            plain.output_distributions(p.double(), q.double(), depth, 4),
-        )
-        far = (law - exact).abs().sum(-1)  # a neighbour whose sum is the limit may fall either way
+    draft = Draft(chain_tree(batch, 4, p.device), torch.zeros(batch, 5).long(), q)
+    u, logits = torch.full((batch, 1), 0.5).double(), p.log().clamp(min=-200)  # of 0, and yet not forbidden
+    for rule in rules(table):
+        budget = rule.as_numbers(4)
+        assert budget is not None
+        verdict, _ = NativeVerifier(library)(draft, logits, Sampling().warp, budget, False, u, u)  # type: ignore[arg-type]
+        exact = rule.output_distributions(p.double(), q.double(), depth, 4)
+        assert verdict.distribution is not None
+        far = (
+            (verdict.distribution - exact).abs().sum(-1)
+        )  # a neighbour whose sum is the limit may fall either way
         assert (far < 1e-5).float().mean() > 0.9 and far.max() < 0.01
 
 
@@ -370,7 +370,7 @@ def test_a_verdict_is_the_same_by_either(name: str, ended: bool) -> None:
 
 
 def test_what_it_does_not_know_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, table = Case(40, 1), torch.zeros(40, 2, dtype=torch.int32)
+    case = Case(40, 1)
     up, head = (case.up, case.bias), (case.head, None)
     assert native_chain(up, head) is not None
     assert native_chain(up, None) is None, "a head that is not linear"
@@ -379,11 +379,8 @@ def test_what_it_does_not_know_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatc
     assert not case.chain(native.library()).takes(torch.zeros(17, LEVELS, DIM, dtype=HALF)), (
         "many pictures at once"
     )
-    laws = native_laws(table)
-    double = torch.zeros(1, 40).double()
-    assert laws is not None and laws(double, double, double, True) is None
     monkeypatch.setenv(native.SWITCH, "0")
-    assert native_chain(up, head) is None and native_laws(table) is None and backend().verifier() is None
+    assert native_chain(up, head) is None and backend().verifier() is None
 
 
 def test_the_shipped_model_drafts_what_pytorch_drafts() -> None:
@@ -394,7 +391,6 @@ def test_the_shipped_model_drafts_what_pytorch_drafts() -> None:
         engine.admit(slot, "a photo of a red tulip", 3 + slot)
     proposer = engine.proposer
     assert isinstance(proposer, Parallel) and proposer.drafter.native is not None
-    assert isinstance(engine.rule, NeighbourAcceptance) and engine.rule.native is not None
     levels = proposer._drafter_forward()
     drafter, cache = proposer.drafter, proposer.cache
     cache.used -= proposer.waiting  # to run it again
