@@ -27,7 +27,7 @@ test: $(STAMP)
 	    -n $$($(BIN)/python -c "import os; print(min(4, os.cpu_count() + 1))")
 
 gpu: $(STAMP)
-	$(BIN)/lanternpp gpu-report
+	$(BIN)/python bench/gpu.py
 
 # A model of continuous latents that begins with nature-128's weights and is judged as it is; DATA is an imagefolder with captions.
 continuous: $(STAMP)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from lanternpp.errors import InputError
 from lanternpp.evaluation.features import Extractor
-from lanternpp.evaluation.quality import Quality
+from lanternpp.evaluation.quality import Quality, label_of
 
 
 class Colours(Extractor):
@@ -88,9 +88,7 @@ def test_a_model_without_a_classifier_has_no_figures_of_it(tmp_path: Path) -> No
     bare = tmp_path / "bare"
     bare.mkdir()
     for reference in (None, pictures):
-        with pytest.raises(
-            InputError, match=r"model bare has no classifier; .*python recipes/nature/classifier.py"
-        ):
+        with pytest.raises(InputError, match=r"model bare has no classifier; .*recipes/nature/classifier"):
             Quality.for_model(bare, reference, None, None, CPU)
     quality = Quality.for_model(bare, pictures, OWN, None, CPU)
     assert quality.columns == ("frechet", "precision", "recall")
@@ -133,3 +131,25 @@ def test_inception_says_what_it_needs(folder: Path, tmp_path: Path, monkeypatch:
         InputError, match=r"weights of features inception cannot be had .*no route.*checkpoints"
     ):
         ask()
+
+
+LABELS = ("sea", "rose", "polar bear", "bear", "sea lion", "tree_frog")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "label"),
+    [
+        ("a photo of the Sea, at sunset", "sea"),
+        ("three roses by the sea", "rose"),
+        ("polar bears", "polar bear"),
+        ("a bear that is polar", "bear"),
+        ("a sea lion on a rock", "sea lion"),
+        ("tree frogs", "tree_frog"),
+        ("a research vessel", None),
+        ("prose", None),
+        ("", None),
+    ],
+)
+def test_the_label_named_first(prompt: str, label: str | None) -> None:
+    found = label_of(prompt, LABELS)
+    assert (None if found is None else LABELS[found]) == label

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lanternpp.evaluation import report
-from lanternpp.evaluation.speed import Turn, split
+from lanternpp.evaluation.race import Turn, by_picture
 
 RUN = {
     "model": "toy",
@@ -35,8 +35,8 @@ TURNS = [
     turn("ar", 0, 4.0, [[1] * 8]),
     turn("ar", 1, 2.0, [[1] * 8]),
     turn("ar", 2, 3.0, [[1] * 8]),
-    turn("fast", 0, 1.0, [[1, 3, 4]], spent=[0.5]),
-    turn("fast", 1, 2.0, [[1, 1, 2, 4]], spent=[1.5]),
+    turn("fast", 0, 1.0, [[1, 3, 4]], tv_cost=[0.5]),
+    turn("fast", 1, 2.0, [[1, 1, 2, 4]], tv_cost=[1.5]),
     turn("fast", 2, 1.5, [[1, 5, 2]]),
 ]
 
@@ -69,4 +69,4 @@ def test_the_table_shows_what_was_measured_and_dashes_elsewhere() -> None:
 
 
 def test_passes_are_given_back_to_their_pictures() -> None:
-    assert split([1, 3, 1, 1, 2, 1], 4) == [[1, 3], [1, 1, 2], [1]]
+    assert by_picture([1, 3, 1, 1, 2, 1], 4) == [[1, 3], [1, 1, 2], [1]]

@@ -20,9 +20,9 @@ from lanternpp.cli import main
 from lanternpp.nn import checkpoints
 from lanternpp.training import drafter, parallel, rollouts  # noqa: F401 (once)
 from lanternpp.training.material import cached, codes, runs, samples  # noqa: F401
-from lanternpp.tuning import run  # noqa: F401
+from lanternpp.tuning import study  # noqa: F401
 
-JOURNALS = ("measurements.jsonl", "turns.jsonl")
+JOURNALS = ("trials.jsonl", "turns.jsonl")
 HERE = str(Path(__file__).parents[1])
 TRAIN = "train --model tiny --warmup 2 --checks 2 --save-minutes 0"
 COMMANDS = {
@@ -30,7 +30,7 @@ COMMANDS = {
     "--steps 26 --batch-size 3",
     "pictures": f"{TRAIN} --data photos --kind parallel --steps 26 --batch-size 4",
     "rollouts": f"{TRAIN} --self --prompts mine --kind parallel --rollouts 12 --steps 26 --batch-size 3",
-    "tune": "tune --model tiny --prompts mine --nodes 5 --depth 3 --rounds 2 -n 2 --no-plots --dtype float32",
+    "tune": "tune --model tiny --prompts mine --nodes 5 --depth 3 --rounds 2 --trials 6 -n 2 --no-plots --dtype float32",
 }
 
 

@@ -21,12 +21,17 @@ from lanternpp.util.registry import HERE
 VERBS = {
     "generate": "Draw pictures of a prompt, or of every line of a file.",
     "compare": "Draw a prompt twice, by plain AR and by a method, with the times under each.",
+    "bench": "Compare methods on one model: speed, quality, throughput, profiles.",
+    "tune": "Find the draft tree, or Jacobi window, that draws fastest with a method on this machine.",
     "models": "List models, methods and trees; download, convert or warm a model.",
     "serve": "Draw over HTTP, with OpenAI's Images API at /v1 and a page at /.",
 }
 # Verbs and options of earlier versions, and what does their work now.
 RETIRED = {
     "floor": "bench --profile",
+    "eval": "bench --quality",
+    "throughput": "bench --batch-sizes",
+    "gpu-report": "make gpu",
     "convert": "models convert",
     "warm": "models warm",
 }

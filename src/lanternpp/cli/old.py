@@ -7,16 +7,11 @@ from collections.abc import Sequence
 import typer
 from typer.exceptions import TyperException
 
-from lanternpp.cli import bench, eval, gpu_report, throughput, train, tune
+from lanternpp.cli import train
 from lanternpp.errors import InputError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(bench.bench)
-app.command("eval")(eval.evaluate)
 app.command()(train.train)
-app.command()(tune.tune)
-app.command()(throughput.throughput)
-app.command()(gpu_report.gpu_report)
 
 
 @app.callback()

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from lanternpp.cli.terminal import say
 from lanternpp.errors import InputError
-
-Plots = Annotated[
-    bool | None, typer.Option("--plots/--no-plots", help="PNG plots. Default: where matplotlib is installed.")
-]
 
 
 def plots_enabled(plots: bool | None) -> bool:

@@ -258,16 +258,22 @@ def store_rates(model: str, out: Path | None, folder: Path, kind: str) -> None:
     """Count the acceptance rates of a drafter, by which drafts are fitted to a machine, and store them with it."""
     from lanternpp.api.pipeline import Pipeline
     from lanternpp.cli.terminal import progress_bar
+    from lanternpp.evaluation.prompts import usual_conditions
     from lanternpp.training.rates import record, strengths
     from lanternpp.training.team import team
-    from lanternpp.tuning.batch_runner import usual_conditions
 
     if not team().leads:
         return
     pipe = Pipeline.from_pretrained(model, out, tuned=False)
     if not pipe.target.channels:
         with progress_bar("counting what is accepted") as progress:
-            record(pipe, strengths(pipe, kind), folder, usual_conditions(pipe), progress=progress)
+            record(
+                pipe,
+                strengths(pipe, kind),
+                folder,
+                usual_conditions(pipe.folder, pipe.target),
+                progress=progress,
+            )
 
 
 def say_how(model: str, out: Path | None, method: str) -> None:

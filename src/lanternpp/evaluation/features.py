@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from PIL import Image
@@ -19,7 +20,7 @@ from lanternpp.evaluation.pictures import squares
 class Extractor(ABC):
     """Maps pictures to features; similar pictures have features close together."""
 
-    side: int  # pixels of the squares it looks at
+    side: int  # pixels of the squares it is given
 
     @classmethod
     @abstractmethod
@@ -59,10 +60,45 @@ class ClassifierFeatures(Extractor):
         return self.classifier.labels(features.to(self.device)).argmax(-1).cpu()
 
 
-EXTRACTORS: dict[str, type[Extractor] | str] = {
-    "classifier": ClassifierFeatures,
-    "inception": "lanternpp.evaluation.inception:Inception",
-}
+class Inception(Extractor):
+    """The 2,048 features of the last pooling layer of FID's InceptionV3 (weights of 2015-12-05), from torch-fidelity.
+
+    Pictures come resized by an antialiased bicubic filter, as in clean-fid (arXiv 2104.11222).
+    """
+
+    side = 299
+
+    def __init__(self, network: Any, device: torch.device):
+        self.network, self.device = network, device
+
+    @classmethod
+    def open(cls, folder: Path, device: torch.device) -> Self:
+        """The network; its weights are fetched when first used. It is the same for every model folder."""
+        try:
+            package = import_module("torch_fidelity.feature_extractor_inceptionv3")
+        except ImportError as error:
+            raise InputError(
+                f"features inception need a package ({error}); "
+                "pip install torch-fidelity torchvision, or use --features classifier"
+            ) from None
+        try:
+            network = package.FeatureExtractorInceptionV3("inception-v3-compat", ["2048"])
+        except (OSError, RuntimeError) as error:  # no network, no room, a broken file
+            where = Path(torch.hub.get_dir()) / "checkpoints"
+            raise InputError(
+                f"the weights of features inception cannot be had ({error}); put "
+                f"weights-inception-2015-12-05-6726825d.pth of torch-fidelity's release v0.2.0 into {where}, "
+                "or use --features classifier"
+            ) from None
+        return cls(network.eval().requires_grad_(False).to(device), device)
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor) -> Tensor:
+        """Images [B, 3, 299, 299] uint8 -> features [B, 2048]."""
+        return self.network(images.to(self.device))[0]
+
+
+EXTRACTORS: dict[str, type[Extractor]] = {"classifier": ClassifierFeatures, "inception": Inception}
 
 
 def extract(

@@ -84,6 +84,16 @@ def passes(table: Sequence[Mapping[str, Any]]) -> Any:
     return finished(fig, axes, "codes decided by one pass", "share of passes, %", bottom=0)
 
 
+def throughput(table: Sequence[Mapping[str, Any]]) -> Any:
+    """Pictures per second against the batch size, a line per method."""
+    fig, axes = figure()
+    for i, label in enumerate(dict.fromkeys(row["method"] for row in table)):
+        rows = [(row["batch_size"], row["pictures_per_second"]) for row in table if row["method"] == label]
+        axes.plot(*zip(*rows, strict=True), marker=".", label=lines(label), **style(i))
+    axes.set_xscale("log", base=2)
+    return finished(fig, axes, "pictures at once", "pictures per second", bottom=0)
+
+
 def lines(label: str) -> str:
     """A long label on several lines."""
     return fill(label, 22)

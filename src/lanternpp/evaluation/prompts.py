@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from lanternpp.errors import InputError
+from lanternpp.models.base import Target
 from lanternpp.util.jsonfile import LINES, read_text
 
 PROMPTS = "prompts.txt"
@@ -24,3 +26,18 @@ def read_prompts(path: Path | None, model: Path) -> list[str]:
     if not prompts:
         raise InputError(f"prompts {source} holds none; write one prompt per line")
     return prompts
+
+
+def usual_conditions(model: Path, target: Target) -> Sequence[str | None]:
+    """What to draw where nobody says: the model's own list of prompts, some of its conditions, or the null condition."""
+    if (model / PROMPTS).is_file():
+        return read_prompts(None, model)
+    known = target.conditions
+    return known[:: max(1, len(known) // 25)] or [None]
+
+
+def spread(prompts: Sequence[str], count: int) -> list[str]:
+    """`count` of some prompts: evenly over them where they are more, in turn where they are fewer."""
+    return [
+        prompts[i * len(prompts) // count if count < len(prompts) else i % len(prompts)] for i in range(count)
+    ]

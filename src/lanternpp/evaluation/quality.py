@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,11 @@ from PIL import Image
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation import frechet
 from lanternpp.evaluation.classifier import has_classifier, read_reference
 from lanternpp.evaluation.clip import Clip
+from lanternpp.evaluation.distances import NEAREST, frechet, gaussian, precision_recall, standard_error
 from lanternpp.evaluation.features import EXTRACTORS, ClassifierFeatures, Extractor, extract
-from lanternpp.evaluation.labels import label_of
 from lanternpp.evaluation.pictures import Gallery, reference_folder
-from lanternpp.evaluation.precision_recall import NEAREST, precision_recall
 from lanternpp.util.devices import pick_device
 from lanternpp.util.registry import find, importable
 
@@ -145,11 +144,11 @@ class Quality:
 
 def compare(features: Tensor, reference: Tensor) -> dict[str, float]:
     """The figures of features [M, F] against others [N, F]."""
-    against = frechet.gaussian(reference)
+    against = gaussian(reference)
     precision, recall = precision_recall(features, reference)
     return {
-        "frechet": frechet.distance(frechet.gaussian(features), against),
-        "frechet_spread": frechet.standard_error(features, against),
+        "frechet": frechet(gaussian(features), against),
+        "frechet_spread": standard_error(features, against),
         "precision": precision,
         "recall": recall,
     }
@@ -172,3 +171,28 @@ def reference_for(
         raise InputError(f"features {name} need --reference DIR, a folder of pictures to compare with")
     stored = read_reference(folder, classifier.classifier)
     return ReferenceSet(f"{folder.name}'s own", stored.features, stored.texts)
+
+
+def label_of(prompt: str, labels: Sequence[str]) -> int | None:
+    """The number of the label that the prompt names first, in the singular or plural; None where it names none.
+
+    All words of a label must stand there together; where two begin at the same word, the longer one counts.
+    """
+    prompt_words = words(prompt)
+    by_length = sorted(enumerate(map(words, labels)), key=lambda pair: -len(pair[1]))
+    for start in range(len(prompt_words)):
+        for number, label in by_length:
+            following = prompt_words[start : start + len(label)]
+            if label and len(following) == len(label) and all(map(same_word, following, label)):
+                return number
+    return None
+
+
+def words(text: str) -> list[str]:
+    """The words of a text in lower case."""
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+def same_word(word: str, label: str) -> bool:
+    """Whether a word is a label's word or its plural."""
+    return label in (word, word.removesuffix("s"), word.removesuffix("es"))

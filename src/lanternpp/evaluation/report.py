@@ -9,10 +9,13 @@ from typing import Any
 
 from lanternpp.api.options import BASELINE
 from lanternpp.engine.stopwatch import PHASES
-from lanternpp.evaluation.speed import Turn
+from lanternpp.evaluation.race import Turn
 
 HEADINGS = {
     "method": "method",
+    "batch_size": "batch",
+    "draft": "draft",
+    "pictures_per_second": "pictures per s",
     "codes_per_pass": "codes per pass",
     "seconds_per_image": "s per picture",
     "speedup": "speed-up",
@@ -27,6 +30,7 @@ HEADINGS = {
     "clip": "CLIP",
 }
 WIDE = ("where", "precision", "recall")  # not for a terminal
+BATCHES = ("batch_size", "draft", "pictures_per_second")  # shown where batch sizes are compared
 
 
 def rows(
@@ -42,7 +46,8 @@ def rows(
         row = figures([t for t in turns if t.label == label])
         speedup = plain / row["seconds_per_image"]
         ratios = {"speedup": speedup, "efficiency": speedup / row["codes_per_pass"]}
-        about = {"method": label, "model": run["model"]}
+        about = {"method": label, "model": run["model"], "batch_size": settings["batch_size"]}
+        about["draft"] = draft_name(settings)
         versions = {"settings": settings, "versions": run["versions"]}
         made.append(about | row | ratios | dict(quality.get(label, {})) | versions)
     return made
@@ -54,7 +59,7 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
     seconds = [turn.seconds / len(turn.accepted) for turn in turns]
     every = [count for accepted in pictures for count in accepted]
     whole = sum(turn.seconds for turn in turns)
-    tv_cost = [value for turn in turns for value in turn.spent or []]
+    tv_cost = [value for turn in turns for value in turn.tv_cost or []]
     quarters = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 3
     return {
         "images": len(pictures),
@@ -62,6 +67,7 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
         "passes": len(every),
         "codes_per_pass": sum(every) / len(every),
         "seconds": whole,
+        "pictures_per_second": len(pictures) / whole,
         "seconds_per_image": median(seconds),
         "seconds_quartiles": [quarters[0], quarters[2]],
         "phases": {phase: sum(t.phases[phase] for t in turns) / whole for phase in PHASES},
@@ -70,6 +76,14 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
         "tv_cost": fmean(tv_cost) if tv_cost else None,
         "tv_cost_images": len(tv_cost),
     }
+
+
+def draft_name(settings: Mapping[str, Any]) -> str:
+    """What a method drafts, in a word or two."""
+    tree = settings.get("tree")
+    if tree is None:
+        return f"window {settings['window']}" if settings.get("window") else "none"
+    return f"a tree of {tree.count('[') - 1}" if tree.startswith("[") else str(tree)
 
 
 def by_row(turns: Sequence[Turn], width: int) -> dict[str, list[float]]:
@@ -92,7 +106,7 @@ def by_row(turns: Sequence[Turn], width: int) -> dict[str, list[float]]:
 
 def cell(row: Mapping[str, Any], column: str, brief: bool = False) -> str:
     """One figure of a row as text, with its spread unless brief; a dash where it was not measured."""
-    if column == "method":
+    if column in ("method", "draft"):
         return f"`{row[column]}`"
     if column == "where":
         return " / ".join(f"{100 * row['phases'][phase]:.0f}" for phase in PHASES)
@@ -104,8 +118,10 @@ def cell(row: Mapping[str, Any], column: str, brief: bool = False) -> str:
         return f"{value:.2f} ({low:.2f}-{high:.2f})"
     if column == "speedup":
         return f"{value:.2f}x"
-    if column == "tv_per_code":
-        return f"{value:.3f}"
+    if column == "batch_size":
+        return str(value)
+    if column in ("tv_per_code", "pictures_per_second"):
+        return f"{value:.3g}"
     if column == "prompt_accuracy":
         return f"{100 * value:.0f} %"
     if column == "frechet" and row.get("frechet_spread") is not None and not brief:
@@ -114,9 +130,10 @@ def cell(row: Mapping[str, Any], column: str, brief: bool = False) -> str:
 
 
 def columns(table: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The columns that some row has a figure for."""
-    always = ("method", "where")
-    return [c for c in HEADINGS if c in always or any(row.get(c) is not None for row in table)]
+    """The columns that some row has a figure for; those of `BATCHES` only where batch sizes differ."""
+    known = [c for c in HEADINGS if c == "where" or any(row.get(c) is not None for row in table)]
+    one_size = len({row["batch_size"] for row in table}) == 1
+    return [c for c in known if not (one_size and c in BATCHES)]
 
 
 def markdown(table: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
@@ -145,7 +162,7 @@ def settings_line(table: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) ->
     tv_cost = counts(row["tv_cost_images"] for row in table if row["tv_cost"])
     return (
         f"{run['model']}, {images} pictures of {len(run['prompts'])} prompts per method, "
-        f"{base['batch_size']} at a time, methods taking turns; medians, quartiles in brackets. "
+        f"{counts(row['batch_size'] for row in table)} at a time, methods taking turns; medians, quartiles in brackets. "
         f"cfg {base['cfg']:g}, temperature {base['temperature']:g}, top-k {base['top_k']}, top-p {base['top_p']:g}; "
         f"{run['dtype']}, {'compiled' if base['compile'] else 'not compiled'}, {run['device']}, "
         f"{run['threads']} threads, torch {run['versions']['torch']}."

@@ -1,1 +1,1 @@
-"""Tuning: which static tree draws fastest on this machine, from what was measured on it."""
+"""The search for the draft that draws fastest with a method on this machine: a study of Optuna."""

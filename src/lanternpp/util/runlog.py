@@ -18,9 +18,12 @@ T = TypeVar("T")
 
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a row to a log, which is made where it is missing."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(dict(row)) + "\n")
+    """Add a row to a log, which is made where it is missing. Raises InputError where it cannot be written."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(row)) + "\n")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def read_rows(path: Path, parse: Callable[[Any], T], remedy: str) -> list[T]:
@@ -56,3 +59,33 @@ def _whole_lines(path: Path, remedy: str) -> list[str]:
     if whole != text:
         write_text(path, whole)
     return whole.splitlines()
+
+
+class Journal:
+    """Measurements in a log, each under a key, so that a run that was stopped measures none of them twice.
+
+    Raises InputError, which ends with the remedy, where a line is damaged.
+    """
+
+    def __init__(self, path: Path, remedy: str):
+        self.path = path
+        rows = read_rows(path, lambda row: (_text(row["key"]), row["value"]), remedy)
+        self._values: dict[str, Any] = dict(rows)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, key: Mapping[str, Any]) -> bool:
+        return _text(key) in self._values
+
+    def once(self, key: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
+        """What was measured under a key; measured now, and logged, where it was not."""
+        if key not in self:
+            value = measure()
+            append(self.path, {"key": dict(key), "value": value})
+            self._values[_text(key)] = value
+        return self._values[_text(key)]
+
+
+def _text(key: Mapping[str, Any]) -> str:
+    return json.dumps(key, sort_keys=True)

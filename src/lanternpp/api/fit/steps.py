@@ -37,15 +37,15 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
     the others as far as the budget allows. length: codes of a picture.
     """
     (plain_name, make_plain), *others = drafts
-    began, plain = time.perf_counter(), _Stepped(make_plain())
+    began, plain = time.perf_counter(), MidwayEngine(make_plain())
     beside = [plain.step() for _ in range(FEWEST)]
     budget = max(SECONDS, SHARE * length * beside[-1].step)
-    measured: list[tuple[str, int, list[tuple[_Span, _Span]]]] = []
+    measured: list[tuple[str, int, list[tuple[Span, Span]]]] = []
     for name, make in others:
         spent = time.perf_counter() - began
         if measured and spent + spent / (1 + len(measured)) > budget:
             break
-        drafted, pairs, since = _Stepped(make()), list[tuple[_Span, _Span]](), time.perf_counter()
+        drafted, pairs, since = MidwayEngine(make()), list[tuple[Span, Span]](), time.perf_counter()
         fewest = FEWEST - (drafted.first > SLOW)
         while len(pairs) < fewest or (len(pairs) < MOST and time.perf_counter() - since < LONG):
             pairs.append((drafted.step(), plain.step()))
@@ -56,22 +56,21 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
     steps = [Step(plain_name, plain.rows, usual, median(span.target for span in beside), usual / least)]
     for name, rows, pairs in measured:
         seconds, target = (
-            usual * median(getattr(span, part) / other.step for span, other in pairs)
-            for part in _Span._fields
+            usual * median(getattr(span, part) / other.step for span, other in pairs) for part in Span._fields
         )
         taken = [span.step for span, _ in pairs]
         steps.append(Step(name, rows, seconds, target, median(taken) / min(taken)))
     return tuple(steps)
 
 
-class _Span(NamedTuple):
+class Span(NamedTuple):
     """Seconds of a step, and of the target's pass in it."""
 
     step: float
     target: float
 
 
-class _Stepped:
+class MidwayEngine:
     """An engine in the middle of a picture, without its prompt: what a step takes does not depend on the codes."""
 
     def __init__(self, engine: Engine):
@@ -80,12 +79,12 @@ class _Stepped:
         self.timed.move_midway(first=True)
         self.first = self.step().step  # with what is built on first use
 
-    def step(self) -> _Span:
+    def step(self) -> Span:
         """One step from the middle of the picture."""
         self.timed.move_midway()
         self.timed.step()
         span = self.timed.spans.pop()
-        return _Span(sum(span[phase] for phase in PHASES), span["pass"])
+        return Span(sum(span[phase] for phase in PHASES), span["pass"])
 
 
 def disturbed(steps: Sequence[Step]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -16,18 +16,20 @@ from typing import Any
 
 import torch
 
-from lanternpp.api.options import BASELINE, DraftDials, PartDials, RuleDials, check_method, dials
+from lanternpp.api.options import BASELINE, MethodDials, check_method, dials
 from lanternpp.api.picture import save_png
 from lanternpp.api.pipeline import Pipeline, Result, versions
 from lanternpp.engine.stopwatch import Stopwatch
 from lanternpp.errors import InputError
-from lanternpp.util import files, runlog
+from lanternpp.util import files
 from lanternpp.util.devices import device_name
 from lanternpp.util.jsonfile import read_object
+from lanternpp.util.runlog import Journal
 from lanternpp.util.schema import checked
 
 RUN, TURNS, PICTURES = "run.json", "turns.jsonl", "pictures"
-METHOD_DIALS = dials(PartDials, DraftDials, RuleDials)  # what an entry may override
+ELSEWHERE = "choose another folder with -o"
+METHOD_DIALS = dials(MethodDials)  # what an entry may override
 BY_KEY = {key: dial for dial in METHOD_DIALS for key in (dial.name, dial.spoken, dial.short) if key}
 
 
@@ -56,11 +58,11 @@ class Turn:
     phases: dict[str, float]  # seconds
     accepted: list[list[int]]  # per picture: codes decided by each pass, the prefill first
     files: list[str]  # pictures, relative to the run's folder
-    spent: list[float] | None = None  # tv_cost per picture, where it was measured
+    tv_cost: list[float] | None = None  # per picture, where it was measured
 
 
 def parse_methods(text: str) -> list[Entry]:
-    """Methods parted by commas, each with what it overrides behind it: "ar, lantern++ k=10 lambda=5".
+    """Methods separated by commas, each followed by its overrides: "ar, lantern++ k=10 lambda=5".
 
     Plain AR is put first where it is missing, as all else is measured against it. Raises InputError.
     """
@@ -68,11 +70,10 @@ def parse_methods(text: str) -> list[Entry]:
     for item in text.split(","):
         words = item.split()
         if not words:
-            raise InputError(f"methods {text!r} has an empty entry; part names by single commas")
+            raise InputError(f"methods {text!r} has an empty entry; separate names by single commas")
         check_method(words[0])
-        overrides = dict(parse_override(word, item) for word in words[1:])
         label = " ".join(words)
-        found[label] = Entry(label, words[0], overrides)
+        found[label] = Entry(label, words[0], dict(parse_override(word, item) for word in words[1:]))
     return list({BASELINE: Entry(BASELINE, BASELINE, {}), **found}.values())
 
 
@@ -93,7 +94,11 @@ def parse_override(word: str, item: str) -> tuple[str, Any]:
 
 
 class Race:
-    """Entries over prompts and seeds, `batch_size` pictures of a prompt at a time; `n` seeds for each prompt, which no other has."""
+    """Entries over prompts and seeds: `n` pictures of each prompt by each entry, with seeds that no other prompt has.
+
+    A turn draws `turn` pictures of a prompt, by default a batch. shared: overrides of all entries. measure_tv: also measure the total
+    variation of the first turn of each prompt, drawn again. Raises InputError.
+    """
 
     def __init__(
         self,
@@ -102,19 +107,21 @@ class Race:
         prompts: Sequence[str],
         n: int,
         seed: int,
-        shared: dict[str, Any],
+        shared: Mapping[str, Any],
         measure_tv: bool,
+        turn: int | None = None,
     ):
         self.pipe, self.field, self.prompts = pipe, list(field), list(prompts)
         self.n, self.seed, self.measure_tv = n, seed, measure_tv
-        self.overrides_of = {
-            e.label: {"batch_size": 1, "compile": False} | shared | e.overrides for e in field
+        self.overrides = {
+            e.label: {"batch_size": 1, "compile": False, **shared, **e.overrides} for e in field
         }
-        asked = {e.label: pipe.settings(e.method, **self.overrides_of[e.label]) for e in field}
+        asked = {e.label: pipe.settings(e.method, **self.overrides[e.label]) for e in field}
         self.settings = {label: pipe.fit(settings) for label, settings in asked.items()}
         self.batch = self.settings[BASELINE].batch_size
-        if n % self.batch:
-            raise InputError(f"{n} pictures per prompt are not a whole number of batches of {self.batch}")
+        self.turn = turn or self.batch
+        if n % self.turn:
+            raise InputError(f"{n} pictures per prompt are not a whole number of batches of {self.turn}")
         for prompt in prompts:
             pipe.target.check(prompt)
         # made here, so that a wrong part is found before anything is drawn; kept, as their turns are timed
@@ -122,34 +129,27 @@ class Race:
 
     def describe(self) -> dict[str, Any]:
         """What must be unchanged for a run to be resumed."""
-        like = next(self.pipe.target.parameters())
         return {
             "model": self.pipe.name,
             "prompts": self.prompts,
             "n": self.n,
             "seed": self.seed,
-            "seeds of a prompt": "its own",  # older runs had the same ones for all prompts
             "measure_tv": self.measure_tv,
-            "device": device_name(like.device),
-            "dtype": self.pipe.dtype,
-            "threads": torch.get_num_threads(),
+            **machine(self.pipe),
             "versions": versions(),
             "methods": {label: asdict(settings) for label, settings in self.settings.items()},
         }
 
     def turns(self) -> Iterator[tuple[Entry, int, int]]:
         """(entry, prompt, first seed) as they are drawn: every entry in turn, another one first each time."""
-        rounds = product(range(0, self.n, self.batch), range(len(self.prompts)))
+        rounds = product(range(0, self.n, self.turn), range(len(self.prompts)))
         for place, (first, prompt) in enumerate(rounds):
             for i in range(len(self.field)):
                 yield self.field[(place + i) % len(self.field)], prompt, self.seed + prompt * self.n + first
 
-    def draw(self, entry: Entry, prompt: int, seed: int, **extra: Any) -> Result:
-        """The pictures of one turn, by the entry's engine; with `extra` overrides, by an engine made for them."""
-        if extra:
-            overrides = self.overrides_of[entry.label] | extra
-            return self.pipe(self.prompts[prompt], n=self.batch, seed=seed, method=entry.method, **overrides)
-        conditions, seeds = [self.prompts[prompt]] * self.batch, range(seed, seed + self.batch)
+    def draw(self, entry: Entry, prompt: int, seed: int) -> Result:
+        """The pictures of one turn, by the entry's engine."""
+        conditions, seeds = [self.prompts[prompt]] * self.turn, range(seed, seed + self.turn)
         return self.pipe.draw(self.engines[entry.label], self.settings[entry.label], conditions, seeds)
 
     def run(
@@ -160,39 +160,56 @@ class Race:
         progress is called between turns only, so that it takes no time of theirs.
         """
         check_run(folder, self.describe(), resume)
-        turns = read_turns(folder)
-        done = {(t.label, t.prompt, t.seed) for t in turns}
-        total = len(self.prompts) * self.n // self.batch * len(self.field)
-        stopwatches: dict[str, Stopwatch] = {}
+        journal = Journal(folder / TURNS, ELSEWHERE)
+        turns: list[Turn] = []
+        total = len(self.prompts) * self.n // self.turn * len(self.field)
+        watches: dict[str, Stopwatch] = {}
         for entry, prompt, seed in self.turns():
-            if (entry.label, prompt, seed) in done:
-                continue
-            if progress:
-                progress(len(turns), total)
-            if entry.label not in stopwatches:
-                self.draw(entry, prompt, seed)  # warm-up: what is built on first use is not timed
-                stopwatches[entry.label] = Stopwatch(self.engines[entry.label])
-            turns.append(self._turn(folder, entry, stopwatches[entry.label], prompt, seed))
-            runlog.append(folder / TURNS, vars(turns[-1]))
+            key = {"label": entry.label, "prompt": prompt, "seed": seed}
+            if key not in journal:
+                if progress:
+                    progress(len(journal), total)
+                if entry.label not in watches:
+                    # a warm-up, as what is built on first use is not timed
+                    self.draw(entry, prompt, seed)
+                    watches[entry.label] = Stopwatch(self.engines[entry.label])
+            watch = watches.get(entry.label)
+            figures = journal.once(key, lambda: self._turn(folder, entry, watch, prompt, seed))  # noqa: B023
+            turns.append(checked("its turn", key | figures, Turn))
         return turns
 
-    def _turn(self, folder: Path, entry: Entry, watch: Stopwatch, prompt: int, seed: int) -> Turn:
+    def _turn(
+        self, folder: Path, entry: Entry, watch: Stopwatch | None, prompt: int, seed: int
+    ) -> dict[str, Any]:
+        assert watch is not None
         result = self.draw(entry, prompt, seed)
         stats, tv_cost = result.stats, None
         phases = watch.take(stats.seconds)
         if self.measure_tv and (seed - self.seed) % self.n == 0:
-            tv_cost = self.draw(entry, prompt, seed, measure_tv=True).stats.tv_cost_per_image
-        files = []
+            given = self.overrides[entry.label] | {"measure_tv": True}
+            again = self.pipe(self.prompts[prompt], n=self.turn, seed=seed, method=entry.method, **given)
+            tv_cost = again.stats.tv_cost_per_image
+        names = []
         for i, image in enumerate(result.images):
-            name = f"{PICTURES}/{entry.slug}/{prompt:03d}-{seed + i}.png"
+            names.append(f"{PICTURES}/{entry.slug}/{prompt:03d}-{seed + i}.png")
             notes = {"prompt": self.prompts[prompt], "seed": str(seed + i), "model": stats.model}
-            save_png(image, folder / name, notes | {"settings": json.dumps(stats.settings, sort_keys=True)})
-            files.append(name)
-        accepted = split(stats.accepted_per_pass, self.pipe.target.length)
-        return Turn(entry.label, prompt, seed, stats.seconds, phases, accepted, files, tv_cost)
+            settings = {"settings": json.dumps(stats.settings, sort_keys=True)}
+            save_png(image, folder / names[-1], notes | settings)
+        return {
+            "seconds": stats.seconds,
+            "phases": phases,
+            "accepted": by_picture(stats.accepted_per_pass, self.pipe.target.length),
+            "files": names,
+            "tv_cost": tv_cost,
+        }
 
 
-def split(accepted: Sequence[int], length: int) -> list[list[int]]:
+def machine(pipe: Pipeline) -> dict[str, Any]:
+    """Where seconds are measured."""
+    return {"device": device_name(pipe.device), "dtype": pipe.dtype, "threads": torch.get_num_threads()}
+
+
+def by_picture(accepted: Sequence[int], length: int) -> list[list[int]]:
     """Codes decided by each pass of several pictures, one list per picture of `length` codes."""
     pictures: list[list[int]] = [[]]
     for count in accepted:
@@ -202,22 +219,19 @@ def split(accepted: Sequence[int], length: int) -> list[list[int]]:
     return pictures
 
 
-def check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
+def check_run(folder: Path, run: Mapping[str, Any], resume: bool) -> None:
     """Write `run.json`, or compare it with the one in the folder; InputError names what differs."""
-    path = folder / RUN
+    path, run = folder / RUN, json.loads(json.dumps(run))
     if not path.exists():
         files.write_text(path, json.dumps(run, indent=2) + "\n")
         return
     if not resume:
-        raise InputError(
-            f"{folder} holds a run already; go on with it by --resume, or choose another folder with -o"
-        )
-    old = read_object(path, "choose another folder with -o")
-    differing = list(differences(old, run))
+        raise InputError(f"{folder} holds a run already; go on with it by --resume, or {ELSEWHERE}")
+    differing = list(differences(read_object(path, ELSEWHERE), run))
     if differing:
         raise InputError(
             f"{folder} holds a run with other settings ({'; '.join(differing)}); repeat them to go on with it, "
-            "or choose another folder with -o"
+            f"or {ELSEWHERE}"
         )
 
 
@@ -229,10 +243,3 @@ def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
     elif old != new:
         long = any(isinstance(value, dict | list) for value in (old, new))
         yield name if long else f"{name} {old!r} -> {new!r}"
-
-
-def read_turns(folder: Path) -> list[Turn]:
-    """The turns a folder holds; a last line cut short by a kill is taken off."""
-    return runlog.read_rows(
-        folder / TURNS, lambda row: checked("its turn", row, Turn), "choose another folder with -o"
-    )

@@ -1,4 +1,4 @@
-"""The Fréchet distance against closed forms and a second way of computing it, and its standard error."""
+"""The Fréchet distance against closed forms and a second way of computing it; precision and recall against brute force."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lanternpp.evaluation.frechet import distance, gaussian, standard_error
+from lanternpp.evaluation import distances as pr
+from lanternpp.evaluation.distances import frechet, gaussian, standard_error
 
 
 def draws(count: int, dims: int, seed: int) -> Tensor:
@@ -39,7 +40,7 @@ def test_gaussians_with_a_closed_form() -> None:
     one = gaussian(exactly(50, torch.zeros(3).double(), scales.diag()))
     other = gaussian(exactly(40, shift, others.diag()))
     closed = shift.square().sum() + (scales - others).square().sum()
-    assert distance(one, other) == pytest.approx(closed.item(), rel=1e-12)
+    assert frechet(one, other) == pytest.approx(closed.item(), rel=1e-12)
 
 
 def test_covariances_that_do_not_commute() -> None:
@@ -48,28 +49,28 @@ def test_covariances_that_do_not_commute() -> None:
     line = torch.linspace(-1, 1, 21).double()
     line = line / line.std()
     one, other = gaussian(line[:, None] * u), gaussian(line[:, None] * v)
-    assert distance(one, other) == pytest.approx(9 + 5 - 2 * 3, rel=1e-12)
+    assert frechet(one, other) == pytest.approx(9 + 5 - 2 * 3, rel=1e-12)
 
 
 @pytest.mark.parametrize(("count", "dims"), [(500, 16), (40, 24), (9, 32)])
 def test_a_second_implementation_agrees(count: int, dims: int) -> None:
     one = draws(count, dims, 1) @ draws(dims, dims, 2) + 1
     other = draws(300, dims, 3) @ draws(dims, dims, 4)
-    assert distance(gaussian(one), gaussian(other)) == pytest.approx(second(one, other), rel=1e-6)
+    assert frechet(gaussian(one), gaussian(other)) == pytest.approx(second(one, other), rel=1e-6)
 
 
 def test_fewer_pictures_than_features_lose_nothing() -> None:
     """7 points in 64 dimensions differ from others by a shift alone, whatever is singular."""
     points = draws(7, 64, 5)
     shift = draws(1, 64, 6)
-    assert distance(gaussian(points), gaussian(points)) == pytest.approx(0, abs=1e-10)
+    assert frechet(gaussian(points), gaussian(points)) == pytest.approx(0, abs=1e-10)
     expected = shift.square().sum().item()
-    assert distance(gaussian(points + shift), gaussian(points)) == pytest.approx(expected, rel=1e-9)
+    assert frechet(gaussian(points + shift), gaussian(points)) == pytest.approx(expected, rel=1e-9)
 
 
 def test_it_is_symmetric_and_float32_features_are_enough() -> None:
     one, other = draws(100, 8, 7).float() + 100, draws(120, 8, 8).float() + 100
-    there, back = (distance(gaussian(a), gaussian(b)) for a, b in ((one, other), (other, one)))
+    there, back = (frechet(gaussian(a), gaussian(b)) for a, b in ((one, other), (other, one)))
     assert there == pytest.approx(back, rel=1e-9)
     assert there == pytest.approx(second(one.double(), other.double()), rel=1e-6)
 
@@ -77,10 +78,59 @@ def test_it_is_symmetric_and_float32_features_are_enough() -> None:
 def test_the_spread_is_the_standard_deviation_over_new_pictures() -> None:
     reference = gaussian(draws(400, 6, 9) + 0.7)
     sets = [draws(160, 6, seed) for seed in range(100, 160)]
-    real = torch.tensor([distance(gaussian(points), reference) for points in sets]).std().item()
+    real = torch.tensor([frechet(gaussian(points), reference) for points in sets]).std().item()
     reported = torch.tensor([standard_error(points, reference) for points in sets]).mean().item()
     assert reported == pytest.approx(real, rel=0.3)
 
 
 def test_too_few_pictures_have_no_spread() -> None:
     assert math.isnan(standard_error(draws(3, 4, 0), gaussian(draws(9, 4, 1))))
+
+
+def brute(points: Tensor, manifold: Tensor, k: int) -> float:
+    """The definition, one pair at a time."""
+    inside = 0
+    for point in points:
+        for i, centre in enumerate(manifold):
+            others = sorted((centre - x).norm().item() for j, x in enumerate(manifold) if j != i)
+            if (point - centre).norm().item() <= others[k - 1] + 1e-12:
+                inside += 1
+                break
+    return inside / len(points)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_brute_force_agrees(k: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pr, "CHUNK", chunk)
+    random = torch.Generator().manual_seed(k)
+    generated = torch.randn(40, 3, generator=random).double() * 1.6
+    reference = torch.randn(30, 3, generator=random).double()
+    precision, recall = pr.precision_recall(generated, reference, k)
+    assert precision == pytest.approx(brute(generated, reference, k))
+    assert recall == pytest.approx(brute(reference, generated, k))
+    assert 0.1 < precision < 0.95 and precision != recall  # a case that could tell a mistake
+
+
+def test_by_hand() -> None:
+    """On a line with k = 3: 0, 1, 2, 3 reach 3, 2, 2, 3, so what lies in [-3, 6] is within."""
+    reference = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
+    assert pr.radii(reference.double(), 3).tolist() == [3, 2, 2, 3]
+    generated = torch.tensor([[-3.1], [-2.9], [5.9], [6.1], [100.0]])
+    precision, _ = pr.precision_recall(generated, reference)
+    assert precision == pytest.approx(2 / 5)
+
+
+def test_a_set_against_itself_and_against_one_far_away() -> None:
+    points = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    assert pr.precision_recall(points, points) == (1, 1)
+    assert pr.precision_recall(points, points + 100) == (0, 0)
+
+
+def test_few_kinds_of_pictures_are_precise_and_recall_little() -> None:
+    random = torch.Generator().manual_seed(1)
+    places = torch.randn(20, 4, generator=random) * 30
+    reference = (places[:, None] + torch.randn(20, 10, 4, generator=random)).flatten(0, 1)
+    one = reference[:10].repeat(4, 1) + 0.1 * torch.randn(40, 4, generator=random)
+    precision, recall = pr.precision_recall(one, reference)
+    assert precision > 0.9 and recall < 0.15

@@ -11,7 +11,7 @@ from helpers.models import write_model
 from lanternpp.api.options import BASELINE
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.errors import InputError
-from lanternpp.evaluation.speed import PICTURES, TURNS, Race, parse_methods
+from lanternpp.evaluation.race import PICTURES, TURNS, Race, parse_methods
 
 PROMPTS = ["a red tulip", "a tulip"]
 FIELD = "lantern++ lambda=3, jacobi"
@@ -70,17 +70,17 @@ def test_what_is_written_down_is_what_the_pipeline_draws(pipe: Pipeline, tmp_pat
         assert all((tmp_path / name).is_file() for name in turn.files) and len(turn.files) == 1
         assert all(sum(accepted) == pipe.target.length for accepted in turn.accepted)
         assert turn.seconds >= sum(v for k, v in turn.phases.items() if k != "rest") > 0
-        assert (turn.spent is not None) == (turn.seed in (5, 7))
+        assert (turn.tv_cost is not None) == (turn.seed in (5, 7))
     bent = next(t for t in turns if t.label.startswith("lantern++") and (t.prompt, t.seed) == (1, 8))
     alone = pipe(PROMPTS[1], seed=8, method="lantern++", lam=3.0, batch_size=1)
     assert bent.accepted == [alone.stats.accepted_per_pass]
-    spent = {t.label: t.spent for t in turns if t.seed == 5}
+    spent = {t.label: t.tv_cost for t in turns if t.seed == 5}
     assert spent["ar"] == spent["jacobi"] == [0.0] and spent["lantern++ lambda=3"][0] > 0
 
 
 def test_a_stop_at_any_moment_loses_at_most_the_turn_it_hit(pipe: Pipeline, tmp_path: Path) -> None:
     whole = race(pipe).run(tmp_path / "whole")
-    cut = tmp_path / "cut"
+    cut = tmp_path / "min_survival"
     race(pipe).run(cut)
     text = (cut / TURNS).read_text()
     fourth = [i for i, c in enumerate(text) if c == "\n"][3]
@@ -90,7 +90,7 @@ def test_a_stop_at_any_moment_loses_at_most_the_turn_it_hit(pipe: Pipeline, tmp_
     assert seen[0] == (4, 12)
 
     def codes(turns):
-        return [(t.label, t.prompt, t.seed, t.accepted, t.spent) for t in turns]
+        return [(t.label, t.prompt, t.seed, t.accepted, t.tv_cost) for t in turns]
 
     assert codes(again) == codes(whole)
     assert len([json.loads(line) for line in (cut / TURNS).read_text().splitlines()]) == 12

@@ -1,0 +1,95 @@
+"""What there is to measure on a GPU, in one command and one file: `make gpu`, or
+
+    python bench/gpu.py [--model nature-128] [--random XL] [--batch-sizes 1,4,16] [-n 3] [--dtype auto] [--out gpu.md]
+
+The tests marked `gpu`, then races and profiles of two models: --model, which needs an EAGLE drafter and a parallel one, and one of
+random weights in LlamaGen's shape. The costs of its steps are those of trained weights, while its acceptance, and so its speed-ups,
+say nothing about a trained drafter. The file is written when all is measured. The status is 1 where a test failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from random_model import SIZES, random_model
+
+FIELD = (
+    "lantern++ proposer=tree tree=lantern-57, eagle tree=eagle-25, eagle tree=chain-4, parallel tree=chain-4"
+)
+
+
+def run(*command: object) -> tuple[int, str]:
+    """The status of a command, and what it printed; an error of it is printed here too."""
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, command)], capture_output=True, text=True, check=False
+    )
+    print(done.stderr, end="", file=sys.stderr)
+    return done.returncode, done.stdout
+
+
+def main() -> None:
+    """Measure, and write the file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="nature-128")
+    parser.add_argument("--random", default="XL", choices=SIZES)
+    parser.add_argument("--batch-sizes", default="1,4,16")
+    parser.add_argument("-n", default="3", help="turns of each method at each size")
+    parser.add_argument("--prompts", help="of --model, one per line; default: its own")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--tests", default="tests")
+    parser.add_argument("--out", type=Path, default=Path("gpu.md"))
+    given = parser.parse_args()
+    status, told = run("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", given.tests)
+    # pytest's status 5: no test was found
+    failed = status not in (0, 5)
+    parts = [
+        f"# Measured on a GPU\n\nTests marked `gpu`: {(told.strip().splitlines() or ['none'])[-1].strip('= ')}\n"
+    ]
+    with TemporaryDirectory() as room, random_model(given.random) as random:
+        classes = Path(room) / "classes.txt"
+        classes.write_text("207\n979\n")
+        for model, prompts in ((given.model, given.prompts), (random, classes)):
+            folder = Path(room) / Path(model).name
+            asked = [
+                "--model",
+                model,
+                "--device",
+                given.device,
+                "--dtype",
+                given.dtype,
+                "--methods",
+                FIELD,
+                "-n",
+                given.n,
+                "-o",
+                folder,
+            ]
+            asked += ["--prompts", prompts] if prompts else []
+            status, told = run(
+                "lanternpp",
+                "bench",
+                *asked,
+                "--batch-sizes",
+                given.batch_sizes,
+                "--profile",
+                "--no-plots",
+                "--no-quality",
+            )
+            if status:
+                sys.exit(status)
+            table = (folder / "table.md").read_text(encoding="utf-8")
+            parts.append(f"## {Path(model).name}\n\n{table}\n```\n{told}```\n")
+    given.out.write_text("\n".join(parts), encoding="utf-8")
+    print(given.out)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

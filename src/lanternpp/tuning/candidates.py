@@ -1,0 +1,229 @@
+"""What a tuning may choose: the parameters of a trial, and the overrides that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lanternpp.api.options import Settings
+from lanternpp.api.pipeline import Pipeline
+from lanternpp.api.settings import dials_read
+from lanternpp.engine.decode import Engine
+from lanternpp.engine.verify.choose import BLOCK
+from lanternpp.errors import InputError
+from lanternpp.evaluation.equal import STRENGTHS
+from lanternpp.trees import build_tree, shape_name
+from lanternpp.trees.search import Search
+from lanternpp.trees.shapes import SHAPES, Shape, chain, is_chain
+from lanternpp.trees.static import StaticTree
+from lanternpp.tuning.options import TuningOptions
+
+if TYPE_CHECKING:
+    from optuna.trial import Trial
+
+CHAIN, SEARCHED = "chain", "searched"  # shapes of a draft, beside those of `SHAPES`
+HAND_MADE = ("deep-8", "eagle-25", "lantern-57")
+WINDOWS: dict[str, tuple[Any, ...]] = {  # values of a window's dials
+    "window": (1, 32),
+    "alternatives": (0, 6),
+    "init": ("mixed", "above", "last", "uniform"),
+    "window_rows": (1, 2),
+}
+NEIGHBOURS = (5, 10, 100, 1000)
+MOST_CUT = 0.7
+RANKS = 16  # children of a node that the search for a tree considers
+PRIOR = 20.0  # trials that an acceptance seen at all depths counts beside those of one depth
+
+Counts = Sequence[Sequence[float]]  # [depth][rank]
+
+
+@dataclass(frozen=True)
+class Space:
+    """The candidates for one method: trees or windows of at most so many nodes and levels, and dials of the rule.
+
+    given: overrides of the user, which stay as they are.
+    """
+
+    pipe: Pipeline
+    settings: Settings
+    given: Mapping[str, Any]
+    nodes: int
+    depth: int
+    cuts: bool  # whether chains may be cut
+    relaxes: bool  # whether the strength of a relaxed rule is chosen too
+
+    @classmethod
+    def of(
+        cls,
+        pipe: Pipeline,
+        settings: Settings,
+        given: Mapping[str, Any],
+        engine: Engine,
+        options: TuningOptions,
+    ) -> Space:
+        """The space of a method with this engine; InputError where nothing in it can be chosen."""
+        drafter = getattr(engine.proposer, "drafter", None)
+        predicts = getattr(drafter, "confidence", None) is not None
+        cuts = predicts and not settings.compile and given.get("min_survival") is None
+        nodes = options.nodes
+        space = cls(pipe, settings, given, nodes, options.depth, cuts, options.limited)
+        if options.limited and settings.accept not in STRENGTHS:
+            raise InputError(
+                f"a budget picks the strength of a relaxed rule, which the rule {settings.accept!r} has not; use lantern++"
+            )
+        least = space._least() | {name: given[name] for name in WINDOWS if given.get(name) is not None}
+        if has_window(settings) and window_nodes(least) > nodes:
+            said = ", ".join(f"{name} {value}" for name, value in least.items())
+            raise InputError(f"--nodes {nodes} are fewer than those of {said}; allow more")
+        return space
+
+    def _least(self) -> dict[str, Any]:
+        """The smallest value of every dial of a window that the method reads."""
+        read = dials_read(self.settings.proposer, self.settings.accept)
+        return {name: values[0] for name, values in WINDOWS.items() if name in read}
+
+    @property
+    def shapes(self) -> list[str]:
+        """The shapes of drafts on a tree."""
+        if self.given.get("min_survival") or self.given.get("verify") == BLOCK:
+            return [CHAIN]
+        own = self.settings.tree or CHAIN
+        named = [own] if not is_chain(shape_of(own)) and self.fits(shape_of(own)) else []
+        return list(
+            dict.fromkeys((CHAIN, SEARCHED, *named, *(name for name in HAND_MADE if self.fits(SHAPES[name]))))
+        )
+
+    def fits(self, shape: Shape) -> bool:
+        """Whether a shape lies within the limits."""
+        ranks = max(map(max, shape)) < self.pipe.target.vocab
+        return len(shape) <= self.nodes and max(map(len, shape)) <= self.depth and ranks
+
+    def first(self) -> Iterator[dict[str, Any]]:
+        """Parameters of trials to begin with: the method's own draft, the hand-made trees, and chains."""
+        strong = {name: getattr(self.settings, name) for name in self._strengths()}
+        if has_window(self.settings):
+            own = {name: getattr(self.settings, name) for name in self._least()}
+            known = {name: value for name, value in own.items() if value is not None}
+            yield from (
+                known | {"window": size} | strong
+                for size in dict.fromkeys((known["window"], 2, 4, 8, 16, 32))
+            )
+            return
+        deepest, cut = min(self.depth, self.nodes), {"min_survival": 0.0} if self.cuts else {}
+        chains: list[dict[str, Any]] = [
+            {"shape": CHAIN, "chain": n, **cut} for n in (1, 2, 4, 6, 9, 13) if n <= deepest
+        ]
+        trees: list[dict[str, Any]] = [
+            {"shape": shape} for shape in self.shapes if shape not in (CHAIN, SEARCHED)
+        ]
+        sizes = [n for n in (4, 8, 16, 32, 64) if n <= self.nodes and SEARCHED in self.shapes]
+        trees += [{"shape": SEARCHED, "nodes": n, "levels": self.depth} for n in sizes]
+        yield from (each | strong for each in (*chains, *trees))
+
+    def _strengths(self) -> list[str]:
+        """The dials of the rule that are chosen."""
+        if not self.relaxes:
+            return []
+        name = STRENGTHS[self.settings.accept][0]
+        read = dials_read(self.settings.proposer, self.settings.accept)
+        return [each for each in ("neighbours", name) if each in read and self.given.get(each) is None]
+
+    def overrides(self, trial: Trial, seen: Sequence[tuple[Counts, Counts]]) -> dict[str, Any] | None:
+        """The overrides of a trial; None where they are beyond the limits. seen: (children tried, kept) of earlier trials."""
+        found: dict[str, Any] = {}
+        for name in self._strengths():
+            if name == "neighbours":
+                known = {k for k in NEIGHBOURS if k < self.pipe.target.vocab} | {self.settings.neighbours}
+                found[name] = trial.suggest_categorical(name, sorted(known))
+            else:
+                _, exact, most = STRENGTHS[self.settings.accept]
+                found[name] = trial.suggest_float(name, exact, min(most, 10.0))
+        if has_window(self.settings):
+            return self._window(trial, found)
+        kind = trial.suggest_categorical("shape", self.shapes)
+        if kind == CHAIN:
+            shape = chain(trial.suggest_int("chain", 1, min(self.depth, self.nodes)))
+            if self.cuts:
+                found["min_survival"] = trial.suggest_float("min_survival", 0.0, MOST_CUT, step=0.05)
+        elif kind == SEARCHED:
+            nodes = trial.suggest_int("nodes", 1, self.nodes, log=True)
+            shape = self._best_tree(nodes, trial.suggest_int("levels", 1, self.depth), seen)
+        else:
+            return found | {"tree": kind}
+        return found | {"tree": shape_name(shape)}
+
+    def _window(self, trial: Trial, found: dict[str, Any]) -> dict[str, Any] | None:
+        target = self.pipe.target
+        most = {
+            "window": min(self.depth, target.length // 2),
+            "alternatives": target.vocab - 1,
+            "window_rows": -(-target.length // target.width),
+        }
+        for name, least in self._least().items():
+            if self.given.get(name) is not None:
+                found[name] = self.given[name]
+            elif isinstance(least, str):
+                found[name] = trial.suggest_categorical(name, WINDOWS[name])
+            else:
+                found[name] = trial.suggest_int(name, least, max(least, min(WINDOWS[name][1], most[name])))
+        return found if window_nodes(found) <= self.nodes else None
+
+    def _best_tree(self, nodes: int, levels: int, seen: Sequence[tuple[Counts, Counts]]) -> Shape:
+        """The tree with the most expected codes, by Sequoia's dynamic programme over the acceptance seen so far."""
+        table = acceptance_table(seen, self.depth, min(RANKS, self.pipe.target.vocab))
+        search = Search(table, nodes, levels)
+        return search.shape(max(n for n in range(1, nodes + 1) if search.codes(n)))
+
+
+def acceptance_table(seen: Sequence[tuple[Counts, Counts]], depth: int, ranks: int) -> Tensor:
+    """Acceptance [depth, ranks] from the children tried and kept; where few were tried, that of their rank at all depths."""
+    tried, kept = (padded([pair[i] for pair in seen], depth, ranks) for i in (0, 1))
+    guess = 0.5 / torch.arange(1, ranks + 1, dtype=torch.float64)
+    by_rank = (kept.sum(0) + guess) / (tried.sum(0) + 1)
+    return ((kept + PRIOR * by_rank) / (tried + PRIOR)).clamp(1e-4, 1 - 1e-4)
+
+
+def padded(tables: Sequence[Counts], depth: int, ranks: int) -> Tensor:
+    """The sum of counts of different sizes, [depth, ranks]."""
+    total = torch.zeros(depth, ranks, dtype=torch.float64)
+    for table in tables:
+        for row, counts in zip(total, table, strict=False):
+            row[: len(counts)] += torch.tensor(counts[:ranks], dtype=torch.float64)
+    return total
+
+
+def has_window(settings: Settings) -> bool:
+    """Whether a method drafts in a window instead of a tree."""
+    return {"window", "tree"} & dials_read(settings.proposer, settings.accept) == {"window"}
+
+
+def window_nodes(dials: Mapping[str, Any]) -> int:
+    """Draft tokens of a pass."""
+    count: int = dials["window"] * dials.get("window_rows", 1) + dials.get("alternatives", 0)
+    return count
+
+
+def shape_of(tree: str) -> Shape:
+    """The shape of a static tree by name; () of another."""
+    built = build_tree(tree)
+    return built.shape if isinstance(built, StaticTree) else ()
+
+
+def check(settings: Settings) -> None:
+    """InputError unless a method drafts on a static tree or in a window."""
+    if has_window(settings):
+        return
+    if "tree" not in dials_read(settings.proposer, settings.accept) or settings.tree is None:
+        raise InputError(
+            f"method {settings.method!r} has no draft to tune; use one with a tree or a window, such as eagle, lantern++ or "
+            "jacobi-coupled"
+        )
+    if not shape_of(settings.tree):
+        raise InputError(
+            f"method {settings.method!r} drafts on the dynamic tree {settings.tree!r}, and tune finds static ones; "
+            "use eagle, lantern-static, lantern++ or cool"
+        )

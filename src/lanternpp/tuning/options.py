@@ -1,0 +1,70 @@
+"""The options of a tuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from lanternpp.errors import InputError
+from lanternpp.util.options import Option
+
+VARIATION, FRECHET = 8, 100  # pictures that a budget is measured on, unless the options say otherwise
+LEAST = 4  # pictures that a Fréchet distance can be measured of
+
+
+@dataclass(frozen=True)
+class TuningOptions:
+    """How thoroughly to search, within which limits."""
+
+    n: Annotated[
+        int, Option("Pictures for each entrant of the race at the end.", ge=1, le=10_000, names=("-n", "--n"))
+    ] = 8
+    trials: Annotated[int, Option("Drafts that are tried.", ge=1, le=100_000)] = 40
+    rounds: Annotated[
+        int, Option("Batches that a good draft is drawn for; slow ones are given up earlier.", ge=1, le=1000)
+    ] = 3
+    nodes: Annotated[int, Option("The most draft tokens of a pass.", ge=1, le=512)] = 64
+    depth: Annotated[int, Option("The most levels of a tree, or tokens of a window.", ge=1, le=32)] = 16
+    budget_tv: Annotated[
+        float | None,
+        Option(
+            "Also choose the strength of a relaxed rule (k and lambda, or delta): at most so much total variation per picture.",
+            ge=0,
+            metavar="X",
+        ),
+    ] = None
+    budget_frechet: Annotated[
+        float | None,
+        Option("The same: a Fréchet distance at most X % above that of plain AR.", ge=0, metavar="X"),
+    ] = None
+    budget_pictures: Annotated[
+        int | None,
+        Option(
+            f"Pictures that a budget is measured on; default: {VARIATION}, or {FRECHET} for Fréchet distances.",
+            ge=1,
+            le=100_000,
+        ),
+    ] = None
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a budget."""
+        return self.budget_tv is not None or self.budget_frechet is not None
+
+    @property
+    def measured_on(self) -> int:
+        """Pictures that a budget is measured on."""
+        return self.budget_pictures or (VARIATION if self.budget_frechet is None else FRECHET)
+
+    def check(self) -> None:
+        """InputError where options contradict each other."""
+        if self.budget_tv is not None and self.budget_frechet is not None:
+            raise InputError("--budget-tv and --budget-frechet cannot both be held; give one")
+        if self.budget_pictures and not self.limited:
+            raise InputError(
+                f"--budget-pictures {self.budget_pictures} would change nothing without a budget; give one"
+            )
+        if self.budget_frechet is not None and self.measured_on < LEAST:
+            raise InputError(
+                f"--budget-pictures {self.measured_on} are too few to measure; use {LEAST} or more"
+            )

@@ -1,0 +1,349 @@
+"""A tuning: a study whose trials are drafts, each drawn and timed beside plain decoding, and a race of what was found.
+
+Optuna proposes the trials, logs them in the folder of the tuning, and goes on from its log. A limit on total variation or on the
+Fréchet distance is measured of a candidate that would be the fastest so far.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Any
+
+from lanternpp.api.options import BASELINE, EngineDials, SamplingDials, names
+from lanternpp.api.pipeline import Pipeline, versions
+from lanternpp.api.settings import dials_read
+from lanternpp.api.tuned import CHOSEN
+from lanternpp.errors import InputError
+from lanternpp.evaluation import plots, report
+from lanternpp.evaluation.prompts import spread
+from lanternpp.evaluation.quality import Quality
+from lanternpp.evaluation.race import ELSEWHERE, RUN, Entry, Race, check_run, machine
+from lanternpp.tuning.candidates import Space, check
+from lanternpp.tuning.measure import Drawn, PlainEngine, draw
+from lanternpp.tuning.options import TuningOptions
+from lanternpp.util import runlog
+from lanternpp.util.files import digest
+from lanternpp.util.jsonfile import read_object
+
+SHARED = names(EngineDials, SamplingDials)  # dials that every engine of a tuning shares, the plain one too
+TUNED, OWN = "tuned", "default"  # labels of the race: what was found, and the method's own draft
+LOG, RACE = "trials.jsonl", "race"
+REMEDY = "begin anew with --restart"
+PATIENCE = 4  # proposals for each draft that is to be tried: some are beyond the limits, or were tried
+Progress = Callable[[int, int], None]
+
+
+class Skipped(Exception):  # noqa: N818
+    """A proposal that is not drawn."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A draft that was tried. Figures are means over the batches drawn."""
+
+    overrides: dict[str, Any]
+    speedup: float  # over plain decoding
+    codes_per_pass: float
+    step: float  # seconds
+    plain_step: float
+    nodes: int
+    pictures: int
+    cost: float | None  # where it was measured against a limit
+    complete: bool  # False: given up after fewer batches than others
+
+    @classmethod
+    def of(cls, trial: Any, batch: int) -> Candidate:
+        """From a trial of Optuna."""
+        drawn = [Drawn(**row) for row in trial.user_attrs["drawn"]]
+
+        def mean(name: str) -> float:
+            return fmean(getattr(one, name) for one in drawn)
+
+        figures = (1 / mean("relative"), mean("codes_per_pass"), mean("step"), mean("plain_step"))
+        overrides, cost = trial.user_attrs["overrides"], trial.user_attrs.get("cost")
+        return cls(
+            overrides, *figures, drawn[0].nodes, batch * len(drawn), cost, trial.state.name == "COMPLETE"
+        )
+
+
+class Tuner:
+    """Tunes a method of a pipeline that was made with `tuned=False`, in a folder from which a stopped tuning goes on.
+
+    Raises InputError where the method has nothing to tune, a number is out of range, or the folder holds something else.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        method: str,
+        given: Mapping[str, Any],
+        prompts: Sequence[str],
+        folder: Path,
+        options: TuningOptions,
+        seed: int = 0,
+        quality: Quality | None = None,
+        restart: bool = False,
+    ):
+        """given: overrides of the user. quality: what measures a budget of Fréchet distance."""
+        self.optuna = optuna()
+        options.check()
+        self.pipe, self.method, self.prompts, self.folder = pipe, method, list(prompts), folder
+        self.options, self.seed, self.quality = options, seed, quality
+        self.settings = pipe.settings(method, **{"batch_size": 1, "fit": False, **given})
+        check(self.settings)
+        self.shared = {name: getattr(self.settings, name) for name in SHARED}
+        self.given = {name: value for name, value in given.items() if name not in SHARED}
+        for prompt in self.prompts:
+            pipe.target.check(prompt)
+        if pipe.target.channels:
+            raise InputError(f"{pipe.name} draws continuous latents, and tuning is for models of codes")
+        # an engine, so that a wrong part is found before anything is drawn
+        engine = pipe.new_engine(self.settings)
+        self.space = Space.of(pipe, self.settings, given, engine, options)
+        if restart:
+            forget(folder)
+        check_run(folder, self.describe(), resume=True)
+        self.study = self._opened()
+
+    def describe(self) -> dict[str, Any]:
+        """What must be unchanged for a tuning to be resumed; more trials may be asked for."""
+        facts = {k: v for k, v in asdict(self.options).items() if k not in ("n", "trials")}
+        facts |= {"tuned": self.method, "prompts": self.prompts, "seed": self.seed, "model": self.pipe.name}
+        return facts | {"settings": asdict(self.settings)} | machine(self.pipe) | {"versions": versions()}
+
+    def tune(self, progress: Progress | None = None) -> Candidate:
+        """Try candidates until there are as many as the options say; the fastest of them within the limit. InputError."""
+        for params in self.space.first():
+            self.study.enqueue_trial(params, skip_if_exists=True)
+
+        trials = self.options.trials
+        while len(self._drawn()) < trials and len(self.study.get_trials(deepcopy=False)) < PATIENCE * trials:
+            if progress:
+                progress(len(self._drawn()), trials)
+            with quiet():
+                self.study.optimize(self._trial, 1, catch=(Skipped,), callbacks=[self._unstick])
+        self.pipe.release()
+        return self.best()
+
+    def _unstick(self, study: Any, trial: Any) -> None:
+        """Where the sampler proposed what cannot be tried, or was: a step from the best draft, or from any, comes next."""
+        if "overrides" in trial.user_attrs or not (drawn := self._drawn()):
+            return
+        random = Random(trial.number)
+        best = min(drawn, key=lambda one: one.value or fmean(one.intermediate_values.values()))
+        study.enqueue_trial(near(random.choice((best, random.choice(drawn))), random))
+
+    def tried(self) -> list[Candidate]:
+        """All candidates that were drawn, the fastest first."""
+        found = [Candidate.of(trial, self.settings.batch_size) for trial in self._drawn()]
+        return sorted(found, key=lambda one: (not one.complete, -one.speedup))
+
+    def best(self) -> Candidate:
+        """The fastest candidate within the limit; InputError where there is none."""
+        fine = [one for one in self.tried() if one.complete and self.within(one)]
+        if fine:
+            return fine[0]
+        costs = [one for one in self.tried() if one.cost is not None]
+        if not costs:
+            raise InputError("no draft that was tried is within the limits; allow more --nodes or --trials")
+        least = min(costs, key=lambda one: one.cost or 0.0)
+        raise InputError(
+            f"nothing that was tried stays within {self.most:.3g}: the least was {least.cost:.3g}, with "
+            f"{ {k: v for k, v in least.overrides.items() if k != 'tree'} }; raise the budget"
+        )
+
+    def within(self, one: Candidate) -> bool:
+        """Whether a candidate is known to be within the limit, if there is one."""
+        return not self.options.limited or (one.cost is not None and one.cost <= self.most)
+
+    def race(self, found: Candidate, progress: Progress | None = None) -> list[dict[str, Any]]:
+        """Plain decoding, the method's own draft and the one found, taking turns: a row of figures for each."""
+        batch, options = self.settings.batch_size, self.options
+        count = max(1, options.n // batch)  # batches
+        prompts = list(dict.fromkeys(spread(self.prompts, count)))
+        n = max(1, count // len(prompts)) * batch
+        field = [Entry(BASELINE, BASELINE, {}), Entry(OWN, self.method, self.given)]
+        field.append(Entry(TUNED, self.method, self.given | found.overrides))
+        race = Race(self.pipe, field, prompts, n, self.seed + 1000, self.shared, self.options.limited)
+        folder = self.folder / RACE / digest([str(sorted(found.overrides.items())), str(n), *prompts])
+        return report.rows(race.run(folder, resume=True, progress=progress), race.describe(), {})
+
+    def chosen(self, found: Candidate) -> dict[str, Any]:
+        """What becomes the method's default: the draft, and the dials that were asked for or chosen."""
+        values = {**self.given, **found.overrides}
+        read = dials_read(self.settings.proposer, self.settings.accept)
+        return {name: values[name] for name in CHOSEN if name in read and values.get(name) is not None}
+
+    def report(self, found: Candidate, race: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """All that a tuning found, as one JSON object. race: rows of figures, or none."""
+        kept = ("speedup", "codes_per_pass", "seconds_per_image", "tv_cost", "images")
+        return {
+            "method": self.method,
+            "model": self.pipe.name,
+            "settings": self.chosen(found),
+            "speedup": found.speedup,
+            "measured": {row["method"]: {name: row[name] for name in kept} for row in race},
+            "tried": [asdict(one) for one in self.tried()],
+            "limit": self.most if self.options.limited else None,
+            "cost": found.cost,
+            "machine": machine(self.pipe) | self.pipe.conditions(self.settings),
+            "sampling": self.shared,
+            "versions": versions(),
+        }
+
+    def plot(self) -> list[Path]:
+        """Optuna's plots of the study, in the folder."""
+        from optuna.visualization import matplotlib as drawing
+
+        with quiet():
+            history: Any = drawing.plot_optimization_history(self.study)
+            slices: Any = drawing.plot_slice(self.study)
+        one = slices if hasattr(slices, "figure") else slices.flat[0]
+        figures = {"history": history.figure, "parameters": one.figure}
+        return [plots.save(figure, self.folder / f"{name}.png") for name, figure in figures.items()]
+
+    @cached_property
+    def most(self) -> float:
+        """The greatest cost allowed."""
+        if self.options.budget_frechet is None:
+            return float(self.options.budget_tv or 0.0)
+        plain = self.study.user_attrs.get("plain") or self._cost(BASELINE, {})
+        self.study.set_user_attr("plain", plain)
+        return float(plain * (1 + self.options.budget_frechet / 100))
+
+    @cached_property
+    def _plain(self) -> PlainEngine:
+        settings = self.pipe.settings(BASELINE, **self.shared)
+        return PlainEngine(self.pipe, settings, self.prompts[0])
+
+    def _drawn(self) -> list[Any]:
+        """The trials that are over, those given up among them."""
+        state = self.optuna.trial.TrialState
+        found: list[Any] = self.study.get_trials(deepcopy=False, states=(state.COMPLETE, state.PRUNED))
+        return found
+
+    def _trial(self, trial: Any) -> float:
+        """Draw one candidate, a batch a round; its seconds in terms of plain decoding, and more than 2 beyond the limit."""
+        attrs, options = trial.user_attrs, self.options
+        seen = [(row["tried"], row["kept"]) for other in self._drawn() for row in other.user_attrs["drawn"]]
+        found = self.space.overrides(trial, seen)
+        # a trial that a kill ended goes on with the tree that it had
+        found = attrs.get("overrides", found)
+        tried = [other.user_attrs["overrides"] for other in self._drawn()]
+        if found is None or (found in tried and not attrs.get("drawn")):
+            raise Skipped
+        trial.set_user_attr("overrides", found)
+        settings = self.pipe.settings(self.method, **(self.shared | self.given | found))
+        drawn = [Drawn(**row) for row in attrs.get("drawn", ())]
+        for turn in range(options.rounds):
+            if turn == len(drawn):
+                prompt = self.prompts[turn % len(self.prompts)]
+                seeds = [self.seed + turn * settings.batch_size + i for i in range(settings.batch_size)]
+                drawn.append(draw(self.pipe, settings, self._plain, prompt, seeds))
+                trial.set_user_attr("drawn", [one.to_json() for one in drawn])
+            mean = fmean(one.relative for one in drawn[: turn + 1])
+            trial.report(mean, turn)
+            if turn + 1 < options.rounds and trial.should_prune():
+                raise self.optuna.TrialPruned
+        fastest = max((one.speedup for one in self.tried() if self.within(one)), default=0.0)
+        if self.options.limited and 1 / mean > fastest:
+            cost = self._cost(self.method, self.given | found)
+            trial.set_user_attr("cost", cost)
+            if cost > self.most:
+                return 1 + cost / max(self.most, 1e-9)
+        return mean
+
+    def _cost(self, method: str, overrides: Mapping[str, Any]) -> float:
+        """Mean total variation of some pictures, or their Fréchet distance."""
+        count, first = self.options.measured_on, self.seed + 2000
+        prompts, given = spread(self.prompts, count), {**self.shared, **overrides}
+        measure = self.options.budget_frechet is None
+        drawn = self.pipe(
+            prompts, seed=range(first, first + count), method=method, measure_tv=measure, **given
+        )
+        self.pipe.release()
+        if measure:
+            return fmean(drawn.stats.tv_cost_per_image)
+        assert self.quality is not None
+        return self.quality.measure(drawn.images, prompts)["frechet"]
+
+    def _opened(self) -> Any:
+        """The study of the folder. A trial that a kill ended is put in line again with what it had measured."""
+        runlog.read_rows(self.folder / LOG, dict, REMEDY)
+        storages = self.optuna.storages
+        try:
+            storage = storages.JournalStorage(storages.journal.JournalFileBackend(str(self.folder / LOG)))
+            study = self.optuna.create_study(study_name=self.method, storage=storage, load_if_exists=True)
+        except (KeyError, ValueError, TypeError) as error:
+            raise InputError(f"{self.folder / LOG} is damaged ({error}): {REMEDY}") from None
+        seed = self.seed + len(study.trials)
+        with quiet():
+            study.sampler = self.optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True)
+        study.pruner = self.optuna.pruners.MedianPruner(n_startup_trials=4)
+        state = self.optuna.trial.TrialState
+        every = study.get_trials()
+        again = {trial.user_attrs.get("again") for trial in every}
+        for trial in every:
+            if trial.state == state.RUNNING:
+                study.tell(trial.number, state=state.FAIL)
+            ended = trial.state in (state.RUNNING, state.FAIL) and "overrides" in trial.user_attrs
+            if ended and trial.number not in again:
+                study.enqueue_trial(trial.params, user_attrs={**trial.user_attrs, "again": trial.number})
+        return study
+
+
+def optuna() -> Any:
+    """The package. Raises InputError where it is missing."""
+    try:
+        import optuna
+    except ImportError:
+        raise InputError("tuning needs Optuna; install lanternpp[tune]") from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+def near(trial: Any, random: Random) -> dict[str, Any]:
+    """The parameters of a trial, some of its numbers moved by up to a third."""
+
+    def moved(name: str, value: Any) -> Any:
+        bounds = trial.distributions[name]
+        if isinstance(value, str) or not hasattr(bounds, "low"):
+            return random.choice(bounds.choices) if random.random() < 0.2 else value
+        scaled = value * random.uniform(0.7, 1.4)
+        if isinstance(value, int):
+            scaled = round(scaled) + random.choice((-1, 0, 1))
+        return min(max(scaled, bounds.low), bounds.high)
+
+    return {name: moved(name, value) for name, value in trial.params.items()}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Optuna's warnings about its experimental parts are left out."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def forget(folder: Path) -> None:
+    """Take away what an earlier tuning left in a folder; InputError where the folder is something else's."""
+    path = folder / RUN
+    if not path.exists():
+        return
+    try:
+        ours = "tuned" in read_object(path)
+    except InputError:
+        ours = (folder / LOG).exists()
+    if not ours:
+        raise InputError(f"{folder} holds a run of something else; {ELSEWHERE}")
+    (folder / LOG).unlink(missing_ok=True)
+    shutil.rmtree(folder / RACE, ignore_errors=True)
+    path.unlink()

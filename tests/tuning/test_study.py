@@ -1,0 +1,164 @@
+"""A tuning on the tiny model, with made-up costs: what it tries, what it chooses, and what a stop loses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+from helpers.models import write_model
+
+from lanternpp import InputError, Pipeline
+from lanternpp.trees.shapes import SHAPES, is_chain
+from lanternpp.tuning import study
+from lanternpp.tuning.candidates import acceptance_table, shape_of
+from lanternpp.tuning.measure import Drawn
+from lanternpp.tuning.options import TuningOptions
+from lanternpp.tuning.study import LOG, Tuner
+
+PROMPTS = ["a red tulip", "a tulip"]
+SMALL = TuningOptions(trials=12, rounds=2, nodes=12, depth=4)
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    folder = write_model(tmp_path_factory.mktemp("models") / "tiny")
+    return Pipeline.from_pretrained(str(folder), dtype="float32", device="cpu", tuned=False)
+
+
+@pytest.fixture
+def priced(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Pictures take as many plain pictures as a draft has tokens away from 5, and 0.5; returns the prompts that are drawn."""
+    drawn: list[str | None] = []
+
+    def draw(pipe, settings, plain, prompt, seeds) -> Drawn:
+        drawn.append(prompt)
+        nodes = len(shape_of(settings.tree)) if settings.tree else settings.window
+        counts = [[4.0, 2.0]], [[2.0, 1.0]]
+        return Drawn(0.5 + abs(nodes - 5), 2.0, 0.1, {}, 0.1, nodes, *counts)
+
+    monkeypatch.setattr(study, "draw", draw)
+    monkeypatch.setattr(study, "PlainEngine", lambda *_: None)
+    return drawn
+
+
+def tuner(pipe, folder, method="eagle", options=SMALL, given=None, **more) -> Tuner:
+    return Tuner(pipe, method, given or {}, PROMPTS, folder, options, **more)
+
+
+def test_the_cheapest_draft_is_found(pipe, tmp_path, priced) -> None:
+    made = tuner(pipe, tmp_path, options=replace(SMALL, trials=30))
+    found = made.tune()
+    assert found.nodes == 5 and found.speedup == pytest.approx(2)
+    tried = made.tried()
+    assert len({json.dumps(one.overrides) for one in tried}) == len(tried), "none is drawn twice"
+    shapes = [shape_of(one.overrides["tree"]) for one in tried]
+    assert all(len(shape) <= 12 and max(map(len, shape)) <= 4 for shape in shapes)
+    assert any(map(is_chain, shapes)) and not all(map(is_chain, shapes))
+    given_up = [one for one in tried if not one.complete]
+    assert given_up and all(one.pictures == 1 and one.speedup < found.speedup for one in given_up)
+
+
+def test_the_dials_of_a_window_stay_where_they_are_given(pipe, tmp_path, priced) -> None:
+    made = tuner(pipe, tmp_path, "jacobi-coupled", replace(SMALL, trials=20), {"init": "last"})
+    found = made.tune()
+    assert found.overrides.keys() == {"window", "alternatives", "init", "window_rows"}
+    for one in made.tried():
+        dials = one.overrides
+        assert (
+            dials["init"] == "last" and dials["window"] * dials["window_rows"] + dials["alternatives"] <= 12
+        )
+
+
+def test_a_stop_loses_at_most_one_batch(pipe, tmp_path, priced, monkeypatch) -> None:
+    drawn = study.draw
+
+    def stopped(*args):
+        if len(priced) == 7:
+            raise KeyboardInterrupt
+        return drawn(*args)
+
+    monkeypatch.setattr(study, "draw", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        tuner(pipe, tmp_path).tune()
+    log = tmp_path / LOG
+    before = log.read_text()
+    log.write_text(before + '{"op_code": 4, "wor')
+    monkeypatch.setattr(study, "draw", drawn)
+    again = tuner(pipe, tmp_path)
+    found = again.tune()
+    assert log.read_text().startswith(before)
+    pictures = sum(one.pictures for one in again.tried())
+    assert len(priced) == pictures, "what was drawn before the stop counts"
+    assert tuner(pipe, tmp_path).tune() == found and len(priced) == pictures
+
+
+def test_a_budget_keeps_to_what_costs_little(pipe, tmp_path, priced, monkeypatch) -> None:
+    asked = []
+
+    def cost(self, method, overrides):
+        asked.append(overrides)
+        return overrides["lam"] - 1
+
+    monkeypatch.setattr(Tuner, "_cost", cost)
+    limited = replace(SMALL, trials=25, budget_tv=2.0)
+    found = tuner(pipe, tmp_path / "a", "lantern++", limited).tune()
+    assert found.cost is not None and found.cost <= 2 and found.overrides["lam"] <= 3
+    assert {"lam", "neighbours", "tree"} <= found.overrides.keys()
+    assert len(asked) < 25, "slow drafts are not measured"
+    none = replace(limited, budget_tv=0.0)
+    with pytest.raises(InputError, match=r"nothing .* stays within 0: the least was"):
+        tuner(pipe, tmp_path / "b", "lantern++", none, {"lam": 2.0, "neighbours": 5}).tune()
+    with pytest.raises(InputError, match="'exact' has not"):
+        tuner(pipe, tmp_path / "c", "eagle", limited)
+
+
+def test_a_damaged_log_and_a_run_of_something_else_are_refused(pipe, tmp_path, priced) -> None:
+    tuner(pipe, tmp_path).tune()
+    with pytest.raises(InputError, match=r"other settings \(.*nodes 12 -> 9"):
+        tuner(pipe, tmp_path, options=replace(SMALL, nodes=9))
+    (tmp_path / LOG).write_text("{}\n")
+    with pytest.raises(InputError, match="damaged"):
+        tuner(pipe, tmp_path)
+    assert tuner(pipe, tmp_path, restart=True).tried() == []
+    (tmp_path / "run.json").write_text('{"methods": {}}')
+    with pytest.raises(InputError, match="something else"):
+        tuner(pipe, tmp_path, restart=True)
+    assert (tmp_path / "run.json").exists()
+
+
+def test_without_optuna_there_is_one_sentence(pipe, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(InputError, match=r"install lanternpp\[tune\]"):
+        tuner(pipe, tmp_path)
+
+
+def test_acceptance_that_was_seen_often_stays_and_the_rest_follows_its_rank() -> None:
+    seen = [([[1000.0, 100.0], [500.0]], [[900.0, 20.0], [100.0]])] * 2
+    table = acceptance_table(seen, 3, 4)
+    assert table[0, 0] == pytest.approx(0.9, abs=0.01) and table[1, 0] == pytest.approx(0.2, abs=0.02)
+    assert table[2, 0] == pytest.approx(2000 / 3000, abs=0.01), "a depth that was not seen"
+    assert table[0, 1] == pytest.approx(0.2, abs=0.01)
+    assert (table[:, 2] > table[:, 3]).all() and ((table > 0) & (table < 1)).all()
+
+
+def test_a_real_draft_is_timed_beside_plain_decoding(pipe, tmp_path) -> None:
+    made = tuner(pipe, tmp_path, options=replace(SMALL, trials=3, rounds=1))
+    found = made.tune()
+    for one in made.tried():
+        assert (
+            one.step > 0 < one.plain_step and 1 <= one.codes_per_pass <= pipe.target.length and one.pictures
+        )
+    rows = made.race(found)
+    assert [row["method"] for row in rows] == ["ar", "default", "tuned"]
+    report = made.report(found, rows)
+    assert (
+        report["settings"]["tree"] == found.overrides["tree"] and report["measured"]["tuned"]["speedup"] > 0
+    )
+    assert [path.name for path in made.plot()] == ["history.png", "parameters.png"]
+    assert made.race(found) == rows, "a race that is over is read"
+
+
+def test_a_shape_is_that_of_a_static_tree() -> None:
+    assert shape_of("deep-8") == SHAPES["deep-8"] and shape_of("eagle2") == ()
