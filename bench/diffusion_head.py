@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
-from lanternpp.accept.cspd import Cspd
-from lanternpp.accept.exact import Exact
+from lanternpp.accept.exact import Cspd, Exact
 from lanternpp.engine.latents import DiffusionSampling
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.verify.latents import verify_trajectories

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.accept.neighbours import LanternPlusPlus
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance

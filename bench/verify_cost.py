@@ -17,7 +17,7 @@ from torch import nn
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
-from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.accept.neighbours import LanternPlusPlus
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise

@@ -30,8 +30,7 @@ from lanternpp.models.vq.model import VQ, VQConfig
 from lanternpp.models.words import WordsConfig, WordsTarget
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig
-from lanternpp.trees.depth import DepthTree
-from lanternpp.trees.dynamic import DynamicTree
+from lanternpp.trees.dynamic import DepthTree, DynamicTree
 from lanternpp.types import Verdict
 
 VOCAB, GRID, CODES, TOP_K = 64, 3, 6, 4

@@ -11,11 +11,10 @@ import torch
 from helpers.toys import OracleDrafter, ToyTarget, eagle, neighbours, parallel, smaller
 
 from lanternpp.accept.base import Acceptance
-from lanternpp.accept.cool import Cool
 from lanternpp.accept.exact import Exact
-from lanternpp.accept.lantern import Lantern
-from lanternpp.accept.lantern_pp import LanternPlusPlus
 from lanternpp.accept.mixture import DraftMixture
+from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
+from lanternpp.accept.scaled import Cool
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.engine.guidance import Guidance
@@ -26,8 +25,7 @@ from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.trees.depth import DepthTree
-from lanternpp.trees.dynamic import DynamicTree
+from lanternpp.trees.dynamic import DepthTree, DynamicTree
 from lanternpp.trees.shapes import EAGLE, chain
 from lanternpp.trees.static import StaticTree
 

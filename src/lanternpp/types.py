@@ -18,7 +18,7 @@ Warping = tuple[float, int, float]
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether Python can look at the values of a tensor at no cost: on a CPU, but for the tracing of a graph."""
+    """Whether Python can look at the values of a tensor at no cost: on a CPU, and no graph is traced."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -59,22 +59,22 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class UnverifiedNodes:
-    """Guesses that the target's pass computes behind a draft's nodes, without verifying them; nothing of them is committed."""
+    """Codes that the target's pass computes after a draft's nodes; they are not verified and not committed."""
 
     codes: Tensor  # [B, M] int64
-    depth: Tensor  # [B, M] int64, places behind the root
-    mask: Tensor  # [B, M, N + M] bool, True where a node of the draft, or of the front, is attended to
+    depth: Tensor  # [B, M] int64, places after the root
+    mask: Tensor  # [B, M, N + M] bool, True where a node of the draft, or of these, is attended to
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A tree of guessed codes, and what they were drawn from."""
+    """A tree of draft codes, and the distributions they were drawn from."""
 
     tree: Tree
     codes: Tensor  # [B, N] int64; codes[:, 0] is the root, already decided
     probs: Tensor | None  # [B, N, V] what a node's children were drawn from; None: point masses
     survival: Tensor | None = None
-    """[B, levels] of a chain: the predicted probability that a guess and all before it are kept, 0 where no more guesses were
+    """[B, levels] of a chain: the predicted probability that a code and all before it are kept, 0 where no more codes were
     drawn; None where that is not predicted."""
     unverified: UnverifiedNodes | None = None
 
@@ -89,8 +89,8 @@ class Verdict:
     bonus: Tensor  # [B] int64 the code drawn after the path: the next root
     tv_cost: Tensor | None = None  # [B, P] total variation cost of each kept node's children, if measured
     distribution: Tensor | None = None
-    """[B, N, V] what the codes behind every node were made to follow, where all guesses together decided how many are kept;
-    None where the decision looked at no guess behind the first one that was refused."""
+    """[B, N, V] the distribution that the codes after every node follow, where all draft codes together decided how many are
+    kept; None where the decision looked at no code after the first rejected one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class TargetOutput:
     features: (
         Tensor  # [R, N, D] after the final norm; [R, N, (1 + aux) D] where the proposer has `aux_layers`
     )
-    logits: Tensor  # [B, N, V] guided and constrained, before temperature; [B, N + M, V] where the draft has a front
+    logits: Tensor  # [B, N, V] guided and constrained, before temperature; [B, N + M, V] where the draft has unverified nodes
     verdict: Verdict
 
 

@@ -11,10 +11,9 @@ from helpers.toys import MarkovTarget, OtherMarkovDrafter, ToyTarget, counts, ea
 
 from lanternpp.accept import RULES as NAMED
 from lanternpp.accept.base import Acceptance, Dials
-from lanternpp.accept.cool import Cool
 from lanternpp.accept.exact import Exact
-from lanternpp.accept.lantern import Lantern
-from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
+from lanternpp.accept.scaled import Cool
 from lanternpp.accept.variation import tv_cost
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine

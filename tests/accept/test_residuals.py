@@ -10,9 +10,8 @@ from helpers.laws import additive, multiplicative, round_law
 from helpers.toys import neighbours
 
 from lanternpp.accept.base import Acceptance
-from lanternpp.accept.cool import Cool
-from lanternpp.accept.lantern import Lantern
-from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
+from lanternpp.accept.scaled import Cool
 from lanternpp.accept.variation import tv_cost
 from lanternpp.engine.verify.tokenwise import without
 

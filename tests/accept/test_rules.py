@@ -10,11 +10,10 @@ from helpers.laws import additive, multiplicative
 from lanternpp.accept import RULES as NAMED
 from lanternpp.accept import neighbours
 from lanternpp.accept.base import RESIDUALS, Acceptance, Dials
-from lanternpp.accept.cactus import Cactus
 from lanternpp.accept.exact import Exact
-from lanternpp.accept.lantern import Lantern
-from lanternpp.accept.lantern_pp import LanternPlusPlus
 from lanternpp.accept.mixture import DraftMixture
+from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
+from lanternpp.accept.scaled import Cactus
 from lanternpp.accept.variation import tv_cost
 from lanternpp.errors import InputError
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
-from lanternpp.accept.lantern import Lantern
-from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
 from lanternpp.api import compiled
 from lanternpp.api.compiled import GUARDED, CompiledParts
 from lanternpp.api.pipeline import Pipeline

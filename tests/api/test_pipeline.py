@@ -17,7 +17,7 @@ from helpers.models import write_model
 import lanternpp
 from lanternpp import InputError, Pipeline
 from lanternpp.accept.base import Acceptance
-from lanternpp.accept.cool import Cool
+from lanternpp.accept.scaled import Cool
 from lanternpp.engine.batching import drawing, generate
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.trees.dynamic import DynamicTree

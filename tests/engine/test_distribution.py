@@ -17,8 +17,7 @@ from helpers.laws import (
 from helpers.toys import MarkovTarget, NoisyMarkovDrafter, OtherMarkovDrafter, admit_all, parallel
 
 from lanternpp.accept.exact import Exact
-from lanternpp.accept.lantern import Lantern
-from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise

@@ -7,7 +7,7 @@ import torch
 from helpers.toys import ToyTarget, eagle, neighbours
 
 from lanternpp.accept.exact import Exact
-from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.accept.neighbours import LanternPlusPlus
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance

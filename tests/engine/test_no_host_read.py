@@ -10,12 +10,10 @@ from helpers.toys import ToyTarget, eagle, neighbours, smaller
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lanternpp.accept.cactus import Cactus
-from lanternpp.accept.cool import Cool
 from lanternpp.accept.exact import Exact
-from lanternpp.accept.lantern import Lantern
-from lanternpp.accept.lantern_pp import LanternPlusPlus
 from lanternpp.accept.mixture import DraftMixture
+from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
+from lanternpp.accept.scaled import Cactus, Cool
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import AcceptanceByRank
@@ -25,8 +23,7 @@ from lanternpp.proposers.draft_model import DraftModel
 from lanternpp.proposers.jacobi import COUPLINGS, INITS, Jacobi
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.trees.depth import DepthTree
-from lanternpp.trees.dynamic import DynamicTree
+from lanternpp.trees.dynamic import DepthTree, DynamicTree
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 

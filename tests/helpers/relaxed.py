@@ -6,11 +6,9 @@ import torch
 
 from helpers.laws import Contexts
 from lanternpp.accept.base import Acceptance
-from lanternpp.accept.cactus import Cactus
-from lanternpp.accept.cool import Cool
-from lanternpp.accept.lantern import Lantern
-from lanternpp.accept.lantern_pp import LanternPlusPlus
 from lanternpp.accept.mixture import DraftMixture
+from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
+from lanternpp.accept.scaled import Cactus, Cool
 
 TABLES = {v: torch.stack([torch.arange(1, v).add(i).remainder(v) for i in range(v)]).int() for v in (3, 4, 5)}
 RULES = {

@@ -17,8 +17,7 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.proposers.draft_model import DraftModel
 from lanternpp.proposers.no_draft import NoDraft
-from lanternpp.trees.depth import DepthTree
-from lanternpp.trees.dynamic import DynamicTree
+from lanternpp.trees.dynamic import DepthTree, DynamicTree
 from lanternpp.trees.shapes import EAGLE, chain
 from lanternpp.trees.static import StaticTree
 

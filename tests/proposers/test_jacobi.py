@@ -8,7 +8,7 @@ from helpers.laws import chi_square
 from helpers.toys import MarkovTarget, ToyTarget, counts, neighbours
 
 from lanternpp.accept.exact import Exact
-from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.accept.neighbours import LanternPlusPlus
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
@@ -156,7 +156,7 @@ def test_a_guess_of_the_next_row_is_redrawn_from_what_the_target_says_there():
     proposer = Jacobi(2, "maximal", "above", 0, 2)
     engine = Engine(target, proposer, Exact(), Sampling(), Guidance(), 1)
     engine.admit(0, "hill", 5)
-    assert proposer._guessed().tolist() == [[1, 2, 6, 7]]
+    assert proposer._places_drafted().tolist() == [[1, 2, 6, 7]]
     outputs, observe = [], proposer.observe
     proposer.observe = lambda output: outputs.append(output) or observe(output)
     engine.step()
@@ -237,7 +237,7 @@ def test_a_fresh_guess_is_drawn_from_what_was_asked_for():
         seen = {}
         for _ in range(6):
             count = int(engine.count[0])
-            places = proposer._guessed()
+            places = proposer._places_drafted()
             known = proposer._is_at(proposer.seen, places)[..., None]
             expected = proposer._at(proposer.p, places).where(known, proposer._initial(places))[0]
             for i in range(5):

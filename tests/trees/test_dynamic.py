@@ -26,8 +26,7 @@ from lanternpp.errors import InputError
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees import SHAPES, TREES, build_tree
-from lanternpp.trees.depth import DepthTree
-from lanternpp.trees.dynamic import DynamicTree
+from lanternpp.trees.dynamic import DepthTree, DynamicTree
 
 CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]])
 FAR = torch.tensor([[0.1, 0.2, 0.7], [0.9, 0.05, 0.05], [0.3, 0.3, 0.4]])

@@ -1,14 +1,11 @@
-"""Acceptance rules by the name that `--accept` takes; each is in the file of its paper."""
+"""Acceptance rules by the name that `--accept` takes."""
 
 from __future__ import annotations
 
-from lanternpp.accept.cactus import Cactus
-from lanternpp.accept.cool import Cool
-from lanternpp.accept.cspd import Cspd
-from lanternpp.accept.exact import Exact
-from lanternpp.accept.lantern import Lantern
-from lanternpp.accept.lantern_pp import LanternPlusPlus
+from lanternpp.accept.exact import Cspd, Exact
 from lanternpp.accept.mixture import DraftMixture
+from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
+from lanternpp.accept.scaled import Cactus, Cool
 
 RULES = {
     "exact": Exact,

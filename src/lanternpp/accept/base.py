@@ -1,4 +1,4 @@
-"""Acceptance rules: the base class that `engine/verify.py` calls.
+"""Acceptance rules: the base class that `engine/verify/` calls.
 
 A rule replaces the target's distribution p by a relaxed one in which the drafted code, the candidate, is more probable.
 """
@@ -36,7 +36,7 @@ class Acceptance(ABC):
     dials: ClassVar[frozenset[str] | None] = None  # the fields of `Dials` that it reads; None: any
     lossless: bool = False
     trajectories: bool = False  # whether it is for latents of diffusion heads alone
-    optimal_residual: bool = False  # after a refusal: [p - a]+ instead of the papers' [relaxed - q]+
+    optimal_residual: bool = False  # after a rejection: [p - a]+ instead of the papers' [relaxed - q]+
     paper_residual_is_optimal: bool = False  # whether the papers' residual costs no more than the optimal one
 
     @classmethod
@@ -56,7 +56,7 @@ class Acceptance(ABC):
         return self
 
     def as_numbers(self, levels: int) -> NeighbourBudget | None:
-        """The rule as numbers, for a draft of so many levels; None where it is another function."""
+        """The rule as numbers, for kernels and drafts of so many levels; None where it is another function."""
         plain = self.lossless and type(self).residual is Acceptance.residual
         return NeighbourBudget(None, ((0.0, 0.0),) * levels, False) if plain else None
 
@@ -77,7 +77,7 @@ class Acceptance(ABC):
         return mass
 
     def residual(self, p: Tensor, relaxed: Tensor, q: Tensor, code: Tensor) -> Tensor:
-        """The distribution to draw from once the candidate is refused, [..., V], normalised.
+        """The distribution to draw from once the candidate is rejected, [..., V], normalised.
 
         The papers' residual is [relaxed - q]+. The optimal one (arXiv 2601.09212, theorem on resampling) is
         [p - a]+, where a(y) = min(q(y), relax(p, y)(y)) is the mass accepted at y. A rule that never lowers the
@@ -97,7 +97,7 @@ class Acceptance(ABC):
     def output_distribution(self, p: Tensor, q: Tensor) -> Tensor:
         """The distribution of the code that verifying one child drawn from q yields, [..., V]; p and q [..., V].
 
-        It is the accepted mass a, plus the refused mass q - a of every code, spread as that code's residual. With the
+        It is the accepted mass a, plus the rejected mass q - a of every code, spread as that code's residual. With the
         optimal residual the second part is [p - a]+, scaled. Where q is 0 everywhere it is p.
         """
         if self.lossless:
@@ -105,11 +105,11 @@ class Acceptance(ABC):
         if self.optimal_residual:
             return self.optimal_distribution(p, q)
         out = torch.minimum(q, self.accept_mass(p, q))
-        refused = q - out
+        rejected = q - out
         for codes in candidate_codes(q, p.numel()):
             each, rows = broadcast_codes(codes, p), p.expand(len(codes), *p.shape)
             left = self.residual(rows, self.relax_with_draft(rows, q, each), q, each)  # [m, ..., V]
-            out += (refused[..., codes].movedim(-1, 0)[..., None] * left).sum(0)
+            out += (rejected[..., codes].movedim(-1, 0)[..., None] * left).sum(0)
         return out + p * (1 - q.sum(-1, keepdim=True)).clamp_(min=0)
 
     def optimal_distribution(self, p: Tensor, q: Tensor) -> Tensor:
@@ -123,10 +123,10 @@ class Acceptance(ABC):
         """`output_distribution` at every node of a draft, p and q [B, N, V], its depth [B, N] below `levels` where it has children."""
         if type(self).at is Acceptance.at:
             return self.output_distribution(p, q)
-        laws = p
+        output = p
         for level in range(levels):
-            laws = self.at(level).output_distribution(p, q).where((depth == level)[..., None], laws)
-        return laws
+            output = self.at(level).output_distribution(p, q).where((depth == level)[..., None], output)
+        return output
 
 
 def check_relax(rule: Acceptance, named: str, vocab: int, levels: int, like: Tensor) -> None:
@@ -161,8 +161,20 @@ def check_relax(rule: Acceptance, named: str, vocab: int, levels: int, like: Ten
 class DecayingAcceptance(Acceptance):
     """A rule whose relaxation decays with the level i of the draft, by a factor exp(-nu i)."""
 
+    required: ClassVar[tuple[str, ...]] = ("delta",)  # dials without a default
+    missing: ClassVar[str] = "delta"  # what the rule needs, for the message
     nu: float = 0.0
     _level: int | Tensor = 0
+
+    @classmethod
+    def build(cls, dials: Dials) -> Self:
+        """From the dials that it reads; InputError where a required one is missing."""
+        if any(getattr(dials, name) is None for name in cls.required):
+            raise InputError(f"this rule needs {cls.missing}")
+        given = {name: getattr(dials, name) for name in cls.dials or ()}
+        if "neighbours" in given:
+            given["table"] = dials.table(given.pop("neighbours"))
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
     def at(self, level: int) -> Self:
         """The rule at a level; itself at level 0 and where nu is 0."""

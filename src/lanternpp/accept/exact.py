@@ -1,4 +1,4 @@
-"""Exact acceptance: speculative sampling (arXiv 2211.17192, 2302.01318; on trees, SpecInfer 2305.09781)."""
+"""Rules that leave the target's distribution as it is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lanternpp.accept.base import Acceptance, Dials
 
 
 class Exact(Acceptance):
-    """The output follows the target's distribution."""
+    """The lossless rule (arXiv 2211.17192): the output follows the target exactly."""
 
     dials = frozenset()
     lossless = True
@@ -23,3 +23,14 @@ class Exact(Acceptance):
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
         """p unchanged."""
         return p
+
+
+class Cspd(Exact):
+    """Continuous speculative decoding as published (arXiv 2411.11925), for trajectories of diffusion heads; not exact.
+
+    It multiplies the target's density by the ratio of all earlier steps' widths, in `engine/verify/latents.py`. Codes have
+    no trajectories: engines of codes refuse it.
+    """
+
+    lossless = False
+    trajectories = True

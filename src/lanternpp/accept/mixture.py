@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 from torch import Tensor
 
-from lanternpp.accept.base import DecayingAcceptance, Dials, check_nu
+from lanternpp.accept.base import DecayingAcceptance, check_nu
 from lanternpp.errors import InputError
 
 
@@ -19,19 +17,13 @@ class DraftMixture(DecayingAcceptance):
     """
 
     dials = frozenset({"delta", "nu"})
+    missing = "delta, the drafter's share of the mixture; 0 is exact"
     optimal_residual = True
 
     def __init__(self, delta: float, nu: float = 0.0):
         if not 0 <= delta <= 1:
             raise InputError(f"delta {delta} is outside [0, 1]; 0 is exact")
         self.delta, self.nu = delta, check_nu(nu)
-
-    @classmethod
-    def build(cls, dials: Dials) -> Self:
-        """From delta and nu."""
-        if dials.delta is None:
-            raise InputError("this rule needs delta, the drafter's share of the mixture; 0 is exact")
-        return cls(dials.delta, check_nu(dials.nu))
 
     def accept_mass(self, p: Tensor, q: Tensor) -> Tensor:
         """(1 - t) p + t q, where p stands in for any mass that q lacks; p itself where a code has probability 1."""

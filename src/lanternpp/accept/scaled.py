@@ -1,17 +1,36 @@
-"""The relaxation of rules without neighbours: the candidate's probability grows, all others shrink in proportion."""
+"""COOL-SD (arXiv 2601.09212) and Cactus (ICLR 2026): the candidate's probability grows, all others shrink in proportion."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
-from lanternpp.accept.base import DecayingAcceptance
+from lanternpp.accept.base import DecayingAcceptance, check_nu, wants_optimal
+from lanternpp.errors import InputError
 
 
 class ScaledAcceptance(DecayingAcceptance):
-    """Gives the candidate the mass `raised`, and takes the difference from, or gives it to, all other codes alike."""
+    """Gives the candidate the mass `raised`, and takes the difference from, or gives it to, all other codes alike.
+
+    Raises InputError unless delta is in (0, inf), or 0 where `zero` says that it is exact.
+    """
+
+    dials = frozenset({"delta", "nu", "residual"})
+    zero: bool
+
+    def __init__(self, delta: float, nu: float = 0.0, residual: str | None = None):
+        if not (0 < delta < math.inf or (self.zero and delta == 0)):
+            wrong = (
+                "is negative or infinite; 0 is exact, 0.001 a start"
+                if self.zero
+                else "is not a positive number; 1 is exact"
+            )
+            raise InputError(f"delta {delta} {wrong}")
+        self.delta, self.nu = delta, check_nu(nu)
+        self.optimal_residual = wants_optimal(residual, "optimal")
 
     @abstractmethod
     def raised(self, p: Tensor) -> Tensor:
@@ -34,3 +53,30 @@ class ScaledAcceptance(DecayingAcceptance):
         return super().residual(
             p, relaxed, torch.minimum(q, self.raised(p)) if self.optimal_residual else q, code
         )
+
+
+class Cool(ScaledAcceptance):
+    """Accepts x with min(1, w p(x) / q(x)), w = delta exp(-nu i) for the i-th level, from 0.
+
+    delta 1 and nu 0 are exact; so is, in distribution, every level whose w is at most 1, at the price of rejections.
+    """
+
+    zero, missing = False, "delta, the weight at the first level; 1 is exact"
+
+    def raised(self, p: Tensor) -> Tensor:
+        """min(1, w p); a certain code stays certain."""
+        return (self.delta * self.decay_factor(p) * p).clamp(max=1).where(p < 1, p)
+
+
+class Cactus(ScaledAcceptance):
+    """A candidate of probability p may grow to min(1, p + sqrt(2 d p (1 - p))), d = delta exp(-nu i) at the i-th level.
+
+    The divergence KL from p of the relaxed distribution is then at most d, wherever the candidate ends at 1/2 or below: the
+    rarer a code, the greater the factor. delta 0 is exact.
+    """
+
+    zero, missing = True, "delta, the divergence a candidate may cost; 0 is exact"
+
+    def raised(self, p: Tensor) -> Tensor:
+        """min(1, p + sqrt(2 d p (1 - p)))."""
+        return (p + (2 * self.delta * self.decay_factor(p) * p * (1 - p)).sqrt()).clamp(max=1)

@@ -157,7 +157,7 @@ def check_fit(source: Source, dim: int, target: Target) -> None:
 class QueryDrafter(Drafter):
     """Predicts all levels of a draft in one pass, on guided features, with one row per sample.
 
-    aux_layers: the layers of the target whose guided output it reads behind the features, which are then (1 + aux) D wide.
+    aux_layers: the layers of the target whose guided output it reads after the features, which are then (1 + aux) D wide.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -165,7 +165,7 @@ class QueryDrafter(Drafter):
     native: SampleChain | None = None  # set by `pack`, as is the next
     native_inputs: DrafterInputs | None = None
     confidence: nn.Linear | None
-    """D -> 1, of conditioned features of a level: the logit of how probable it is that block verification keeps its guess, given
+    """D -> 1, of conditioned features of a level: the logit of how probable it is that block verification keeps its code, given
     that those before are kept. A drafter without it predicts none."""
 
     @abstractmethod
@@ -179,7 +179,7 @@ class QueryDrafter(Drafter):
     ) -> Tensor:
         """N known positions, and Q queries at positions whose code is not known yet -> features [B, N + Q, D].
 
-        `nodes` has all N + Q. hints [B, N + Q, D]: the target's features at these positions on the codes that it refused
+        `nodes` has all N + Q. hints [B, N + Q, D]: the target's features at these positions on the codes that it rejected
         in the last draft, or 0.
         """
 

@@ -4,9 +4,9 @@ It works on guided features: where the head is linear, the head of merged featur
 one row does for both branches of classifier-free guidance. A query sees everything decided and the queries
 before it (the mask tokens of PaSS, arXiv 2311.13581); its feature of a level is then conditioned on the
 code drafted just before, through two small layers (the sequential heads of Hydra, arXiv 2402.05109), and one more layer reads
-from it how likely the guess will be kept. Of decided codes it
+from it how likely the code will be kept. Of decided codes it
 may also read what layers below the target's last return (EAGLE-3, arXiv 2503.01840), guided as features are. The target's
-features at the refused end of the last draft predict those of the next pass there, as in Jacobi decoding (arXiv
+features at the rejected end of the last draft predict those of the next pass there, as in Jacobi decoding (arXiv
 2410.01699); they are added to the queries as hints.
 """
 
@@ -39,7 +39,7 @@ class ParallelConfig(DrafterConfig):
     queries: Slots = 7  # levels beyond the first; deeper ones repeat the last query
     turn: Width = 256  # H: width of the layers that condition on the previous code
     aux_layers: AuxLayers = ()  # layers of the target below its last, counted from 0, whose output is read too
-    confidence: bool = False  # whether it predicts how likely guesses are kept; older ones do not
+    confidence: bool = False  # whether it predicts how likely codes are kept; older ones do not
 
     def __post_init__(self) -> None:
         if list(self.aux_layers) != sorted(set(self.aux_layers)):
@@ -82,7 +82,7 @@ class ParallelDrafter(QueryDrafter):
         return drafter
 
     def pack(self, target: Target) -> None:
-        """Prepare for passes over few rows; guesses of a chain are then drawn in C, where the target's head is linear."""
+        """Prepare for passes over few rows; the codes of a chain are then drawn in C, where the target's head is linear."""
         if type(self).combine is ParallelDrafter.combine:
             self.native = backend().chain(self.up, self.confidence, target.head_linear, target.native_head)
         own = (type(self).inputs, type(self).level_query)
@@ -102,7 +102,7 @@ class ParallelDrafter(QueryDrafter):
         """next_embeds [B, N, D], guided features [B, N, (1 + aux) D] -> those at the positions after all `nodes`, [B, N + Q, D].
 
         The last Q nodes are queries: places where no code is known yet. hints [B, N + Q, D]: the
-        target's features at these positions on the refused end of the last draft; 0 where there are none.
+        target's features at these positions on the rejected end of the last draft; 0 where there are none.
         """
         queries = nodes.position.shape[1] - next_embeds.shape[1]
         return self.decoder(self.inputs(next_embeds, features, queries, 1, hints), nodes, cache)
@@ -153,7 +153,7 @@ class ParallelDrafter(QueryDrafter):
         start: Tensor | None = None,
         hints: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """next_embeds [B, S, D], features [B, S, (1 + aux) D], anchors [B or 1, A] slots to draft from -> features behind them.
+        """next_embeds [B, S, D], features [B, S, (1 + aux) D], anchors [B or 1, A] slots to draft from -> features after them.
 
         [B, S, D] of the first level, and [B, A, levels, D] of more: each query sees the slots up to its
         anchor and the queries between. Rows begin at start [B]; None: at slot 0. hints [B, S + A * levels, D].
@@ -165,9 +165,9 @@ class ParallelDrafter(QueryDrafter):
 
 
 def branches(count: int, anchors: Tensor, levels: int, start: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Positions [b, N] and attention mask [b, 1, N, N] of `count` slots and of chains of `levels` nodes behind some of them.
+    """Positions [b, N] and attention mask [b, 1, N, N] of `count` slots and of chains of `levels` nodes after some of them.
 
-    N = count + A * levels. The chain behind an anchor, of anchors [B or 1, A], sees the slots up to the anchor, and none
+    N = count + A * levels. The chain after an anchor, of anchors [B or 1, A], sees the slots up to the anchor, and none
     of the other chains. Rows begin at start [B]; None: at slot 0.
     """
     device, rows = anchors.device, max(len(anchors), 1 if start is None else len(start))

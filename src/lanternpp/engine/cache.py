@@ -35,7 +35,7 @@ class Cache:
         self._slots = torch.arange(slots, device=like.device)  # [S]
 
     def nodes(self, depth: Tensor, mask: Tensor, scratch: Tensor | None = None) -> Nodes:
-        """Slots, positions and attention mask for N nodes behind the decided codes.
+        """Slots, positions and attention mask for N nodes after the decided codes.
 
         depth [R, N]; mask [R, N, M] bool over M scratch slots; scratch [R, N] the scratch slot of each
         node (default: its index).

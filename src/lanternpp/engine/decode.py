@@ -38,9 +38,7 @@ class FinishedSample:
     slot: int  # of the engine, where it was
     codes: Tensor  # [length] int64
     accepted: list[int]  # codes decided by each pass, the prefill first
-    tv_cost: float | None = (
-        None  # total variation cost of relaxed acceptance, summed over codes; None: not measured
-    )
+    tv_cost: float | None = None  # of relaxed acceptance, summed over codes; None: not measured
 
 
 class Run(Protocol):
@@ -93,9 +91,8 @@ class Engine:
         self.codes = torch.zeros(
             batch, target.length + proposer.depth + 1, dtype=torch.int64, device=like.device
         )
-        self.count = torch.full(
-            (batch,), target.length, device=like.device
-        )  # decided codes; all: an idle slot
+        # decided codes; all of them at an idle slot
+        self.count = torch.full((batch,), target.length, device=like.device)
         self.passes = torch.zeros_like(self.count)
         self.accepted = torch.zeros_like(self.codes)
         self.tv_cost = torch.zeros(batch, device=like.device)
@@ -199,7 +196,7 @@ class Engine:
         return self.guidance.logits(self.target, features)
 
     def _verify(self, draft: Draft, logits: Tensor, noise: Noise) -> Verdict:
-        """The verdict on a draft, cut where the image ends; a finished sample keeps nothing."""
+        """The verdict on a draft, ended where the image ends; a finished sample keeps nothing."""
         logits = logits[:, : draft.codes.shape[1]]  # without those of unverified nodes
         verdict = self.verifier(draft, logits, self.sampling, self.rule, noise, self.measure_tv)
         verdict = padded(verdict, self.proposer.depth + 1)

@@ -28,11 +28,11 @@ class Observer:
 class AcceptanceByRank(Observer):
     """Counts how often children are kept, by the depth of their parent and their rank among its children.
 
-    tried: the children that verification came to, their parent kept and no sibling before them. kept: those of them
-    that were kept. A child that repeats a sibling's code, because the drafter had no other to offer, is not tried;
-    it counts as refused, since the tree search needs the value of a place in the tree, and such a place was in the draft
-    and decided nothing. Only passes with room for a whole draft are counted, as what the
-    end of an image cuts off is not refused. All of it is counted on the device, and nothing is read from there.
+    tried: the children that verification came to, their parent kept and no sibling before them. kept: the tried children
+    that were kept. A child that repeats a sibling's code, because the drafter had no other to offer, is not tried; it
+    counts as rejected, since the tree search needs the value of a place in the tree, and such a place was in the draft and
+    decided nothing. Passes without room for all levels are not counted, as nodes after the end of an image are not
+    rejected. Counts stay on the device.
     """
 
     tried: Tensor  # [D, K] int64; there from the first pass on, as are the others
@@ -52,14 +52,14 @@ class AcceptanceByRank(Observer):
             self.tried = torch.zeros(depth, ranks, dtype=torch.int64, device=count.device)
             self.kept = torch.zeros_like(self.tried)
             self.passes, self.codes = torch.zeros_like(count[0]), torch.zeros_like(count[0])
-        whole = count + depth + 1 <= self.length  # [B]
+        room = count + depth + 1 <= self.length  # [B]
         level = torch.arange(depth, device=count.device)
-        reached = (verdict.kept[:, None] > level) & whole[:, None]  # [B, D] whether the parent was kept
+        reached = (verdict.kept[:, None] > level) & room[:, None]  # [B, D] whether the parent was kept
         children = table.gather(1, above[..., None].expand(-1, -1, ranks))  # [B, D, K]
         good = (children == below) & (verdict.kept[:, None] > level + 1)[..., None]
         first = good.cumsum(-1) - good.long() == 0  # no sibling before it was kept
         tried = (children >= 0) & first & reached[..., None]
         self.tried += tried.sum(0)
         self.kept += (tried & good).sum(0)
-        self.passes += whole.sum()
-        self.codes += (verdict.kept * whole).sum()
+        self.passes += room.sum()
+        self.codes += (verdict.kept * room).sum()

@@ -81,7 +81,7 @@ class Proposer(ABC):
     """The network that it is built with, by the folder of a model that holds it: "drafter", "parallel", or "independent",
     a smaller target of the same codes; None: it is built without."""
     aux_layers: tuple[int, ...] = ()
-    """The layers of the target whose output it is given behind the features, as `Decoder.forward` returns them."""
+    """The layers of the target whose output it is given after the features, as `Decoder.forward` returns them."""
     size: int
     depth: int
     root: Tensor  # [B] the code each draft starts from

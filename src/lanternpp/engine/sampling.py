@@ -102,7 +102,7 @@ class Sampling:
         return u * chance < relaxed.gather(-1, code[:, None])[:, 0]
 
     def residual(self, rule: Acceptance, p: Tensor, relaxed: Tensor, q: Tensor, code: Tensor) -> Tensor:
-        """The distribution that the next child is verified against once one is refused, [B, V]; greedy: still p."""
+        """The distribution that the next child is verified against once one is rejected, [B, V]; greedy: still p."""
         return p if self.greedy else rule.residual(p, relaxed, q, code)
 
     def draw(self, probs: Tensor, noise: Noise) -> Tensor:

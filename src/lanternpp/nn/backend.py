@@ -42,7 +42,7 @@ SampleChain = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor, Warping, 
 """Draws the codes of a chain, each from the head of `QueryDrafter.combine` after the code before; they and their probs go to the draft.
 
 features [B, levels, D], level_query [B, levels, H], prev_code_table [V, H], bias [B, levels, V] added to the logits or None, u
-[B, levels] float64 uniform, warping, draft, cut. cut: above 0, survival is written too, and drawing ends where it is below this for
+[B, levels] float64 uniform, warping, draft, min_survival. min_survival: above 0, survival is written too, and drawing ends where it is below this for
 all B; the first code is always drawn. False where it drew nothing.
 """
 

@@ -15,9 +15,8 @@ from lanternpp.nn.decoder import AttentionCache
 from lanternpp.proposers.network import AutoregressiveProposer
 from lanternpp.types import Admission, Nodes
 
-LIKENESS = (
-    0.05  # greatest relative distance (Frobenius norm) between two copies of a codebook, stored differently
-)
+# greatest relative distance (Frobenius norm) between two copies of a codebook, stored differently
+MAX_DISTANCE = 0.05
 
 
 class DraftModel(AutoregressiveProposer):
@@ -32,7 +31,7 @@ class DraftModel(AutoregressiveProposer):
         return self.drafter.slots
 
     def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
-        """As in the base class; the parents' features are not used."""
+        """As in the base class, without the parents' features."""
         return self.drafter(self.guidance.rows(self.drafter.embed(codes)), nodes, cache)
 
     @property
@@ -51,7 +50,7 @@ class DraftModel(AutoregressiveProposer):
         try:
             prompt = self.drafter.prompt([new.condition], self.guidance.branches)
         except InputError as error:
-            warnings.warn(f"the drafter guesses without the prompt: {error}", stacklevel=2)
+            warnings.warn(f"the drafter drafts without the prompt: {error}", stacklevel=2)
             prompt = self.drafter.prompt([None], self.guidance.branches)
         first = self.drafter.embed(new.root[:, None]).expand(len(new.rows), -1, -1)
         embeds = torch.cat((prompt.embeds.to(first.dtype), first), 1)
@@ -70,7 +69,7 @@ def check_codes(drafter: Target, target: Target) -> None:
     mine, book = drafter.codebook, target.codebook
     if mine is None or book is None:
         return
-    if mine.shape != book.shape or (mine.float() - book.float()).norm() > LIKENESS * book.float().norm():
+    if mine.shape != book.shape or (mine.float() - book.float()).norm() > MAX_DISTANCE * book.float().norm():
         raise InputError(
             "the drafter's codebook is another than the target's, so that the same code has another meaning; "
             "use a drafter trained on the codes of the target's own tokenizer"

@@ -1,4 +1,4 @@
-"""A parallel drafter and a tree builder: one pass of the drafter for a whole draft."""
+"""A parallel drafter and a tree builder: one pass of the drafter for all of a draft."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Parallel(NetworkProposer):
     Its cache has one row per sample and holds one position less than the target's, as EAGLE's does. The codes of the last
     verdict are kept as `next_embeds`, with the target's guided features, until the next draft; `waiting` counts them.
 
-    cut: a chain ends before the first guess that, with all before it, is kept with less than this probability, as the
-    drafter predicts it; it has one guess at least. The prediction for a guess reads the guesses before it and nothing that
-    was drawn later. So where a chain ends is a stopping time, and what is drawn behind the end is a code of the target, as
-    behind any chain of that length: the law of the pictures is the same. The chains of a batch are as long as the longest, and
-    what is behind the end of another is no child of anything. 0: chains are not cut, and nothing is predicted.
+    min_survival: a chain ends before the first code that, with all before it, is kept with less than this probability, as
+    the drafter predicts it; it has one code at least. The prediction for a code reads the codes before it and nothing that
+    was drawn later. So the end of a chain is a stopping time, and the code drawn after the end is the target's, as after
+    any chain of that length: the distribution of the pictures is the same. The chains of a batch are as long as the
+    longest, and nodes after the end of another are no children. 0: chains have all codes, and nothing is predicted.
     """
 
     needs = "parallel"
@@ -52,7 +52,7 @@ class Parallel(NetworkProposer):
                 )
             if not isinstance(made, Parallel) or getattr(made.drafter, "confidence", None) is None:
                 raise InputError(
-                    f"min_survival {parts.min_survival} needs a parallel drafter that predicts which guesses are kept, and this one does "
+                    f"min_survival {parts.min_survival} needs a parallel drafter that predicts which codes are kept, and this one does "
                     "not; train it again with `lanternpp train --kind parallel`, or leave min_survival out"
                 )
             made.min_survival = parts.min_survival
@@ -88,7 +88,7 @@ class Parallel(NetworkProposer):
         self._layouts = {depth + 1: layout(depth + 1, depth + 1, self._line)}  # by how many inputs may wait
 
     def chain_state(self) -> tuple[ChainState | None] | None:
-        """As in the base class; chains that are cut are not known in C as a part of a step."""
+        """As in the base class; chains that may end early are not possible in C as a part of a step."""
         if self.min_survival or not self._whole_chain:
             return None
         cache = CacheState(self.cache.kv, self.cache.start, self.cache.used)
@@ -107,7 +107,7 @@ class Parallel(NetworkProposer):
         slot = self._row[new.slot : new.slot + 1]
         prompt_cache = self.cache.rows(slot, new.prompt.start[:1], features.shape[1])
         self.drafter(next_embeds, features, prompt_cache.nodes(), prompt_cache)
-        self.cache.used[slot] -= 1  # the last input is run again with the queries behind it
+        self.cache.used[slot] -= 1  # the last input is run again with the queries after it
         self.next_embeds[slot, 0], self.features[slot, 0] = next_embeds[:, -1], features[:, -1]
         self.hints[slot] = 0
         self.waiting[slot] = 1
@@ -144,7 +144,7 @@ class Parallel(NetworkProposer):
         return self._ended(draft) if done else None
 
     def _chain(self, levels: Tensor, query: Tensor, index: Tensor, noise: Noise) -> Draft:
-        """A chain that ends where a cut says, from levels [B, depth, D], query [B, depth, H] and index [B, depth]."""
+        """A chain that ends as `min_survival` says, from levels [B, depth, D], query [B, depth, H] and index [B, depth]."""
         draft = self._empty()
         assert draft.probs is not None and draft.survival is not None and self.drafter.confidence is not None
         for level in range(self.depth):
@@ -163,17 +163,17 @@ class Parallel(NetworkProposer):
         return self._ended(draft)
 
     def _empty(self) -> Draft:
-        """A whole chain without its guesses."""
+        """A chain of all levels without its codes."""
         survival = self._probs_of_nodes.new_zeros(len(self.root), self.depth) if self.min_survival else None
         return Draft(
             self._tree, self.root[:, None].expand(-1, self.size).contiguous(), self._probs_of_nodes, survival
         )
 
     def _ended(self, draft: Draft) -> Draft:
-        """A chain without what is behind its end; chains of a batch, as long as the longest."""
+        """A chain without the nodes after its end; chains of a batch, as long as the longest."""
         if draft.survival is None:
             return draft
-        room = (self.target.length - 1 - self.count).clamp(min=1)  # guesses that the picture has room for
+        room = (self.target.length - 1 - self.count).clamp(min=1)  # codes that the picture has room for
         lengths = (1 + (draft.survival[:, 1:] >= self.min_survival).sum(1)).minimum(room)
         longest = int(lengths.max())
         if longest not in self._trees:
@@ -185,7 +185,7 @@ class Parallel(NetworkProposer):
         return replace(draft, tree=tree, codes=draft.codes[:, :nodes], probs=draft.probs[:, :nodes])
 
     def _index(self) -> Tensor:
-        """The code of the image that each level guesses, [B, depth]."""
+        """The code of the image that each level drafts, [B, depth]."""
         index = self.count[:, None] + self._line[: self.depth]
         return index.clamp_(max=self.target.length - 1)
 
@@ -194,14 +194,14 @@ class Parallel(NetworkProposer):
         super().observe(output)
         verdict = output.verdict
         features = self.guidance.merge(output.features)
-        if output.draft.tree.chain:  # what is behind the kept nodes does not wait, so nothing reads it
+        if output.draft.tree.chain:  # nothing reads the nodes after the kept ones
             self.features[:, : features.shape[1]].copy_(features)
         else:
             path = verdict.path[..., None].expand(-1, -1, features.shape[-1])
             self.features.copy_(features.gather(1, path))
         self.next_embeds.copy_(self.target.embed(verdict.next_codes))
         self.waiting.copy_(verdict.kept)
-        self.hints.copy_(refused(output, features[..., : self.hints.shape[-1]]))
+        self.hints.copy_(rejected_features(output, features[..., : self.hints.shape[-1]]))
 
     def _drafter_forward(self) -> Tensor:
         """The drafter's pass over the waiting inputs and the queries -> features of every level, [B, depth, D]."""
@@ -226,7 +226,7 @@ class Parallel(NetworkProposer):
 
 
 def why_not_shortened(min_survival: float, tree: TreeBuilder, compiled: bool) -> str | None:
-    """Why drafts cannot be cut, in a sentence; None where they can."""
+    """Why chains cannot end early, in a sentence; None where they can."""
     if not (tree.chain and tree.drawn and tree.fixed):
         return f"min_survival {min_survival} ends chains early, and the tree branches; use a chain such as chain-6, or leave min_survival out"
     if compiled:
@@ -237,7 +237,7 @@ def why_not_shortened(min_survival: float, tree: TreeBuilder, compiled: bool) ->
 def layout(known: int, most: int, line: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The drafter's inputs when up to `most` wait, of which there may be `known`; the others of line [M] are queries.
 
-    N = M - known + most, W = known + 1. By how many wait: their places behind the decided codes, [W, N]; the scratch slots that
+    N = M - known + most, W = known + 1. By how many wait: their places after the decided codes, [W, N]; the scratch slots that
     each attends to, [W, N, M]; and the last that waits, whose hint is that of the root, [W, most, 1]. And their own scratch slots,
     [1, N], which do not depend on `most`, as sums over slots are rounded in their order.
     """
@@ -251,13 +251,13 @@ def layout(known: int, most: int, line: Tensor) -> tuple[Tensor, Tensor, Tensor,
 
 
 def _masked(tree: Tree, lengths: Tensor, line: Tensor) -> Tree:
-    """Chains of N nodes, each without its nodes behind the first 1 + lengths [B]: they are no children; line [N] counts nodes."""
+    """Chains of N nodes, each without its nodes after the first 1 + lengths [B]: they are no children; line [N] counts nodes."""
     children = tree.children.where((line < lengths[:, None])[..., None], -1)
     return replace(tree, children=children, depth=tree.depth.where(line <= lengths[:, None], 0))
 
 
-def refused(output: TargetOutput, features: Tensor) -> Tensor:
-    """The target's features at refused nodes, as hints for the next draft, [B, depth, D]; guided features [B, N, D].
+def rejected_features(output: TargetOutput, features: Tensor) -> Tensor:
+    """The target's features at rejected nodes, as hints for the next draft, [B, depth, D]; guided features [B, N, D].
 
     Entry i is the feature of the draft's first node at depth kept + i; 0 where the draft has none that deep.
     """

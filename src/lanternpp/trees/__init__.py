@@ -17,7 +17,7 @@ PATHS = "a tree is a list of paths such as [[0], [0, 0], [1]]"
 TREES: dict[str, Shape | str] = {
     **SHAPES,
     "eagle2": "lanternpp.trees.dynamic:DynamicTree",
-    "ddd": "lanternpp.trees.depth:DepthTree",
+    "ddd": "lanternpp.trees.dynamic:DepthTree",
 }
 
 

@@ -1,4 +1,4 @@
-"""A chain: a tree with one child per node, but for alternatives of its first guess."""
+"""A chain: a tree with one child per node, with alternatives of its first code."""
 
 from __future__ import annotations
 

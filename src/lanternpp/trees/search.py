@@ -1,7 +1,7 @@
 """The static tree that keeps the most codes per pass, given how often children are kept (Sequoia, arXiv 2402.12374).
 
 An acceptance table [D, K] has, for a node at depth d that is accepted, the share of its children of rank r that are
-accepted once those of lower rank were refused. The probability that a node is reached then does not depend on the other
+accepted once those of lower rank were rejected. The probability that a node is reached then does not depend on the other
 nodes of the tree, and a pass decides one code more than the number of nodes it reaches. Sequoia's section 3.2 finds the best
 tree for one row of acceptances; here each depth has its own.
 """
@@ -142,13 +142,13 @@ def polish(shape: Shape, rate: Callable[[Shape], float], ranks: int, depth: int,
 
 
 def _moves(shape: Shape, ranks: int, depth: int, most: int) -> Iterator[Shape]:
-    whole = frozenset(shape)
-    fewer = [whole - {leaf} for leaf in _leaves(whole)] if len(whole) > 1 else []
-    for start in (whole, *fewer):
-        if start is not whole:
+    full = frozenset(shape)
+    fewer = [full - {leaf} for leaf in _leaves(full)] if len(full) > 1 else []
+    for start in (full, *fewer):
+        if start is not full:
             yield _sorted(start)
         if len(start) < most:
-            yield from (_sorted(start | {leaf}) for leaf in _room(start, ranks, depth) if leaf not in whole)
+            yield from (_sorted(start | {leaf}) for leaf in _room(start, ranks, depth) if leaf not in full)
 
 
 def _sorted(paths: frozenset[Path]) -> Shape:

@@ -12,7 +12,7 @@ Shape = tuple[Path, ...]
 
 
 def chain(depth: int) -> Shape:
-    """One guess per level."""
+    """One node per level."""
     return tuple((0,) * d for d in range(1, depth + 1))
 
 
@@ -77,7 +77,7 @@ def check(paths: object, source: str) -> Shape:
     known = set(shape)
     if len(known) < len(shape):
         twice = next(p for p in shape if shape.count(p) > 1)
-        raise InputError(f"{source}: path {list(twice)} stands twice; list every path once")
+        raise InputError(f"{source}: path {list(twice)} is listed twice; list every path once")
     for path in shape:
         if len(path) > 1 and path[:-1] not in known:
             raise InputError(f"{source}: path {list(path)} has no parent; add {list(path[:-1])}")

@@ -15,10 +15,10 @@ from helpers.relaxed import RULES, TABLES, laws_of
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
-from lanternpp.accept.cactus import Cactus
 from lanternpp.accept.exact import Exact
-from lanternpp.accept.lantern import Lantern
 from lanternpp.accept.mixture import DraftMixture
+from lanternpp.accept.neighbours import Lantern
+from lanternpp.accept.scaled import Cactus
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.joint import chain_tails, rejection_tails, tree_tails, verify_joint

@@ -11,8 +11,7 @@ from helpers.laws import chi_square
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
-from lanternpp.accept.cspd import Cspd
-from lanternpp.accept.exact import Exact
+from lanternpp.accept.exact import Cspd, Exact
 from lanternpp.drafters.diffusion import DiffusionDrafter
 from lanternpp.engine.decode import engine_class
 from lanternpp.engine.guidance import Guidance
