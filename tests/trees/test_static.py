@@ -130,7 +130,7 @@ def test_one_tree_serves_any_precision():
     ("shape", "names"),
     [
         (((0,), (1, 0)), r"path \[1, 0\] has no parent; add \[1\]"),
-        (((0,), (0,)), r"path \[0\] stands twice"),
+        (((0,), (0,)), r"path \[0\] is listed twice"),
         (((0,), (-1,)), "is not a path"),
         (((0,), ()), "is not a path"),
         ((), "non-empty list of paths"),
