@@ -18,9 +18,7 @@ from torch import Tensor
 from lanternpp import Pipeline
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
-from lanternpp.accept.neighbours import Lantern
-from lanternpp.accept.neighbours import LanternPlusPlus
-from lanternpp.accept.neighbours import NeighbourAcceptance
+from lanternpp.accept.neighbours import Lantern, LanternPlusPlus, NeighbourAcceptance
 from lanternpp.api.model import Model, model_folder
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.noise import Noise

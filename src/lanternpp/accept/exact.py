@@ -10,7 +10,7 @@ from lanternpp.accept.base import Acceptance, Dials
 
 
 class Exact(Acceptance):
-    """The lossless rule (arXiv 2211.17192): the output follows the target exactly."""
+    """The output follows the target (speculative sampling, arXiv 2211.17192, 2302.01318; on trees, SpecInfer, 2305.09781)."""
 
     dials = frozenset()
     lossless = True
