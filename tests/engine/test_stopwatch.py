@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from helpers.models import write_model
 
 from lanternpp.api.pipeline import Pipeline
@@ -18,16 +17,13 @@ def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
 
 @pytest.mark.parametrize("method", ["ar", "eagle", "parallel", "independent", "jacobi-coupled"])
 def test_a_timed_engine_moves_its_own_cache_and_the_drafters_together(pipe, method):
-    settings = pipe.settings(method, batch_size=2)
-    timed = TimedEngine(pipe.new_engine(settings))
+    timed = TimedEngine(pipe.new_engine(pipe.settings(method, batch_size=2)))
     timed.admit(["a red tulip"] * 2, range(2))
-    made, at = timed.engine, []
+    made = timed.engine
+    half, caches = made.target.length // 2, [made.cache, getattr(made.proposer, "cache", made.cache)]
     for _ in range(3):
-        timed.move_to(torch.full_like(made.count, 8))
-        own = getattr(made.proposer, "cache", None)
-        waiting = getattr(made.proposer, "waiting", 0)  # codes that the parallel drafter has not run yet
-        at.append((made.count.tolist(), made.proposer.count.tolist(), made.cache.used.tolist()))
-        at[-1] += () if own is None else ((own.used[:2] + waiting).tolist(),)
+        timed.move_midway()
+        assert made.count.tolist() == made.proposer.count.tolist() == [half, half]
+        assert all((cache.used == made.target.slots + half).all() for cache in caches)
         timed.step()
-        assert (made.count > 8).all()
-    assert at[0] == at[1] == at[2] and at[0][0] == at[0][1] == [8, 8]
+        assert (made.count > half).all()

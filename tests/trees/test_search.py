@@ -10,8 +10,8 @@ import torch
 
 from lanternpp.errors import InputError
 from lanternpp.trees import build_tree, shape_name
-from lanternpp.trees.search import Search, expected, expected_tried, polish, reach, reaches
-from lanternpp.trees.shapes import EAGLE, chain, check
+from lanternpp.trees.search import Search, expected
+from lanternpp.trees.shapes import EAGLE, check
 
 
 def every_shape(nodes: int, ranks: int, depth: int) -> set[tuple[tuple[int, ...], ...]]:
@@ -29,7 +29,7 @@ def every_shape(nodes: int, ranks: int, depth: int) -> set[tuple[tuple[int, ...]
 
 
 def simulated(table: torch.Tensor, shape: tuple[tuple[int, ...], ...], above: tuple[int, ...] = ()) -> float:
-    """Codes of a walk, by its definition: judge the children in turn, go down where one is kept."""
+    """Codes of a walk, by its definition: try the children in turn, go down where one is kept."""
     codes, alive, rank = 1.0, 1.0, 0
     while (*above, rank) in shape:
         kept = float(table[len(above), rank])
@@ -62,26 +62,10 @@ def test_certain_and_hopeless_children_are_no_trouble() -> None:
         Search(table[:1], 5).shape(3)
 
 
-def test_what_a_walk_judges_and_reaches() -> None:
+def test_the_codes_of_a_shape() -> None:
     table = torch.tensor([[0.5, 0.25], [0.5, 0.5]], dtype=torch.float64)
     shape = ((0,), (1,), (0, 0), (0, 1))
-    assert reach(table, (1,)) == pytest.approx(0.125)
-    assert reaches(table, shape)[0, 1] == pytest.approx(0.125)
     assert expected(table, shape) == pytest.approx(simulated(table, shape)) == pytest.approx(2.0)
-    assert expected_tried(table, shape) == pytest.approx(1 + 0.5 + 0.5 * (1 + 0.5))
-
-
-def test_polishing_ends_where_no_move_helps() -> None:
-    table = torch.full((3, 3), 0.5, dtype=torch.float64)
-
-    def rate(shape: tuple[tuple[int, ...], ...]) -> float:
-        inner = len({path[:-1] for path in shape})
-        return expected(table, shape) / (1 + 0.05 * len(shape) + 0.3 * inner)
-
-    best = max(
-        (shape for n in range(1, 6) for shape in every_shape(n, 3, 3)), key=lambda shape: (rate(shape), shape)
-    )
-    assert rate(polish(chain(3), rate, ranks=3, depth=3, most=5)) == pytest.approx(rate(best))
 
 
 def test_a_shape_can_be_named_by_its_paths() -> None:

@@ -175,10 +175,8 @@ def branches(count: int, anchors: Tensor, levels: int, start: Tensor | None) -> 
     level = torch.arange(levels, device=device).repeat(anchors.shape[1]).expand(rows, -1)
     anchor = anchors.expand(rows, -1).repeat_interleave(levels, 1)
     none = torch.full_like(slots, -1)
-    last, owner = (
-        torch.cat((slots, anchor), 1),
-        torch.cat((none, anchor), 1),
-    )  # the last slot each sees; whose it is
+    # the last slot that each node sees, and the anchor that it belongs to
+    last, owner = torch.cat((slots, anchor), 1), torch.cat((none, anchor), 1)
     line = torch.arange(last.shape[1], device=device)
     known = (line < count) & (line <= last[..., None])
     if start is not None:

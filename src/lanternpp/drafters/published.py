@@ -18,10 +18,8 @@ from lanternpp.nn.llama import llama_rules
 from lanternpp.nn.sources import Rename, Source, blank
 
 MARKS = {"embed_tokens.weight", "fc.weight", "layers.0.self_attn.q_proj.weight"}
-PAIRED = (
-    "t2i",
-    "t2i2",
-)  # `input_type` of drafters whose rotary pairs are neighbouring channels, as LlamaGen's are
+# `input_type` of drafters whose rotary pairs are neighbouring channels, as LlamaGen's are
+PAIRED = ("t2i", "t2i2")
 NORM = "layers.0.self_attn.q_norm.weight"
 ALIKE = 0.9  # least cosine of a code's embedding with the target's
 

@@ -17,7 +17,7 @@ TRIM = 0.2  # share of the steps left out of a mean at either end, as other work
 
 
 class Stopwatch(Observer):
-    """Times the parts of an engine's steps; `rest` is what a whole run took beyond them.
+    """Times the parts of an engine's steps; `rest` is the time of a run that is in no other part.
 
     On a GPU it puts events on the stream, so that the host does not wait for the device: a part's time then includes
     the time in which the device waits for the host.
@@ -76,18 +76,6 @@ class TimedEngine:
         """Seconds that parts of a step took."""
         return trimmed([sum(span[part] for part in parts) for span in self.spans])
 
-    def move_to(self, count: torch.Tensor) -> None:
-        """Move every sample to this code, count [B]. Cache slots passed over hold no keys, which does not change the timing."""
-        engine, moved = self.engine, count - self.engine.count
-        engine.count += moved
-        engine.proposer.count += moved
-        rows = engine.guidance.rows(moved)
-        engine.cache.used += rows
-        if own := getattr(
-            engine.proposer, "cache", None
-        ):  # a drafter's, with a row per sample or per branch of it
-            own.used += moved if len(own.used) == len(moved) else rows
-
     def move_midway(self, first: bool = False) -> None:
         """Move every sample, admitted or not, to the middle of its picture; the slots of the caches need hold no keys.
 
@@ -108,8 +96,8 @@ class TimedEngine:
 def trimmed(values: Sequence[float]) -> float:
     """The mean without the `TRIM` least and greatest."""
     ordered = sorted(values)
-    cut = int(len(ordered) * TRIM)
-    inner = ordered[cut : len(ordered) - cut]
+    left_out = int(len(ordered) * TRIM)
+    inner = ordered[left_out : len(ordered) - left_out]
     return sum(inner) / len(inner)
 
 

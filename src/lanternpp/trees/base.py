@@ -22,10 +22,8 @@ class TreeBuilder(ABC):
     scratch: int  # cache slots the drafter needs for the nodes it expands
     drawn: bool = False  # whether children are sampled from q without replacement, in trial order
     chain: bool = False  # whether no node has more than one child
-    draws: tuple[int, int] = (
-        1,
-        1,
-    )  # the most nodes of a level that have children, and the most children of a node
+    # the most nodes of a level that have children, and the most children of a node
+    draws: tuple[int, int] = (1, 1)
     fixed: bool = False  # whether every draft has the same shape, which `Tree.layout` then describes
 
     @abstractmethod

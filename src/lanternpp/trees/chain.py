@@ -25,11 +25,5 @@ def chain_tree(batch: int, depth: int, device: torch.device, alternatives: int =
     widths = (1 + alternatives, *(1,) * (depth - 1)) if depth else ()
     spans = tuple((slice(level, level + 1),) * width for level, width in enumerate(widths))
     order = torch.cat((index[:1], index[depth + 1 :].flip(0), index[1 : depth + 1]))
-    return Tree(
-        each((index - 1).where(inside, 0)),
-        each(index.where(inside, 1)),
-        each(children),
-        each(mask),
-        widths,
-        Layout(spans, order),
-    )
+    parent, depths = (index - 1).where(inside, 0), index.where(inside, 1)
+    return Tree(each(parent), each(depths), each(children), each(mask), widths, Layout(spans, order))

@@ -67,11 +67,8 @@ class DynamicTree(TreeBuilder):
         """Offer `beam` children of the root, then of every node of each level's beam."""
         batch, wide = len(q), self.beam
         none = torch.zeros(batch, self.offers, dtype=torch.int64, device=q.device)
-        offers = _Offers(
-            none,
-            none - 1,
-            torch.full((batch, self.offers), NEVER, dtype=q.dtype, device=q.device),
-        )
+        scores = torch.full((batch, self.offers), NEVER, dtype=q.dtype, device=q.device)
+        offers = _Offers(none, none - 1, scores)
         rank = torch.arange(wide, device=q.device)
         slot = torch.zeros_like(none[:, :1])  # scratch slots of the expanded nodes; 0 is the root's
         number = slot - 1
@@ -120,9 +117,8 @@ class DynamicTree(TreeBuilder):
         depth = torch.cat((torch.zeros_like(root[:, None]), depth), 1)
         codes = offers.code.gather(1, best).where(real, root[:, None])
         table = torch.full((batch, self.size, wide + 1), -1, dtype=torch.int64, device=root.device)
-        place = parent[:, 1:] * (wide + 1) + (best % wide).where(
-            real, wide
-        )  # the last column takes the padding and is dropped
+        # The last column takes the padding and is dropped.
+        place = parent[:, 1:] * (wide + 1) + (best % wide).where(real, wide)
         table.flatten(1).scatter_(1, place, ids)
         tree = Tree(parent, depth, table[..., :wide], self._mask(parent), (wide,) * self.depth)
         return Draft(tree, torch.cat((root[:, None], codes), 1), None)

@@ -8,7 +8,7 @@ tree for one row of acceptances; here each depth has its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from math import prod
 
 import torch
@@ -94,77 +94,12 @@ def check_table(table: Tensor) -> Tensor:
     return table.double()
 
 
-def reach(table: Tensor, path: Path) -> float:
-    """How likely a pass keeps the node at the end of a path. IndexError where the table does not go so far."""
-    rows = table.tolist()
-    return prod(_step(rows[depth], rank) for depth, rank in enumerate(path))
-
-
-def _step(row: list[float], rank: int) -> float:
-    """The child of this rank is kept, and no earlier one."""
-    return row[rank] * prod(1 - kept for kept in row[:rank])
-
-
-def reaches(table: Tensor, shape: Shape) -> dict[Path, float]:
-    """How likely a pass keeps each node of a shape; the root, at (), has 1."""
-    rows = table.tolist()
-    steps = [[_step(row, rank) for rank in range(len(row))] for row in rows]
-    found: dict[Path, float] = {(): 1.0}
-    for path in sorted(shape, key=len):
-        found[path] = found[path[:-1]] * steps[len(path) - 1][path[-1]]
-    return found
-
-
 def expected(table: Tensor, shape: Shape) -> float:
     """Expected codes per pass of a shape: the nodes it keeps, and the code drawn after them."""
-    return sum(reaches(table, shape).values())
-
-
-def expected_tried(table: Tensor, shape: Shape, known: Mapping[Path, float] | None = None) -> float:
-    """Expected children that a pass tries: those whose parent is kept and whose earlier siblings are not."""
-    found = known or reaches(table, shape)
     rows = table.tolist()
-    return sum(found[p[:-1]] * prod(1 - kept for kept in rows[len(p) - 1][: p[-1]]) for p in shape)
-
-
-def polish(shape: Shape, rate: Callable[[Shape], float], ranks: int, depth: int, most: int) -> Shape:
-    """Local search from a shape: add, remove or move a leaf as long as `rate` improves.
-
-    `Search` maximises the codes per pass for a number of nodes; `rate` may also count the time that drafting takes.
-    """
-    best, worth = shape, rate(shape)
-    while True:
-        moves = {move: rate(move) for move in set(_moves(best, ranks, depth, most))}
-        found = max(moves, key=lambda move: (moves[move], move), default=best)
-        if moves.get(found, 0.0) <= worth * (1 + 1e-9):
-            return best
-        best, worth = found, moves[found]
-
-
-def _moves(shape: Shape, ranks: int, depth: int, most: int) -> Iterator[Shape]:
-    full = frozenset(shape)
-    fewer = [full - {leaf} for leaf in _leaves(full)] if len(full) > 1 else []
-    for start in (full, *fewer):
-        if start is not full:
-            yield _sorted(start)
-        if len(start) < most:
-            yield from (_sorted(start | {leaf}) for leaf in _room(start, ranks, depth) if leaf not in full)
-
-
-def _sorted(paths: frozenset[Path]) -> Shape:
-    return tuple(sorted(paths, key=lambda path: (len(path), path)))
-
-
-def _leaves(paths: frozenset[Path]) -> list[Path]:
-    """Nodes that can be removed: no child, no later sibling."""
-    return [p for p in paths if (*p, 0) not in paths and (*p[:-1], p[-1] + 1) not in paths]
-
-
-def _room(paths: frozenset[Path], ranks: int, depth: int) -> list[Path]:
-    """Nodes that can be added: the next child of every node."""
-    found = []
-    for above in ((), *paths):
-        rank = next(r for r in range(ranks + 1) if (*above, r) not in paths)
-        if rank < ranks and len(above) < depth:
-            found.append((*above, rank))
-    return found
+    # The child of a rank is kept where no earlier one was.
+    steps = [[row[rank] * prod(1 - kept for kept in row[:rank]) for rank in range(len(row))] for row in rows]
+    reached: dict[Path, float] = {(): 1.0}
+    for path in sorted(shape, key=len):
+        reached[path] = reached[path[:-1]] * steps[len(path) - 1][path[-1]]
+    return sum(reached.values())

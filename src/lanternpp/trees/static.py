@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,17 +15,13 @@ from lanternpp.types import Draft, Frontier, Layout, Tree
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """The nodes at one depth that have children, and where those children go; node ids."""
+    """The nodes at one depth that have children, and where their children go."""
 
-    at: slice | Tensor  # [W] those nodes, as an index
-    node: Tensor  # [B, W]
-    parent: Tensor  # [B, W]
-    depth: Tensor  # [B, W]
-    mask: Tensor  # [B, W, N]
-    pick: Tensor | None  # [C] of the W * K drawn children, those that are nodes; None: all, in order
-    first: int  # ids first..last - 1 are the children
-    last: int
-    width: int  # K
+    at: slice | Tensor  # [W] ids of the nodes, as an index
+    frontier: Frontier  # the nodes, without codes
+    pick: Tensor | None  # [C] which of the W * width drawn children are nodes; None: all, in order
+    children: slice  # ids of the children
+    width: int  # most children of a node
 
 
 class StaticTree(TreeBuilder):
@@ -51,13 +47,10 @@ class StaticTree(TreeBuilder):
         level_q = q[:, None]
         for depth, level in enumerate(levels):
             if depth:
-                frontier = Frontier(
-                    codes[:, level.at], level.node, level.parent, depth, level.depth, level.mask
-                )
-                level_q = extend(frontier)
+                level_q = extend(replace(level.frontier, codes=codes[:, level.at]))
             probs[:, level.at] = level_q
             drawn = children(level_q, level.width, depth).flatten(1, 2)
-            codes[:, level.first : level.last] = drawn if level.pick is None else drawn[:, level.pick]
+            codes[:, level.children] = drawn if level.pick is None else drawn[:, level.pick]
         return Draft(tree, codes, probs)
 
     def _constants(self, root: Tensor, q: Tensor) -> tuple[Tree, list[_Level], Tensor]:
@@ -96,24 +89,14 @@ class StaticTree(TreeBuilder):
             slot = {
                 kid: w * widths[d] + rank for w, i in enumerate(nodes) for rank, kid in enumerate(kids[i])
             }
-            first = min(made)
-            pick = [slot[first + j] for j in range(len(made))]
-            run = nodes == list(range(nodes[0], nodes[-1] + 1))
-            levels.append(
-                _Level(
-                    slice(nodes[0], nodes[-1] + 1) if run else torch.tensor(nodes, device=device),
-                    each(nodes),
-                    each([parent[i] for i in nodes]),
-                    each([d] * len(nodes)),
-                    each(unrooted[nodes], torch.bool),
-                    None
-                    if pick == list(range(len(nodes) * widths[d]))
-                    else torch.tensor(pick, device=device),
-                    first,
-                    first + len(made),
-                    widths[d],
-                )
-            )
+            first, pick = min(made), [slot[kid] for kid in sorted(made)]
+            run = slice(nodes[0], nodes[-1] + 1)
+            at = run if nodes == [*range(run.start, run.stop)] else torch.tensor(nodes, device=device)
+            drawn = None if pick == [*range(len(nodes) * widths[d])] else torch.tensor(pick, device=device)
+            node, above = each(nodes), each([parent[i] for i in nodes])
+            seen = each(unrooted[nodes], torch.bool)
+            frontier = Frontier(node, node, above, d, torch.full_like(node, d), seen)
+            levels.append(_Level(at, frontier, drawn, slice(first, first + len(made)), widths[d]))
         return tree, levels, torch.zeros(batch, self.size, q.shape[-1], dtype=q.dtype, device=device)
 
 
