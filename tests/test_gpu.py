@@ -9,9 +9,9 @@ import pytest
 import torch
 from helpers.models import write_model
 
-from lanternpp.api import compiled
 from lanternpp.api.options import METHODS
 from lanternpp.api.pipeline import Pipeline
+from lanternpp.engine import compiled
 from lanternpp.evaluation import report
 from lanternpp.evaluation.profile import profile_race
 from lanternpp.evaluation.race import Race, parse_methods

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lanternpp.api import compiled
+from lanternpp.engine import compiled
 
 
 def test_without_anything_to_compile_it_says_so(run, model) -> None:

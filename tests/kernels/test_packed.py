@@ -15,7 +15,7 @@ from torch import nn
 
 from lanternpp import Pipeline
 from lanternpp.api.model import ASSETS, pack_target, read_target
-from lanternpp.api.pixels import images
+from lanternpp.api.results import images
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.linear import kernel_linear
 from lanternpp.kernels.packed import (

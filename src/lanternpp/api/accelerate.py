@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
-from lanternpp.api import arguments
+from lanternpp.api import calls
 from lanternpp.api.model import Model
 from lanternpp.api.options import AUTO, MethodDials, Settings, listing
 from lanternpp.api.pipeline import Pipeline
@@ -130,7 +130,7 @@ def adapter_of(model: Any) -> TransformersTarget:
 
 def held(model: Any, drafter: str | Path | None, kernels: str | None = None) -> Held:
     """What a model is drawn with, made now or for an earlier call with the same drafter, kernels, dtype and device."""
-    named = None if drafter is None else arguments.text("drafter", drafter)
+    named = None if drafter is None else calls.text("drafter", drafter)
     found: Held | None = getattr(model, HELD, None)
     if found is None or not found.fits(named, kernels):
         found = None
@@ -182,7 +182,7 @@ def custom_generate(
     )
     scale = next((float(scale) for scale in scales if scale is not None), state.target.guidance)
     count = len(input_ids)
-    seeds = [0] * count if processors.temperature == 0 else arguments.random_seeds(count, generator)
+    seeds = [0] * count if processors.temperature == 0 else calls.random_seeds(count, generator)
     codes, format = state.draw(call, scale, seeds, method, dials, callback)
     sequences = state.target.sequences(codes, format, call)
     if generation_config.return_dict_in_generate:

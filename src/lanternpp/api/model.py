@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ DEFAULTS = "defaults.json"
 DRAWERS = {"drafter": "drafter", "parallel": "parallel drafter"}  # folders of a model, and what is in them
 USERS = {"drafter": "use --method eagle", "parallel": "use --method parallel"}
 UNDRAFTED = "without one, --method jacobi-coupled and --method ar draw"
+MADE = {"classifier", "codes", "rollouts"}  # folders of files that are not used for drawing
+ENDS = 1 << 16  # bytes of a file's beginning and end that are hashed
 PROBE = 64  # codes over which rounding to 8 bits is measured
 
 
@@ -183,6 +186,32 @@ def known_defaults(folder: Path) -> dict[str, Any]:
     return read_defaults(folder) or (dict(family.defaults) if family else {})
 
 
+def fingerprint(model: Path, drafter: Path | None = None) -> str:
+    """A hash of the names, sizes and ends of the weights of a model and its drafter; the classifier is left out."""
+    found = blake2b(digest_size=8)
+    for folder in (model, *([drafter] if drafter else [])):
+        for path in _weights(folder):
+            found.update(
+                f"{path.relative_to(folder) if path != folder else ''} {path.stat().st_size}\n".encode()
+            )
+            with path.open("rb") as file:
+                found.update(file.read(ENDS))
+                file.seek(max(path.stat().st_size - ENDS, 0))
+                found.update(file.read(ENDS))
+    return found.hexdigest()
+
+
+def _weights(folder: Path) -> Iterator[Path]:
+    if folder.is_file():
+        yield folder
+        return
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        made_here = MADE & set(parts) or path.name == "state.pt" or path.name.startswith("neighbours-")
+        if path.suffix in (SAFE, *PICKLED) and path.is_file() and not made_here:
+            yield path
+
+
 @dataclass(frozen=True)
 class _Defaults:
     """The layout of `defaults.json`; its settings are checked by `resolve`."""
@@ -233,6 +262,17 @@ class Model:
         other.other = self.other
         return other
 
+    @property
+    def dtype_name(self) -> str:
+        """The target's compute dtype, such as "bfloat16"; "int8, bfloat16" where its weights have 8 bits."""
+        computed = str(self.dtype).removeprefix("torch.")
+        return f"{INT8}, {computed}" if self.int8 else computed
+
+    @property
+    def weights(self) -> str:
+        """A hash of the files of model and drafter, to which measurements belong."""
+        return fingerprint(self.folder, self.other)
+
     @cached_property
     def target(self) -> Target:
         """The target; InputError names what is wrong with a file."""
@@ -271,9 +311,9 @@ class Model:
             used.gemm_dtype(like) != self.dtype or (int8 and source.pack is not None)
         )
 
-    def holds(self, kind: str) -> bool:
-        """Whether there is a network of this kind to draft with; it is not read."""
-        return self.other is not None or holds(self.folder, kind)
+    def holds(self, kind: str | None) -> bool:
+        """Whether there is a network of this kind to draft with, or none is needed; it is not read."""
+        return kind is None or self.other is not None or holds(self.folder, kind)
 
     def network(self, kind: str) -> Drafter | Target:
         """What `Proposer.needs` names, read once: a smaller target, or the other folder's drafter or the model's own.

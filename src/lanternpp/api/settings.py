@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lanternpp.accept import RULES
 from lanternpp.accept.base import Acceptance, Dials
-from lanternpp.api import arguments
+from lanternpp.api import calls
 from lanternpp.api.options import DIALS, METHODS, DraftDials, RuleDials, Settings, check_method, names, spoken
 from lanternpp.drafters.base import Drafter
 from lanternpp.engine.proposer import Parts, Proposer
@@ -41,9 +41,9 @@ PARTS: dict[str, tuple[type, bool]] = {  # what a part derives from, and whether
     "tree": (TreeBuilder, True),
 }
 PLAIN: dict[type, Callable[[str, Any], Any]] = {
-    int: arguments.whole,
-    float: arguments.real,
-    bool: arguments.switch,
+    int: calls.whole,
+    float: calls.real,
+    bool: calls.switch,
 }
 READ = names(DraftDials, RuleDials)  # the dials that parts read
 NO_DRAFT = "none"  # the proposer of plain decoding
@@ -120,6 +120,16 @@ def fitted(settings: Settings, target: Target, name: str, given: Mapping[str, An
     return settings
 
 
+def suits(settings: Settings, target: Target) -> bool:
+    """Whether a target has what the settings' rule needs, a codebook or a diffusion head, and their drafts suit what it draws."""
+    rule = find("acceptance rule", settings.accept, RULES)
+    lends = "neighbours" in dials_read(settings.proposer, settings.accept)
+    able = hasattr(target, "denoiser") or not rule.trajectories
+    return (
+        able and (not target.channels or suits_latents(settings)) and not (lends and target.codebook is None)
+    )
+
+
 def suits_latents(settings: Settings) -> bool:
     """Whether latents can be drawn with these settings: without a draft, or in a chain of EAGLE's under a rule for latents."""
     drafts = _draft_traits(settings)
@@ -155,7 +165,7 @@ def typed(name: str, value: Any) -> Any:
     if base is not None and not isinstance(value, str) and (isinstance(value, type) or objects):
         check_class(KINDS[name], Given(value), value if isinstance(value, type) else type(value), base)
         return Given(value)
-    return importable(arguments.text(dial.spoken, value))
+    return importable(calls.text(dial.spoken, value))
 
 
 def defaults_of(defaults: Mapping[str, Any], method: str) -> dict[str, Any]:

@@ -11,17 +11,17 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from lanternpp.api.options import DraftDials, RuleDials, names
+from lanternpp.api.model import fingerprint
+from lanternpp.api.options import DraftDials, RuleDials, Settings, names
+from lanternpp.api.settings import resolve
 from lanternpp.errors import InputError
 from lanternpp.models.vq.neighbours import cache_folder
-from lanternpp.nn.shards import PICKLED, SAFE
 from lanternpp.trees import build_tree
 from lanternpp.util.files import write_text
 from lanternpp.util.jsonfile import read_object
@@ -32,8 +32,6 @@ CONDITIONS = ("device", "dtype", "batch_size", "compile", "proposer", "accept", 
 UNSAID = {"verify": "token"}  # conditions that older versions did not record, and their value then
 DRAFTED = tuple(name for name in names(DraftDials) if name != "verify")
 CHOSEN = (*DRAFTED, *names(RuleDials))  # what an entry may set
-MADE = {"classifier", "codes", "rollouts"}  # folders of files that are not used for drawing
-ENDS = 1 << 16  # bytes of a file's beginning and end that are hashed
 
 
 @dataclass(frozen=True)
@@ -135,32 +133,6 @@ def tuned_path(model: Path) -> Path:
     return folder / (FILE if folder == model else f"tuned-{fingerprint(model)}.json")
 
 
-def fingerprint(model: Path, drafter: Path | None = None) -> str:
-    """A hash of the names, sizes and ends of the weights of a model and its drafter; the classifier is left out."""
-    found = blake2b(digest_size=8)
-    for folder in (model, *([drafter] if drafter else [])):
-        for path in _weights(folder):
-            found.update(
-                f"{path.relative_to(folder) if path != folder else ''} {path.stat().st_size}\n".encode()
-            )
-            with path.open("rb") as file:
-                found.update(file.read(ENDS))
-                file.seek(max(path.stat().st_size - ENDS, 0))
-                found.update(file.read(ENDS))
-    return found.hexdigest()
-
-
-def _weights(folder: Path) -> Iterator[Path]:
-    if folder.is_file():
-        yield folder
-        return
-    for path in sorted(folder.rglob("*")):
-        parts = path.relative_to(folder).parts
-        made_here = MADE & set(parts) or path.name == "state.pt" or path.name.startswith("neighbours-")
-        if path.suffix in (SAFE, *PICKLED) and path.is_file() and not made_here:
-            yield path
-
-
 @dataclass(frozen=True)
 class _File:
     """What a file of tunings holds."""
@@ -210,3 +182,20 @@ def with_tuned(defaults: Mapping[str, Any], method: str, tuned: Mapping[str, Any
     """A model's defaults with what was tuned for a method in place of theirs, which is then not fitted."""
     rows = defaults.get("methods", {})
     return {**defaults, "methods": {**rows, method: {**rows.get(method, {}), **tuned, "fit": False}}}
+
+
+def resolve_tuned(
+    method: str,
+    defaults: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    auto: bool,
+    tuned: Tuned | None,
+    conditions: Callable[[Settings], Mapping[str, Any]],
+) -> Settings:
+    """`resolve`, with what was tuned for a method under the conditions that its settings mean. InputError."""
+    if not (tuned and tuned.entries):
+        return resolve(method, defaults, overrides, auto)
+    # an override of the tree, or of a window's dial, leaves the other dials that were tuned
+    usual = resolve(method, defaults, {k: v for k, v in overrides.items() if k not in DRAFTED}, auto)
+    found = tuned.settings(method, conditions(usual))
+    return resolve(method, with_tuned(defaults, method, found) if found else defaults, overrides, auto)

@@ -116,7 +116,7 @@ def warm(
     sizes = read_sizes(batch_sizes)
     opt.check(options)
 
-    from lanternpp.api.compiled import compiled_folder
+    from lanternpp.engine.compiled import compiled_folder
 
     began = time.perf_counter()
     pipe = opt.read(options)

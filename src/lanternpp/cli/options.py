@@ -166,7 +166,7 @@ def read(options: DrawOptions, pictures: bool = True) -> Pipeline:
     pictures: refuse a model whose codes cannot become pictures here.
     """
     from lanternpp import Pipeline
-    from lanternpp.api.pixels import check_output
+    from lanternpp.api.results import check_output
 
     pipe = Pipeline.from_pretrained(**options.pretrained)
     if pictures:

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import torch
 
-from lanternpp.api.arguments import batch_size
+from lanternpp.api.calls import batch_size
 from lanternpp.api.options import DrawOptions, Settings
 from lanternpp.api.picture import png_bytes
 from lanternpp.api.pipeline import Pipeline, versions
-from lanternpp.api.pixels import check_output
+from lanternpp.api.results import check_output
 from lanternpp.engine.batching import drawing
 from lanternpp.engine.decode import FinishedSample
 from lanternpp.errors import InputError

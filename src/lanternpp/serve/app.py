@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lanternpp.api.options import DrawOptions
 from lanternpp.api.pipeline import Pipeline, versions
-from lanternpp.api.pixels import check_output
+from lanternpp.api.results import check_output
 from lanternpp.errors import InputError
 from lanternpp.models.base import PromptWarning
 from lanternpp.serve.batcher import Batcher

@@ -16,7 +16,7 @@ from torch import Tensor
 from lanternpp.api.picture import notes as notes_of
 from lanternpp.api.picture import png_bytes
 from lanternpp.api.pipeline import Pipeline, versions
-from lanternpp.api.pixels import unfinished
+from lanternpp.api.results import unfinished
 from lanternpp.serve.fresh_thread import run_in_fresh_thread
 from lanternpp.serve.tickets import FinishedImage, ImageSpec
 

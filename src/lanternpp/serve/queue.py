@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from lanternpp.api.arguments import EMPTY
+from lanternpp.api.calls import EMPTY
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError

@@ -6,6 +6,7 @@ own version, the device and the shapes, so that the next process compiles in sec
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import threading
@@ -18,9 +19,8 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lanternpp.api.engines import tensors
 from lanternpp.engine.decode import Engine
 from lanternpp.errors import InputError
 from lanternpp.nn.decoder import Block
@@ -147,3 +147,30 @@ def _parts() -> dict[str, Callable[..., Any]]:
         return call
 
     return {name: either(*two) for name, two in regions.items()}
+
+
+def tensor_bytes(*held: object) -> int:
+    """Bytes of the tensors that objects of ours hold, as `tensors` gives them; shared memory counts once."""
+    storages = (tensor.untyped_storage() for tensor in tensors(*held))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def tensors(*held: object) -> Iterator[Tensor]:
+    """The tensors that objects of ours hold, directly or not. Networks are left out."""
+    seen: set[int] = set()
+    todo = list(held)
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or isinstance(thing, nn.Module | nn.Parameter | type):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            yield thing
+        elif isinstance(thing, dict):
+            todo += thing.values()
+        elif isinstance(thing, list | tuple):
+            todo += thing
+        elif dataclasses.is_dataclass(thing):
+            todo += [getattr(thing, each.name) for each in dataclasses.fields(thing)]
+        elif hasattr(thing, "__dict__"):
+            todo += vars(thing).values()

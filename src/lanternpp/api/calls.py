@@ -1,39 +1,24 @@
-"""Conversion of the arguments of `Pipeline`; each function raises InputError for what it cannot convert."""
+"""A call of `Pipeline`: its arguments, which raise InputError where they cannot be converted, and its steps."""
 
 from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from lanternpp.api.options import Settings
+from lanternpp.api.results import Partial
+from lanternpp.engine.batching import ContinuousBatch, opened
+from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.errors import InputError
-
-if TYPE_CHECKING:
-    import torch
 
 FREE = 64  # batch sizes that may be larger than the number of pictures
 EMPTY = 'the prompt is empty; say what to draw, such as "a photo of a red tulip"'
-
-
-@dataclass(frozen=True)
-class DrawOptions:
-    """What to draw with: a model as `Pipeline.from_pretrained` reads it, a method, and what overrides its settings."""
-
-    model: str
-    drafter: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    size: str | None = None
-    method: str = "auto"
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def pretrained(self) -> dict[str, Any]:
-        """The arguments of `Pipeline.from_pretrained`."""
-        return {name: getattr(self, name) for name in ("model", "drafter", "device", "dtype", "size")}
 
 
 def whole(name: str, value: Any) -> int:
@@ -115,8 +100,6 @@ def seeds(value: Any, generator: Any, count: int, n: int) -> list[int]:
 
 def random_seeds(count: int, generator: torch.Generator | None = None) -> list[int]:
     """Seeds from a torch.Generator, or from torch's own. Raises InputError."""
-    import torch
-
     if not isinstance(generator, torch.Generator | None):
         raise InputError(f"generator {generator!r} is no torch.Generator; give one, or a seed")
     where = "cpu" if generator is None else generator.device
@@ -130,3 +113,31 @@ def size_text(value: Any) -> str | None:
         return value
     sides: Sequence[Any] = value if isinstance(value, list | tuple) else (value,)
     return "x".join(str(whole("size", side)) for side in sides)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a call asks for: a prompt and a seed for each picture, and their settings."""
+
+    prompts: list[str]
+    seeds: list[int]
+    settings: Settings
+    auto: str | None  # why the method was taken
+
+    def steps(
+        self, engine: Engine, found: dict[int, FinishedSample]
+    ) -> Generator[ContinuousBatch, None, None]:
+        """Draw: the batch after every admission and every step. Finished samples enter `found`, by their place."""
+        with opened(engine, self.prompts, self.seeds) as batch:
+            for sample in batch.run():
+                if sample:
+                    found[sample[0]] = sample[1]
+                else:
+                    yield batch
+
+    def partial(self, batch: ContinuousBatch, found: dict[int, FinishedSample]) -> Partial:
+        """The pictures as they are now."""
+        target, none = batch.engine.target, torch.zeros(0, dtype=torch.int64)
+        known = batch.codes | {place: sample.codes for place, sample in found.items()}
+        codes = [known.get(place, none) for place in range(len(self.seeds))]
+        return Partial(codes, len(codes) * target.length, target)

@@ -16,9 +16,9 @@ from torch import Tensor
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
-from lanternpp.api import compiled
-from lanternpp.api.compiled import GUARDED, CompiledParts
 from lanternpp.api.pipeline import Pipeline
+from lanternpp.engine import compiled
+from lanternpp.engine.compiled import GUARDED, CompiledParts
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
