@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from lanternpp.api import loaded
+from lanternpp.api import engines
 from lanternpp.api.options import METHODS
 from lanternpp.api.picture import squarest
 from lanternpp.engine.decode import Engine, FinishedSample
@@ -173,7 +173,7 @@ def test_a_picture_says_how_it_was_made(run, model, elsewhere: Path) -> None:
 
 def test_a_cache_that_cannot_be_written_costs_a_warning(run, model, elsewhere: Path, monkeypatch) -> None:
     (elsewhere / "file").write_text("mine")
-    monkeypatch.setattr(loaded, "cache_folder", lambda beside: elsewhere / "file" / "cache")
+    monkeypatch.setattr(engines, "cache_folder", lambda beside: elsewhere / "file" / "cache")
     outcome = run("generate", PROMPT, "--model", model, "-o", "x.png")
     assert outcome.code == 0 and outcome.err.count("\n") == 1 and "warning: " in outcome.err
     assert "file/cache" in outcome.err and (elsewhere / "x.png").exists()

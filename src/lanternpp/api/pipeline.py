@@ -97,14 +97,11 @@ class Pipeline:
             device, dtype = None, device if dtype is None else dtype
         with self._lock:
             model = self.model
-            on, kind, int8 = placed(
-                model.device if device is None else device,
-                (INT8 if model.int8 else model.dtype) if dtype is None else dtype,
-                model.folder,
-            )
+            usual = INT8 if model.int8 else model.dtype
+            on, kind, int8 = placed(device or model.device, dtype or usual, model.folder)
             if (on, kind, int8) != (model.device, model.dtype, model.int8):
-                self.model = model.changed(device=on, dtype=kind, int8=int8)
-                self.target = self.model.target
+                moved = model.changed(device=on, dtype=kind, int8=int8)
+                self.target, self.model = moved.target, moved
                 self._engines = Engines(self.model, self.name, self._engines.most, self._count)
                 for kept in ("_auto", "_fit"):
                     self.__dict__.pop(kept, None)
@@ -139,10 +136,8 @@ class Pipeline:
 
         Raises InputError, also where an override is a dial that no part of the method reads.
         """
-        chosen = self.chosen(method)
-        settings = resolve_tuned(
-            chosen.method, self.defaults, overrides, chosen.why is not None, self.tuned, self.conditions
-        )
+        name, auto = self.chosen(method).method, self.chosen(method).why is not None
+        settings = resolve_tuned(name, self.defaults, overrides, auto, self.tuned, self.conditions)
         return fitted(settings, self.target, self.name, overrides)
 
     def fit(self, settings: Settings) -> Settings:
