@@ -166,11 +166,11 @@ def test_warm_settings_are_remembered_and_are_the_default_on_a_gpu(
     pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
 ):
     settings = pipe.settings("parallel", tree="chain-2")
-    assert not pipe._mark(settings).exists() and pipe.warm(settings) == []
-    assert pipe._mark(settings).exists() and not pipe._mark(pipe.settings("ar")).exists()
+    assert not pipe._engines.mark(settings).exists() and pipe.warm(settings) == []
+    assert pipe._engines.mark(settings).exists() and not pipe._engines.mark(pipe.settings("ar")).exists()
     plain = pipe("a tulip", method="parallel", tree="chain-2", output_type="codes")
     assert plain.stats.settings["compile"] is False  # a CPU
-    monkeypatch.setattr(type(pipe), "is_warm", lambda self, settings: self._mark(settings).exists())
+    monkeypatch.setattr(type(pipe), "is_warm", lambda self, settings: self._engines.mark(settings).exists())
     made = pipe("a tulip", method="parallel", tree="chain-2", output_type="codes")
     assert made.stats.settings["compile"] is True and torch.equal(made.codes, plain.codes)
     eager = pipe("a tulip", method="parallel", tree="chain-2", output_type="codes", compile=False)

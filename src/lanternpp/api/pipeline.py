@@ -25,7 +25,7 @@ from lanternpp.api.model import MODELS, Model, model_folder, placed, read_defaul
 from lanternpp.api.options import AUTO, CallOptions, PictureDials, Prompts, Seeds, Settings, listing
 from lanternpp.api.results import Partial, Result, Stats, UnfinishedError, check_output, output, versions
 from lanternpp.api.results import images as images_of
-from lanternpp.api.settings import fitted, network_needed, suits, with_tree
+from lanternpp.api.settings import fitted, network_needed, suits, typed, with_tree
 from lanternpp.api.tuned import CONDITIONS, Tuned, resolve_tuned
 from lanternpp.engine.batching import adaptive_threads
 from lanternpp.engine.decode import Engine, FinishedSample
@@ -78,8 +78,8 @@ class Pipeline:
         drafter = None if drafter is None else calls.text("drafter", drafter)
         folder = model_folder(model)
         on, kind, int8 = placed(device, dtype, folder)
-        named = model in MODELS or not Path(model).exists()
-        name = model if named else folder.resolve().stem if folder.is_file() else folder.name
+        here = folder.resolve().stem if folder.is_file() else folder.name
+        name = model if model in MODELS or not Path(model).exists() else here
         read = Model(folder, drafter, on, kind, size=calls.size_text(size), int8=int8)
         return cls(read, name, tuned, engine_bytes)
 
@@ -210,9 +210,8 @@ class Pipeline:
 
         On a GPU, calls that leave `compile` out are compiled from then on where all parts are.
         """
-        settings = replace(settings, compile=True)
         with self._lock:
-            return self._engines.warm(settings, self.describe(settings))
+            return self._engines.warm(compiled := replace(settings, compile=True), self.describe(compiled))
 
     def is_warm(self, settings: Settings) -> bool:
         """Whether `warm` has compiled these settings, on a GPU; on a CPU the passes in C are faster than what it compiles."""
@@ -355,7 +354,7 @@ class Pipeline:
         seeds = calls.seeds(seed, generator, len(prompts), n)
         given: dict[str, Any] = {k: v for k, v in dials.items() if v is not None}
         size = given.get("batch_size", min(len(seeds), 8))
-        given["batch_size"] = calls.batch_size(calls.whole("batch_size", size), len(seeds))
+        given["batch_size"] = calls.batch_size(typed("batch_size", size), len(seeds))
         settings = self.settings(method, **given)
         if "compile" not in given and self.is_warm(settings):
             settings = replace(settings, compile=True)
