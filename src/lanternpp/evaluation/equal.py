@@ -56,7 +56,7 @@ class StrengthSearch:
             pipe.target.check(prompt)
         self.pipe, self.shared = pipe, dict(shared)
         self.prompts, self.seeds = spread(prompts, pictures), [seed + 2000 + i for i in range(pictures)]
-        facts = {"model": pipe.name, "weights": pipe.weights, "prompts": self.prompts, "seed": seed}
+        facts = {"model": pipe.name, "weights": pipe.model.weights, "prompts": self.prompts, "seed": seed}
         check_run(folder, facts | machine(pipe) | {"versions": versions(), "shared": self.shared}, True)
         self.journal = Journal(folder / "tv.jsonl", ELSEWHERE)
 
