@@ -13,7 +13,6 @@ from lanternpp import InputError, Pipeline
 from lanternpp.trees.shapes import SHAPES, is_chain
 from lanternpp.tuning import study
 from lanternpp.tuning.candidates import acceptance_table, shape_of
-from lanternpp.tuning.measure import Drawn
 from lanternpp.tuning.options import TuningOptions
 from lanternpp.tuning.study import LOG, Tuner
 
@@ -32,11 +31,11 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """Pictures take as many plain pictures as a draft has tokens away from 5, and 0.5; returns the prompts that are drawn."""
     drawn: list[str | None] = []
 
-    def draw(pipe, settings, plain, prompt, seeds) -> Drawn:
+    def draw(pipe, settings, plain, prompt, seeds):
         drawn.append(prompt)
         nodes = len(shape_of(settings.tree)) if settings.tree else settings.window
-        counts = [[4.0, 2.0]], [[2.0, 1.0]]
-        return Drawn(0.5 + abs(nodes - 5), 2.0, 0.1, {}, 0.1, nodes, *counts)
+        figures = {"relative": 0.5 + abs(nodes - 5), "codes_per_pass": 2.0, "step": 0.1, "plain_step": 0.1}
+        return figures | {"nodes": nodes, "tried": [[4.0, 2.0]], "kept": [[2.0, 1.0]]}
 
     monkeypatch.setattr(study, "draw", draw)
     monkeypatch.setattr(study, "PlainEngine", lambda *_: None)
@@ -122,10 +121,11 @@ def test_a_damaged_log_and_a_run_of_something_else_are_refused(pipe, tmp_path, p
     with pytest.raises(InputError, match="damaged"):
         tuner(pipe, tmp_path)
     assert tuner(pipe, tmp_path, restart=True).tried() == []
-    (tmp_path / "run.json").write_text('{"methods": {}}')
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/run.json").write_text('{"methods": {}}')
     with pytest.raises(InputError, match="something else"):
-        tuner(pipe, tmp_path, restart=True)
-    assert (tmp_path / "run.json").exists()
+        tuner(pipe, tmp_path / "b", restart=True)
+    assert (tmp_path / "b/run.json").exists()
 
 
 def test_without_optuna_there_is_one_sentence(pipe, tmp_path, monkeypatch) -> None:

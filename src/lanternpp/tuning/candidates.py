@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,45 +40,33 @@ PRIOR = 20.0  # trials that an acceptance seen at all depths counts beside those
 Counts = Sequence[Sequence[float]]  # [depth][rank]
 
 
-@dataclass(frozen=True)
 class Space:
-    """The candidates for one method: trees or windows of at most so many nodes and levels, and dials of the rule.
+    """The candidates for one method: trees or windows within the limits of the options, and the strength of its rule under a budget.
 
-    given: overrides of the user, which stay as they are.
+    given: overrides of the user, which stay as they are. engine: one of the method. Raises InputError where nothing can be chosen.
     """
 
-    pipe: Pipeline
-    settings: Settings
-    given: Mapping[str, Any]
-    nodes: int
-    depth: int
-    cuts: bool  # whether chains may be cut
-    relaxes: bool  # whether the strength of a relaxed rule is chosen too
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         pipe: Pipeline,
         settings: Settings,
         given: Mapping[str, Any],
         engine: Engine,
         options: TuningOptions,
-    ) -> Space:
-        """The space of a method with this engine; InputError where nothing in it can be chosen."""
+    ):
+        self.pipe, self.settings, self.given = pipe, settings, given
+        self.nodes, self.depth, self.relaxes = options.nodes, options.depth, options.limited
         drafter = getattr(engine.proposer, "drafter", None)
         predicts = getattr(drafter, "confidence", None) is not None
-        cuts = predicts and not settings.compile and given.get("min_survival") is None
-        nodes = options.nodes
-        space = cls(pipe, settings, given, nodes, options.depth, cuts, options.limited)
-        if options.limited and settings.accept not in STRENGTHS:
+        self.cuts = predicts and not settings.compile and given.get("min_survival") is None
+        if self.relaxes and settings.accept not in STRENGTHS:
             raise InputError(
                 f"a budget picks the strength of a relaxed rule, which the rule {settings.accept!r} has not; use lantern++"
             )
-        least = space._least() | {name: given[name] for name in WINDOWS if given.get(name) is not None}
-        if has_window(settings) and window_nodes(least) > nodes:
+        least = self._least() | {name: given[name] for name in WINDOWS if given.get(name) is not None}
+        if has_window(settings) and window_nodes(least) > self.nodes:
             said = ", ".join(f"{name} {value}" for name, value in least.items())
-            raise InputError(f"--nodes {nodes} are fewer than those of {said}; allow more")
-        return space
+            raise InputError(f"--nodes {self.nodes} are fewer than those of {said}; allow more")
 
     def _least(self) -> dict[str, Any]:
         """The smallest value of every dial of a window that the method reads."""

@@ -27,16 +27,16 @@ from lanternpp.evaluation.prompts import spread
 from lanternpp.evaluation.quality import Quality
 from lanternpp.evaluation.race import ELSEWHERE, RUN, Entry, Race, check_run, machine
 from lanternpp.tuning.candidates import Space, check
-from lanternpp.tuning.measure import Drawn, PlainEngine, draw
+from lanternpp.tuning.measure import PlainEngine, draw
 from lanternpp.tuning.options import TuningOptions
 from lanternpp.util import runlog
 from lanternpp.util.files import digest
-from lanternpp.util.jsonfile import read_object
 
 SHARED = names(EngineDials, SamplingDials)  # dials that every engine of a tuning shares, the plain one too
 TUNED, OWN = "tuned", "default"  # labels of the race: what was found, and the method's own draft
 LOG, RACE = "trials.jsonl", "race"
 REMEDY = "begin anew with --restart"
+MEANS = ("relative", "codes_per_pass", "step", "plain_step")
 PATIENCE = 4  # proposals for each draft that is to be tried: some are beyond the limits, or were tried
 Progress = Callable[[int, int], None]
 
@@ -62,16 +62,11 @@ class Candidate:
     @classmethod
     def of(cls, trial: Any, batch: int) -> Candidate:
         """From a trial of Optuna."""
-        drawn = [Drawn(**row) for row in trial.user_attrs["drawn"]]
-
-        def mean(name: str) -> float:
-            return fmean(getattr(one, name) for one in drawn)
-
-        figures = (1 / mean("relative"), mean("codes_per_pass"), mean("step"), mean("plain_step"))
-        overrides, cost = trial.user_attrs["overrides"], trial.user_attrs.get("cost")
-        return cls(
-            overrides, *figures, drawn[0].nodes, batch * len(drawn), cost, trial.state.name == "COMPLETE"
-        )
+        attrs, drawn = trial.user_attrs, trial.user_attrs["drawn"]
+        mean = {name: fmean(row[name] for row in drawn) for name in MEANS}
+        figures = (1 / mean["relative"], mean["codes_per_pass"], mean["step"], mean["plain_step"])
+        counts = (drawn[0]["nodes"], batch * len(drawn))
+        return cls(attrs["overrides"], *figures, *counts, attrs.get("cost"), trial.state.name == "COMPLETE")
 
 
 class Tuner:
@@ -107,7 +102,7 @@ class Tuner:
             raise InputError(f"{pipe.name} draws continuous latents, and tuning is for models of codes")
         # an engine, so that a wrong part is found before anything is drawn
         engine = pipe.new_engine(self.settings)
-        self.space = Space.of(pipe, self.settings, given, engine, options)
+        self.space = Space(pipe, self.settings, given, engine, options)
         if restart:
             forget(folder)
         check_run(folder, self.describe(), resume=True)
@@ -151,13 +146,11 @@ class Tuner:
         fine = [one for one in self.tried() if one.complete and self.within(one)]
         if fine:
             return fine[0]
-        costs = [one for one in self.tried() if one.cost is not None]
+        costs = [one.cost for one in self.tried() if one.cost is not None]
         if not costs:
             raise InputError("no draft that was tried is within the limits; allow more --nodes or --trials")
-        least = min(costs, key=lambda one: one.cost or 0.0)
         raise InputError(
-            f"nothing that was tried stays within {self.most:.3g}: the least was {least.cost:.3g}, with "
-            f"{ {k: v for k, v in least.overrides.items() if k != 'tree'} }; raise the budget"
+            f"nothing that was tried stays within {self.most:.3g}: the least was {min(costs):.3g}; raise the budget"
         )
 
     def within(self, one: Candidate) -> bool:
@@ -242,14 +235,14 @@ class Tuner:
             raise Skipped
         trial.set_user_attr("overrides", found)
         settings = self.pipe.settings(self.method, **(self.shared | self.given | found))
-        drawn = [Drawn(**row) for row in attrs.get("drawn", ())]
+        drawn = list(attrs.get("drawn", ()))
         for turn in range(options.rounds):
             if turn == len(drawn):
                 prompt = self.prompts[turn % len(self.prompts)]
                 seeds = [self.seed + turn * settings.batch_size + i for i in range(settings.batch_size)]
                 drawn.append(draw(self.pipe, settings, self._plain, prompt, seeds))
-                trial.set_user_attr("drawn", [one.to_json() for one in drawn])
-            mean = fmean(one.relative for one in drawn[: turn + 1])
+                trial.set_user_attr("drawn", drawn)
+            mean = fmean(row["relative"] for row in drawn[: turn + 1])
             trial.report(mean, turn)
             if turn + 1 < options.rounds and trial.should_prune():
                 raise self.optuna.TrialPruned
@@ -335,15 +328,8 @@ def quiet() -> Iterator[None]:
 
 def forget(folder: Path) -> None:
     """Take away what an earlier tuning left in a folder; InputError where the folder is something else's."""
-    path = folder / RUN
-    if not path.exists():
-        return
-    try:
-        ours = "tuned" in read_object(path)
-    except InputError:
-        ours = (folder / LOG).exists()
-    if not ours:
+    if (folder / RUN).exists() and not (folder / LOG).exists():
         raise InputError(f"{folder} holds a run of something else; {ELSEWHERE}")
-    (folder / LOG).unlink(missing_ok=True)
+    for name in (LOG, RUN):
+        (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / RACE, ignore_errors=True)
-    path.unlink()
