@@ -34,7 +34,8 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     def draw(pipe, settings, plain, prompt, seeds):
         drawn.append(prompt)
         nodes = len(shape_of(settings.tree)) if settings.tree else settings.window
-        figures = {"relative": 0.5 + abs(nodes - 5), "codes_per_pass": 2.0, "step": 0.1, "plain_step": 0.1}
+        seconds = {"outside": 0.5 + abs(nodes - 5), "step": 0.0, "plain": 1.0, "plain_step": 0.1}
+        figures = seconds | {"codes_per_pass": 2.0}
         return figures | {"nodes": nodes, "tried": [[4.0, 2.0]], "kept": [[2.0, 1.0]]}
 
     monkeypatch.setattr(study, "draw", draw)
@@ -147,9 +148,8 @@ def test_a_real_draft_is_timed_beside_plain_decoding(pipe, tmp_path) -> None:
     made = tuner(pipe, tmp_path, options=replace(SMALL, trials=3, rounds=1))
     found = made.tune()
     for one in made.tried():
-        assert (
-            one.step > 0 < one.plain_step and 1 <= one.codes_per_pass <= pipe.target.length and one.pictures
-        )
+        assert one.step > 0 < one.plain_step and 1 <= one.codes_per_pass <= pipe.target.length
+        assert one.speedup > 0 and one.pictures == 1
     rows = made.race(found)
     assert [row["method"] for row in rows] == ["ar", "default", "tuned"]
     report = made.report(found, rows)

@@ -57,7 +57,7 @@ class FieldOptions:
     equal_tv: Annotated[
         str | None,
         Option(
-            "Race relaxed rules at the strengths at which each code spends so much total variation, such as 0.02,0.05,0.1; "
+            "Race relaxed rules at the strengths at which each code costs so much total variation, such as 0.02,0.05,0.1; "
             "the strengths are found first. --methods then names methods without their strength. Default: every relaxed rule, "
             "on chains of the parallel drafter, or else with eagle.",
             metavar="X,Y,...",
@@ -176,9 +176,9 @@ def bench(
                 from lanternpp.evaluation.profile import profile_race
 
                 profiles += profile_race(race, rows, where, progress)
-    whole = written(race, table, output, with_plots)
+    result = written(race, table, output, with_plots)
     if as_json:
-        print(json.dumps(whole))
+        print(json.dumps(result))
         return
     show(table)
     if field.profile:
@@ -228,9 +228,9 @@ def relaxed_methods(pipe: Pipeline) -> list[str]:
 def at_equal_tv(
     search: StrengthSearch, field: Sequence[Entry], limits: Sequence[float]
 ) -> tuple[list[Entry], dict[str, dict[str, float]]]:
-    """Entries at the strengths that spend each limit, plain decoding first, and figures of theirs by label.
+    """Entries at the strengths that cost each limit, plain decoding first, and figures of theirs by label.
 
-    Says on stderr which cannot spend so little.
+    Says on stderr which cannot cost so little.
     """
     plain, relaxed = field[0], [entry for entry in field if entry.method != BASELINE]
     for entry in relaxed:
@@ -244,7 +244,7 @@ def at_equal_tv(
             if strength is None:
                 say(
                     "bench",
-                    f"{entry.label} spends more than {limit:g} a code at any strength: left out there",
+                    f"{entry.label} costs more than {limit:g} a code at any strength: left out there",
                 )
             elif strength.entry.label not in found:
                 entries.append(strength.entry)
@@ -333,12 +333,12 @@ def written(race: Race, table: Sequence[Mapping[str, Any]], folder: Path, plots:
     from lanternpp.evaluation.race import RUN
 
     info = read_object(folder / RUN) if (folder / RUN).exists() else race.describe()
-    whole = {k: v for k, v in info.items() if k != "methods"} | {"folder": str(folder), "methods": table}
-    files.write_text(folder / "bench.json", json.dumps(whole, indent=1) + "\n")
+    result = {k: v for k, v in info.items() if k != "methods"} | {"folder": str(folder), "methods": table}
+    files.write_text(folder / "bench.json", json.dumps(result, indent=1) + "\n")
     files.write_text(folder / "table.md", report.markdown(table, info))
     if plots and len({row["batch_size"] for row in table}) > 1:
         save(throughput(table), folder / "throughput.png")
-    return whole
+    return result
 
 
 def show(table: Sequence[Mapping[str, Any]]) -> None:

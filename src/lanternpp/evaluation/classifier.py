@@ -47,7 +47,7 @@ class ClassifierConfig:
             raise InputError("a classifier's channels and blocks need one entry per stage each.")
         if len(self.labels) < 2:
             raise InputError(
-                f"a classifier tells labels apart and there are {len(self.labels)}; give 2 or more."
+                f"a classifier distinguishes labels and there are {len(self.labels)}; give 2 or more."
             )
 
 

@@ -145,7 +145,7 @@ def grid_boxes(size: tuple[int, int], count: int) -> tuple[tuple[int, int, int, 
 
 
 def list_pictures(folder: Path) -> list[Path]:
-    """Every picture below a folder, by name; hidden ones apart."""
+    """Every picture below a folder, by name; without hidden ones."""
     return sorted(
         path
         for path in folder.rglob("*")
@@ -185,7 +185,7 @@ def check_sizes(folder: Path, sizes: dict[str, tuple[int, int]]) -> None:
     odd = [f"{name} ({w} x {h})" for name, (w, h) in sizes.items() if (w, h) != usual]
     if odd:
         raise InputError(
-            f"{folder} mixes sizes, which are measured apart; most pictures are {usual[0]} x {usual[1]}, "
+            f"{folder} mixes sizes, which are measured separately; most pictures are {usual[0]} x {usual[1]}, "
             f"but not {first_names(odd)}"
         )
 

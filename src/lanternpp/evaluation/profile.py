@@ -120,9 +120,9 @@ def profile_race(
             for each in operations
             if not cuda or (each.device_type == DeviceType.CPU and not each.is_user_annotation)
         ]
-        whole = sum(getattr(each, key) for each in counted)
+        total = sum(getattr(each, key) for each in counted)
         counted = sorted(counted, key=lambda each: -getattr(each, key))[:TOP]
-        shares = [f"{each.key} {100 * getattr(each, key) / whole:.0f}" for each in counted]
+        shares = [f"{each.key} {100 * getattr(each, key) / total:.0f}" for each in counted]
         seconds = row["phases"]["pass"] * row["seconds"] / (row["passes"] / race.batch)
         size, operations_of_pass = pass_costs(race.pipe, engine)
         reached = size / seconds / bandwidth, operations_of_pass / seconds / arithmetic

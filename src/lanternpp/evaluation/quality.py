@@ -38,8 +38,8 @@ class Quality:
 
     frechet          Fréchet distance to the reference (lower is nearer); depends on how many pictures there are
     frechet_spread   its standard error over the pictures, by a jackknife
-    precision        share of the pictures that look like the reference
-    recall           share of the reference that looks like some picture
+    precision        share of the pictures that are like the reference
+    recall           share of the reference that is like some picture
     prompt_accuracy  share of the pictures that the classifier takes for what their prompt names
     clip             CLIP score, up to 100
     """

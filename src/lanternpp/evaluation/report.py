@@ -58,7 +58,7 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
     pictures = [accepted for turn in turns for accepted in turn.accepted]
     seconds = [turn.seconds / len(turn.accepted) for turn in turns]
     every = [count for accepted in pictures for count in accepted]
-    whole = sum(turn.seconds for turn in turns)
+    total = sum(turn.seconds for turn in turns)
     tv_cost = [value for turn in turns for value in turn.tv_cost or []]
     quarters = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 3
     return {
@@ -66,11 +66,11 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
         "codes": sum(every),
         "passes": len(every),
         "codes_per_pass": sum(every) / len(every),
-        "seconds": whole,
-        "pictures_per_second": len(pictures) / whole,
+        "seconds": total,
+        "pictures_per_second": len(pictures) / total,
         "seconds_per_image": median(seconds),
         "seconds_quartiles": [quarters[0], quarters[2]],
-        "phases": {phase: sum(t.phases[phase] for t in turns) / whole for phase in PHASES},
+        "phases": {phase: sum(t.phases[phase] for t in turns) / total for phase in PHASES},
         "accepted_per_pass": every,
         "histogram": dict(sorted(Counter(every).items())),
         "tv_cost": fmean(tv_cost) if tv_cost else None,

@@ -16,7 +16,7 @@ from lanternpp.engine.verify.choose import BLOCK
 from lanternpp.errors import InputError
 from lanternpp.evaluation.equal import STRENGTHS
 from lanternpp.trees import build_tree, shape_name
-from lanternpp.trees.search import Search
+from lanternpp.trees.search import Search, expected
 from lanternpp.trees.shapes import SHAPES, Shape, chain, is_chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.tuning.options import TuningOptions
@@ -37,7 +37,10 @@ MOST_CUT = 0.7
 RANKS = 16  # children of a node that the search for a tree considers
 PRIOR = 20.0  # trials that an acceptance seen at all depths counts beside those of one depth
 
-Counts = Sequence[Sequence[float]]  # [depth][rank]
+Counts = tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]
+"""Children verified and accepted, [depth][rank] each."""
+Seen = Sequence[tuple[Mapping[str, Any], Counts]]
+"""Overrides that were drawn, and what was counted."""
 
 
 class Space:
@@ -58,7 +61,7 @@ class Space:
         self.nodes, self.depth, self.relaxes = options.nodes, options.depth, options.limited
         drafter = getattr(engine.proposer, "drafter", None)
         predicts = getattr(drafter, "confidence", None) is not None
-        self.cuts = predicts and not settings.compile and given.get("min_survival") is None
+        self.ends_early = predicts and not settings.compile and given.get("min_survival") is None
         if self.relaxes and settings.accept not in STRENGTHS:
             raise InputError(
                 f"a budget picks the strength of a relaxed rule, which the rule {settings.accept!r} has not; use lantern++"
@@ -100,9 +103,9 @@ class Space:
                 for size in dict.fromkeys((known["window"], 2, 4, 8, 16, 32))
             )
             return
-        deepest, cut = min(self.depth, self.nodes), {"min_survival": 0.0} if self.cuts else {}
+        deepest, never = min(self.depth, self.nodes), {"min_survival": 0.0} if self.ends_early else {}
         chains: list[dict[str, Any]] = [
-            {"shape": CHAIN, "chain": n, **cut} for n in (1, 2, 4, 6, 9, 13) if n <= deepest
+            {"shape": CHAIN, "chain": n, **never} for n in (1, 2, 4, 6, 9, 13) if n <= deepest
         ]
         trees: list[dict[str, Any]] = [
             {"shape": shape} for shape in self.shapes if shape not in (CHAIN, SEARCHED)
@@ -119,8 +122,31 @@ class Space:
         read = dials_read(self.settings.proposer, self.settings.accept)
         return [each for each in ("neighbours", name) if each in read and self.given.get(each) is None]
 
-    def overrides(self, trial: Trial, seen: Sequence[tuple[Counts, Counts]]) -> dict[str, Any] | None:
-        """The overrides of a trial; None where they are beyond the limits. seen: (children tried, kept) of earlier trials."""
+    def codes(self, overrides: Mapping[str, Any], seen: Seen) -> float | None:
+        """Codes that a draft on a tree decides, from all drafts of its kind; None of a window, and of chains that end early.
+
+        That a child is accepted depends on its depth and rank and not on the tree around it, so that a few pictures of every draft
+        tell more of each than its own.
+        """
+        shape = shape_of(overrides["tree"]) if "tree" in overrides else ()
+        if not shape or overrides.get("min_survival"):
+            return None
+        mine = self._kind(overrides)
+        table = acceptance_table(
+            [counts for other, counts in seen if self._kind(other) == mine],
+            max(map(len, shape)),
+            1 + max(map(max, shape)),
+        )
+        return expected(table, shape)
+
+    def _kind(self, overrides: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What else acceptance depends on: the strength of the rule, and whether a draft is a chain, which ends early or not."""
+        chain_like = is_chain(shape_of(overrides["tree"]))
+        strengths = (overrides.get(name) for name in self._strengths())
+        return (chain_like, bool(overrides.get("min_survival")), *strengths)
+
+    def overrides(self, trial: Trial, seen: Seen) -> dict[str, Any] | None:
+        """The overrides of a trial; None where they are outside the limits. seen: of earlier trials."""
         found: dict[str, Any] = {}
         for name in self._strengths():
             if name == "neighbours":
@@ -134,7 +160,7 @@ class Space:
         kind = trial.suggest_categorical("shape", self.shapes)
         if kind == CHAIN:
             shape = chain(trial.suggest_int("chain", 1, min(self.depth, self.nodes)))
-            if self.cuts:
+            if self.ends_early:
                 found["min_survival"] = trial.suggest_float("min_survival", 0.0, MOST_CUT, step=0.05)
         elif kind == SEARCHED:
             nodes = trial.suggest_int("nodes", 1, self.nodes, log=True)
@@ -159,22 +185,23 @@ class Space:
                 found[name] = trial.suggest_int(name, least, max(least, min(WINDOWS[name][1], most[name])))
         return found if window_nodes(found) <= self.nodes else None
 
-    def _best_tree(self, nodes: int, levels: int, seen: Sequence[tuple[Counts, Counts]]) -> Shape:
+    def _best_tree(self, nodes: int, levels: int, seen: Seen) -> Shape:
         """The tree with the most expected codes, by Sequoia's dynamic programme over the acceptance seen so far."""
-        table = acceptance_table(seen, self.depth, min(RANKS, self.pipe.target.vocab))
+        counts = [counted for _, counted in seen]
+        table = acceptance_table(counts, self.depth, min(RANKS, self.pipe.target.vocab))
         search = Search(table, nodes, levels)
         return search.shape(max(n for n in range(1, nodes + 1) if search.codes(n)))
 
 
-def acceptance_table(seen: Sequence[tuple[Counts, Counts]], depth: int, ranks: int) -> Tensor:
-    """Acceptance [depth, ranks] from the children tried and kept; where few were tried, that of their rank at all depths."""
+def acceptance_table(seen: Sequence[Counts], depth: int, ranks: int) -> Tensor:
+    """Acceptance [depth, ranks] from counts; where few children were verified, that of their rank at all depths."""
     tried, kept = (padded([pair[i] for pair in seen], depth, ranks) for i in (0, 1))
-    guess = 0.5 / torch.arange(1, ranks + 1, dtype=torch.float64)
-    by_rank = (kept.sum(0) + guess) / (tried.sum(0) + 1)
+    prior = 0.5 / torch.arange(1, ranks + 1, dtype=torch.float64)
+    by_rank = (kept.sum(0) + prior) / (tried.sum(0) + 1)
     return ((kept + PRIOR * by_rank) / (tried + PRIOR)).clamp(1e-4, 1 - 1e-4)
 
 
-def padded(tables: Sequence[Counts], depth: int, ranks: int) -> Tensor:
+def padded(tables: Sequence[Sequence[Sequence[float]]], depth: int, ranks: int) -> Tensor:
     """The sum of counts of different sizes, [depth, ranks]."""
     total = torch.zeros(depth, ranks, dtype=torch.float64)
     for table in tables:

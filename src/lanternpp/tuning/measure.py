@@ -35,8 +35,8 @@ def draw(
 ) -> dict[str, Any]:
     """Draw a batch in an engine of its own, timing every step: a row of figures for the log of a tuning.
 
-    relative: seconds of a picture over those of plain decoding, prefill and pixels in both. step, plain_step: seconds. tried, kept:
-    children verified and accepted, [depth, rank].
+    step, plain_step: seconds. outside: seconds of a picture's prefill and pixels. plain: seconds of a picture by plain decoding, with
+    both. tried, kept: children verified and accepted, [depth, rank].
     """
     engine, length = pipe.new_engine(settings), pipe.target.length
     timed, counts = TimedEngine(engine), AcceptanceByRank(length)
@@ -52,9 +52,9 @@ def draw(
     pixels = (now(engine) - began) / engine.batch
     step, plain_step = timed.seconds_of(*PHASES), trimmed(plain_steps)
     passes = sum(len(sample.accepted) for sample in samples) / engine.batch
-    plain_seconds = plain_step * (plain.prefill_steps + length - 1) + pixels
     return {
-        "relative": (prefill + (passes - 1) * step + pixels) / plain_seconds,
+        "outside": prefill + pixels,
+        "plain": plain_step * (plain.prefill_steps + length - 1) + pixels,
         "codes_per_pass": length / passes,
         "step": step,
         "plain_step": plain_step,

@@ -36,8 +36,7 @@ SHARED = names(EngineDials, SamplingDials)  # dials that every engine of a tunin
 TUNED, OWN = "tuned", "default"  # labels of the race: what was found, and the method's own draft
 LOG, RACE = "trials.jsonl", "race"
 REMEDY = "begin anew with --restart"
-MEANS = ("relative", "codes_per_pass", "step", "plain_step")
-PATIENCE = 4  # proposals for each draft that is to be tried: some are beyond the limits, or were tried
+PATIENCE = 4  # proposals for each draft that is to be tried: some are outside the limits, or were tried
 Progress = Callable[[int, int], None]
 
 
@@ -47,26 +46,17 @@ class Skipped(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Candidate:
-    """A draft that was tried. Figures are means over the batches drawn."""
+    """A draft that was tried."""
 
     overrides: dict[str, Any]
-    speedup: float  # over plain decoding
-    codes_per_pass: float
+    speedup: float  # over plain decoding, expected
+    codes_per_pass: float  # of the pictures drawn
     step: float  # seconds
     plain_step: float
     nodes: int
     pictures: int
     cost: float | None  # where it was measured against a limit
     complete: bool  # False: given up after fewer batches than others
-
-    @classmethod
-    def of(cls, trial: Any, batch: int) -> Candidate:
-        """From a trial of Optuna."""
-        attrs, drawn = trial.user_attrs, trial.user_attrs["drawn"]
-        mean = {name: fmean(row[name] for row in drawn) for name in MEANS}
-        figures = (1 / mean["relative"], mean["codes_per_pass"], mean["step"], mean["plain_step"])
-        counts = (drawn[0]["nodes"], batch * len(drawn))
-        return cls(attrs["overrides"], *figures, *counts, attrs.get("cost"), trial.state.name == "COMPLETE")
 
 
 class Tuner:
@@ -138,8 +128,37 @@ class Tuner:
 
     def tried(self) -> list[Candidate]:
         """All candidates that were drawn, the fastest first."""
-        found = [Candidate.of(trial, self.settings.batch_size) for trial in self._drawn()]
+        found, seen = [], self._seen()
+        for trial in self._drawn():
+            attrs, drawn = trial.user_attrs, trial.user_attrs["drawn"]
+            means = {n: fmean(row[n] for row in drawn) for n in ("codes_per_pass", "step", "plain_step")}
+            one = Candidate(
+                attrs["overrides"],
+                1 / self._relative(attrs["overrides"], drawn, seen),
+                **means,
+                nodes=drawn[0]["nodes"],
+                pictures=len(drawn) * self.settings.batch_size,
+                cost=attrs.get("cost"),
+                complete=trial.state.name == "COMPLETE",
+            )
+            found.append(one)
         return sorted(found, key=lambda one: (not one.complete, -one.speedup))
+
+    def _seen(self) -> list[Any]:
+        """The overrides of all batches drawn, and what was counted."""
+        every = (trial.user_attrs for trial in self._drawn())
+        return [(one["overrides"], (row["tried"], row["kept"])) for one in every for row in one["drawn"]]
+
+    def _relative(
+        self, overrides: Mapping[str, Any], drawn: Sequence[Mapping[str, Any]], seen: Sequence[Any]
+    ) -> float:
+        """Seconds of a picture in terms of plain decoding: steps as timed, codes as drafts of the kind had them accepted."""
+        length, codes = self.pipe.target.length, self.space.codes(overrides, seen)
+        if codes is None:
+            passes = fmean(length / row["codes_per_pass"] - 1 for row in drawn)
+        else:  # of the last draft, half of what it decides beyond a code lies after the end of the picture
+            passes = (length - 1 + (codes - 1) / 2) / codes
+        return fmean((row["outside"] + passes * row["step"]) / row["plain"] for row in drawn)
 
     def best(self) -> Candidate:
         """The fastest candidate within the limit; InputError where there is none."""
@@ -224,9 +243,9 @@ class Tuner:
         return found
 
     def _trial(self, trial: Any) -> float:
-        """Draw one candidate, a batch a round; its seconds in terms of plain decoding, and more than 2 beyond the limit."""
+        """Draw one candidate, a batch a round; its seconds in terms of plain decoding, and more than 2 outside the limit."""
         attrs, options = trial.user_attrs, self.options
-        seen = [(row["tried"], row["kept"]) for other in self._drawn() for row in other.user_attrs["drawn"]]
+        seen = self._seen()
         found = self.space.overrides(trial, seen)
         # a trial that a kill ended goes on with the tree that it had
         found = attrs.get("overrides", found)
@@ -242,17 +261,19 @@ class Tuner:
                 seeds = [self.seed + turn * settings.batch_size + i for i in range(settings.batch_size)]
                 drawn.append(draw(self.pipe, settings, self._plain, prompt, seeds))
                 trial.set_user_attr("drawn", drawn)
-            mean = fmean(row["relative"] for row in drawn[: turn + 1])
-            trial.report(mean, turn)
+            rows = drawn[: turn + 1]
+            counted = seen + [(found, (row["tried"], row["kept"])) for row in rows]
+            relative = self._relative(found, rows, counted)
+            trial.report(relative, turn)
             if turn + 1 < options.rounds and trial.should_prune():
                 raise self.optuna.TrialPruned
         fastest = max((one.speedup for one in self.tried() if self.within(one)), default=0.0)
-        if self.options.limited and 1 / mean > fastest:
+        if self.options.limited and 1 / relative > fastest:
             cost = self._cost(self.method, self.given | found)
             trial.set_user_attr("cost", cost)
             if cost > self.most:
                 return 1 + cost / max(self.most, 1e-9)
-        return mean
+        return relative
 
     def _cost(self, method: str, overrides: Mapping[str, Any]) -> float:
         """Mean total variation of some pictures, or their Fréchet distance."""

@@ -30,7 +30,7 @@ class Step:
 
 
 def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> tuple[Step, ...]:
-    """Time the steps of some drafts until the budget is spent, each in an engine of its own that is freed after it.
+    """Time the steps of some drafts until the budget is used up, each in an engine of its own that is freed after it.
 
     drafts: their names and what makes the engine. The first is plain decoding, one of whose steps follows every other step: what a
     step takes in terms of that does not change when the machine becomes slower for a while. The second is always measured too,
@@ -42,8 +42,8 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
     budget = max(SECONDS, SHARE * length * beside[-1].step)
     measured: list[tuple[str, int, list[tuple[Span, Span]]]] = []
     for name, make in others:
-        spent = time.perf_counter() - began
-        if measured and spent + spent / (1 + len(measured)) > budget:
+        used = time.perf_counter() - began
+        if measured and used + used / (1 + len(measured)) > budget:
             break
         drafted, pairs, since = MidwayEngine(make()), list[tuple[Span, Span]](), time.perf_counter()
         fewest = FEWEST - (drafted.first > SLOW)
