@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import Classifier, fingerprint, has_classifier, read_classifier
 from lanternpp.models.vq.folder import KIND, read_tokenizer, read_vq
 from lanternpp.models.vq.kl import KL, KLConfig
-from lanternpp.models.vq.model import VQ, Autoencoder, Stacks, VQConfig, channels_last, stages, usage
+from lanternpp.models.vq.model import VQ, Autoencoder, Stacks, VQConfig, channels_last
 from lanternpp.nn.checkpoints import checksum
 from lanternpp.training import hardware
 from lanternpp.training.data import BatchSampler, Pictures, describe
@@ -39,6 +39,37 @@ from losses import (
     reconstruction,
 )
 from weights import begin_tokenizer
+
+
+class StageFields(TypedDict):
+    """Fields of `Stacks`."""
+
+    channels: tuple[int, ...]
+    encoder_blocks: tuple[int, ...]
+    decoder_blocks: tuple[int, ...]
+
+
+# by the pixels of an image's side per code
+STAGES: dict[int, StageFields] = {
+    4: {"channels": (32, 128), "encoder_blocks": (1, 2), "decoder_blocks": (2, 3)},
+    8: {"channels": (32, 128, 256), "encoder_blocks": (1, 1, 2), "decoder_blocks": (1, 2, 3)},
+    16: {"channels": (32, 128, 256, 256), "encoder_blocks": (1, 1, 1, 2), "decoder_blocks": (1, 1, 2, 3)},
+}
+
+
+def stages(down: int) -> StageFields:
+    """The stacks of a tokenizer with so many pixels of an image's side per code. InputError."""
+    if down not in STAGES:
+        raise InputError(f"{down} pixels a code: a tokenizer has {', '.join(map(str, STAGES))}.")
+    return STAGES[down]
+
+
+def usage(codes: Tensor, vocab: int) -> tuple[float, float]:
+    """Share of the codebook in use, and perplexity exp(entropy), of any number of codes."""
+    counts = torch.bincount(codes.flatten(), minlength=vocab).double()
+    p = counts / counts.sum().clamp_min(1)
+    return (counts > 0).double().mean().item(), torch.special.entr(p).sum().exp().item()
+
 
 CHECK_PICTURES = 512  # validation pictures measured at a check
 USAGE_PICTURES = 2048  # training pictures whose codes are counted at the end

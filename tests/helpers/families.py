@@ -205,20 +205,22 @@ def rewrite(folder: Path, names: dict[str, str]) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def write_janus(folder: Path, authors: bool = False) -> Any:
-    """A tiny Janus of 4 x 4 codes; the transformers model that wrote it. authors: in their own layout."""
+def write_janus(folder: Path, authors: bool = False, **language: int) -> Any:
+    """A tiny Janus of 4 x 4 codes; the transformers model that wrote it. authors: in their own layout; language: its sizes."""
     from transformers import JanusConfig, JanusForConditionalGeneration
 
     vocab = write_tokenizer(folder, [BEGIN, PAD, DRAW, "<|User|>:", "<|Assistant|>:"])
     config = JanusConfig(
-        text_config=LANGUAGE | {"model_type": "llama", "vocab_size": len(vocab) + 3, "rms_norm_eps": 1e-6},
+        text_config=LANGUAGE
+        | {"model_type": "llama", "vocab_size": len(vocab) + 3, "rms_norm_eps": 1e-6}
+        | language,
         vision_config={
             "hidden_size": 16,
             "num_hidden_layers": 1,
             "num_attention_heads": 2,
             "image_size": 64,
             "num_image_tokens": 16,
-            "projection_dim": 32,
+            "projection_dim": language.get("hidden_size", 32),
         },
         vq_config={
             "embed_dim": 4,
@@ -227,7 +229,7 @@ def write_janus(folder: Path, authors: bool = False) -> Any:
             "base_channels": 32,
             "channel_multiplier": [1, 1, 1, 1, 2],
             "num_res_blocks": 1,
-            "projection_dim": 32,
+            "projection_dim": language.get("hidden_size", 32),
             "image_token_embed_dim": 32,
         },
     )

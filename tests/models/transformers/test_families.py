@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -465,3 +467,42 @@ def test_what_glm_image_cannot_do_is_said_in_a_sentence(glm_pipe: Pipeline, tmp_
     files += ["model_index.json", "vision_language_encoder/config.json", "processor/tokenizer.json"]
     chosen = choose(HubId("zai-org/GLM-Image"), files)
     assert sorted(chosen) == sorted([files[2], *files[4:]])
+
+
+PEAK = """
+import re, sys, threading, time, torch, transformers
+from pathlib import Path
+from functools import partial
+from lanternpp.api.model import target_source
+from lanternpp.models.transformers.janus import Janus
+from lanternpp.nn.backend import backend
+
+def used():  # what is mapped from files does not count: its pages are let go where memory is short
+    return 1024 * int(re.search(r"RssAnon:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+def watch():
+    global most
+    while True:
+        most = max(most, used())
+        time.sleep(0.002)
+
+transformers.JanusForConditionalGeneration, torch.zeros(8).bfloat16()
+source, family = target_source(Path(sys.argv[1]))
+source.pack, source.packing = partial(backend().pack, int8=True), "int8"
+before = most = used()
+threading.Thread(target=watch, daemon=True).start()
+target = family.read(source, torch.bfloat16)
+target.pack()
+assert target.decoder.native is not None and target.decoder.native.int8
+print((most - before) / (2 * sum(meta.numel() for meta in source.metas.values())))
+"""
+
+
+@pytest.mark.skipif(library() is None, reason="there are no kernels for this machine")
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peak memory is read from Linux's /proc")
+def test_a_checkpoint_is_read_and_packed_in_little_more_memory_than_its_weights(tmp_path: Path) -> None:
+    write_janus(tmp_path, hidden_size=1024, intermediate_size=4096, num_hidden_layers=16)
+    run = [sys.executable, "-c", PEAK, tmp_path]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) < 1.4

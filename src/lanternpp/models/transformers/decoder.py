@@ -147,6 +147,8 @@ class TransformersDecoder(Decoder):
                 f"the copy of the weights that kernels={dtype!r} makes takes {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are "
                 "free; leave out kernels"
             )
+        # nothing but the model holds the weights that are released
+        del parameters
         # rotations are those of a call's positions, by `prepare`
         table = torch.zeros(1, 2, stack.head_dim)
         own = stack.layers[0].out.weight.dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, TypedDict, TypeVar
+from typing import Annotated, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -48,28 +48,6 @@ class Stacks:
 
 
 Pixels = Annotated[int, Between(1, 1 << 12)]
-
-
-class StageFields(TypedDict):
-    """Fields of `Stacks`."""
-
-    channels: tuple[int, ...]
-    encoder_blocks: tuple[int, ...]
-    decoder_blocks: tuple[int, ...]
-
-
-STAGES: dict[int, StageFields] = {  # by the pixels of an image's side per code
-    4: {"channels": (32, 128), "encoder_blocks": (1, 2), "decoder_blocks": (2, 3)},
-    8: {"channels": (32, 128, 256), "encoder_blocks": (1, 1, 2), "decoder_blocks": (1, 2, 3)},
-    16: {"channels": (32, 128, 256, 256), "encoder_blocks": (1, 1, 1, 2), "decoder_blocks": (1, 1, 2, 3)},
-}
-
-
-def stages(down: int) -> StageFields:
-    """The stacks of a tokenizer with so many pixels of an image's side per code. InputError."""
-    if down not in STAGES:
-        raise InputError(f"{down} pixels a code: a tokenizer has {', '.join(map(str, STAGES))}.")
-    return STAGES[down]
 
 
 @dataclass(frozen=True)
@@ -276,13 +254,6 @@ class VQ(Autoencoder):
     def weights(self) -> dict[str, Tensor]:
         """What a model folder holds: everything but the quantiser's moving statistics."""
         return {name: tensor for name, tensor in self.state_dict().items() if name not in MOVING}
-
-
-def usage(codes: Tensor, vocab: int) -> tuple[float, float]:
-    """Share of the codebook in use, and perplexity exp(entropy), of any number of codes."""
-    counts = torch.bincount(codes.flatten(), minlength=vocab).double()
-    p = counts / counts.sum().clamp_min(1)
-    return (counts > 0).double().mean().item(), torch.special.entr(p).sum().exp().item()
 
 
 def channels_last(module: M) -> M:
