@@ -23,9 +23,9 @@ from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.kernels.chain import NativeChain
 from lanternpp.kernels.decoder import KernelDecoder
-from lanternpp.kernels.sampling import NativeHead, NativeSampling
+from lanternpp.kernels.linear import NativeHead
+from lanternpp.kernels.sampling import NativeSampling, NativeVerifier
 from lanternpp.kernels.step import NativeStep
-from lanternpp.kernels.verify import NativeVerifier
 from lanternpp.models.vq.model import VQ, VQConfig
 from lanternpp.models.words import WordsConfig, WordsTarget
 from lanternpp.nn import checkpoints

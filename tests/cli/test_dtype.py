@@ -51,7 +51,7 @@ def test_a_model_of_latents_is_drawn_by_the_kernels_too(tmp_path, monkeypatch) -
     pipe = Pipeline.from_pretrained(str(write_diffusion(tmp_path / "latents")), device="cpu")
     assert pipe.dtype == ("bfloat16" if kernels() else "float32")
     found = kernels()
-    if found and found.widens():
+    if found and found.gemm_is_fp32():
         plain = [m for m in pipe.target.modules() if type(m) is torch.nn.Linear]
         assert all(layer.in_features % 16 or layer.weight.dtype == torch.float32 for layer in plain)
     assert pipe("a red tulip", seed=1).images[0].size == (4, 4)

@@ -27,7 +27,8 @@ from lanternpp.engine.verify.choose import with_native
 from lanternpp.engine.verify.joint import chain_tails, node_weights, verify_joint
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.chain import NativeChain, native_chain
-from lanternpp.kernels.verify import NativeVerifier, Node
+from lanternpp.kernels.sampling import NativeVerifier
+from lanternpp.kernels.structs import Node
 from lanternpp.nn.backend import backend
 from lanternpp.proposers.parallel import Parallel, _masked
 from lanternpp.trees.chain import chain_tree
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels her
 
 HALF, NEVER = torch.bfloat16, float("-inf")
 DIM, HIDDEN, LEVELS = 64, 32, 4
-BEHIND = [name for name, _ in Node._fields_].index("behind")
+BEHIND = [name for name, _ in Node._fields_].index("tail")
 SAMPLINGS = [
     Sampling(),
     Sampling(0.7),
@@ -147,7 +148,7 @@ def test_a_chain_ends_where_none_of_the_batch_survives(library: object, batch: i
     torch.set_num_threads(threads)
     try:
         for level, cut in enumerate(cuts):
-            draft = case.drawn(library, Sampling(), cut=cut or 1e-9)
+            draft = case.drawn(library, Sampling(), min_survival=cut or 1e-9)
             drawn = level or LEVELS
             assert torch.allclose(draft.survival[:, :drawn].double(), expected[:, :drawn], atol=1e-4)
             assert not draft.survival[:, drawn:].any() and not draft.probs[:, drawn:].any()

@@ -16,8 +16,8 @@ from kernels.rounding import attends_with_tiles, groups_inputs
 from torch import nn
 
 from lanternpp.engine.cache import Cache
-from lanternpp.kernels import layout
 from lanternpp.kernels import loading as native
+from lanternpp.kernels import memory
 from lanternpp.kernels.decoder import KernelDecoder, kernel_decoder
 from lanternpp.nn import checkpoints
 from lanternpp.nn.backend import backend
@@ -190,12 +190,12 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_how_many_there_are(
 
 
 def test_weights_in_large_pages_are_copies_one_behind_the_other():
-    pages = layout.LargePages()
-    given = [torch.randn(3, 5).to(HALF).T, torch.randn(7), torch.randn(layout.ROOM // 4 + 1), torch.ones(2)]
+    pages = memory.LargePages()
+    given = [torch.randn(3, 5).to(HALF).T, torch.randn(7), torch.randn(memory.ROOM // 4 + 1), torch.ones(2)]
     kept = [pages.put(x) for x in given]
     for x, copied in zip(given, kept, strict=True):
         assert torch.equal(x, copied) and copied.is_contiguous() and copied.data_ptr() % 64 == 0
-    assert kept[1].data_ptr() - kept[0].data_ptr() == layout.ALIGNED
+    assert kept[1].data_ptr() - kept[0].data_ptr() == memory.ALIGNED
 
 
 def test_sums_of_equal_weights_and_inputs_stay_within_32_bits(library: object):

@@ -27,9 +27,8 @@ from lanternpp.kernels import Kernels
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.chain import NativeChain, native_chain
 from lanternpp.kernels.decoder import KernelDecoder
-from lanternpp.kernels.linear import Packed
-from lanternpp.kernels.sampling import NativeHead
-from lanternpp.kernels.verify import NativeVerifier
+from lanternpp.kernels.linear import NativeHead, Packed
+from lanternpp.kernels.sampling import NativeVerifier
 from lanternpp.nn.decoder import Decoder, DecoderConfig
 from lanternpp.nn.rope import grid_table
 from lanternpp.nn.stores import quantised

@@ -17,11 +17,10 @@ from lanternpp import Pipeline
 from lanternpp.api.model import ASSETS, pack_target, read_target
 from lanternpp.api.results import images
 from lanternpp.kernels import loading as native
-from lanternpp.kernels.linear import kernel_linear
+from lanternpp.kernels.linear import KernelLinear, kernel_linear
 from lanternpp.kernels.packed import (
     PackedConvolution,
     pack,
-    packed,
     packed_convolution,
     supports,
 )
@@ -30,10 +29,7 @@ from lanternpp.nn.backend import backend
 LESS = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # what oneDNN and PyTorch may use
 NO_BFLOAT16 = """
 import torch
-from lanternpp.kernels.packed import packed
 from lanternpp.api.model import ASSETS, read_target
-made = packed(torch.nn.Linear(64, 40).bfloat16(), None)
-assert made is None, made
 target = read_target(ASSETS / "nature-128", torch.bfloat16)
 target.pack()
 assert target.head(torch.ones(1, 1, 384, dtype=torch.bfloat16)).isfinite().all()
@@ -69,10 +65,15 @@ def test_a_layer_in_c_rounds_once_and_its_rows_are_independent(
 def test_only_bfloat16_on_a_cpu_is_packed() -> None:
     layer = nn.Linear(32, 32, bias=False).requires_grad_(False)
     layer.weight.fill_(1)
-    assert packed(layer, native.library()) is None
-    assert packed(copy.deepcopy(layer).bfloat16().to("meta"), native.library()) is None
-    made = packed(layer.bfloat16(), native.library())
-    assert made is None or made(torch.ones(1, 32, dtype=torch.bfloat16)).eq(32).all()
+    plain = nn.Sequential(layer, copy.deepcopy(layer).bfloat16().to("meta"))
+    pack(plain, native.library(), False)
+    assert all(type(each) is nn.Linear for each in plain)
+    made = nn.Sequential(copy.deepcopy(layer).bfloat16())
+    pack(made, native.library(), False)
+    assert type(made[0]) is (nn.Linear if native.library() is None else KernelLinear)
+    assert made(torch.ones(1, 32, dtype=torch.bfloat16)).eq(32).all()
+    pack(plain := nn.Sequential(layer.bfloat16()), None, False)
+    assert type(plain[0]) is nn.Linear, "without kernels"
 
 
 def test_where_onednn_has_no_bfloat16_and_there_is_no_compiler_layers_stay_as_they_are() -> None:

@@ -20,8 +20,8 @@ from lanternpp.engine.verify.choose import with_native
 from lanternpp.engine.verify.joint import tree_tails, verify_joint
 from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.kernels import loading as native
-from lanternpp.kernels.sampling import native_head
-from lanternpp.kernels.verify import Node
+from lanternpp.kernels.linear import native_head
+from lanternpp.kernels.structs import Node
 from lanternpp.nn.backend import backend
 from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.trees.shapes import EAGLE, SHAPES, chain
@@ -30,7 +30,7 @@ from lanternpp.types import Draft, Tree
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels here")
 
-BEHIND = [name for name, _ in Node._fields_].index("behind")
+BEHIND = [name for name, _ in Node._fields_].index("tail")
 NEVER = float("-inf")
 SAMPLINGS = [(1.0, 0, 1.0), (0.7, 9, 1.0), (1.3, 0, 0.6), (0.8, 40, 0.8), (0.0, 0, 1.0)]
 
@@ -61,7 +61,7 @@ def test_a_head_gives_the_logits_of_guided_features(vocab: int, nodes: int, scal
     head = native_head(layer)
     assert head is not None
     features = torch.randn(guidance.branches * 2, nodes, dim).bfloat16()
-    assert head.takes(features) and not head.takes(features.float())
+    assert head(features.float(), 1.0, 1) is None
     found = head(features, scale, guidance.branches)
     guided = guidance.merge(features.double())
     exact = guided.bfloat16().double() @ weight.double().T + bias.double()

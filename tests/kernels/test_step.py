@@ -130,6 +130,6 @@ def test_a_pass_over_more_rows_takes_no_less_memory(pipeline: Pipeline, part: st
     passes = {"target": pipeline.target, "drafter": proposer.drafter}[part].decoder.native
     sizes = []
     for nodes in range(1, 40):
-        work = Pass(1, nodes, 300)
+        work = Pass(rows=1, nodes=nodes, slots=300)
         sizes.append(passes.library.scratch_bytes(byref(passes.shape), passes.layers, byref(work), 2))
     assert sizes == sorted(sizes)

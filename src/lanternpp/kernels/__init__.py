@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from lanternpp.kernels import packed
 from lanternpp.kernels.chain import native_chain, native_inputs
 from lanternpp.kernels.decoder import KernelDecoder, unserved
-from lanternpp.kernels.linear import packable
+from lanternpp.kernels.linear import NativeHead, native_head, packable
 from lanternpp.kernels.loading import kernels
-from lanternpp.kernels.sampling import NativeHead, NativeSampling, native_head
+from lanternpp.kernels.sampling import NativeSampling, NativeVerifier
 from lanternpp.kernels.threads import AdaptiveThreads
-from lanternpp.kernels.verify import NativeVerifier
 from lanternpp.nn.backend import (
     Backend,
     DrafterInputs,
@@ -43,7 +42,9 @@ class Kernels(Backend):
     def gemm_dtype(self, like: Tensor) -> torch.dtype:
         """float32 where the CPU has no products of bfloat16."""
         host = like.device.type == "cpu" and like.dtype == torch.bfloat16
-        return torch.float32 if host and self.library is not None and self.library.widens() else like.dtype
+        return (
+            torch.float32 if host and self.library is not None and self.library.gemm_is_fp32() else like.dtype
+        )
 
     def serves(self, weights: int) -> bool:
         """Of any size."""
@@ -89,7 +90,7 @@ class Kernels(Backend):
 
     def step(self, engine: Any, verify: str) -> Step | None:
         """Plain decoding and chains of a parallel drafter, as `fused_step` says."""
-        from lanternpp.kernels.fused import fused_step  # the engine is loaded where one is made
+        from lanternpp.kernels.step import fused_step  # the engine is loaded where one is made
 
         return None if self.library is None else fused_step(engine, verify)
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Sequence
-from ctypes import addressof, byref, c_int64
+from ctypes import byref, c_int64
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.kernels.layout import PAGES
-from lanternpp.kernels.linear import KernelLinear, Packed, kernel_linear, packable
+from lanternpp.kernels.linear import KernelLinear, Packed, kernel_linear, packable, takes
+from lanternpp.kernels.memory import PAGES, scratch
 from lanternpp.kernels.structs import HEAD_ALIGN, K_ALIGN, LANES, Layer, Pass, Shape
 from lanternpp.nn.decoder import Block, Decoder
 from lanternpp.nn.stack import HeadScale, Stack, StackLayer
-from lanternpp.types import Nodes, on_host
+from lanternpp.types import Nodes
 
 QK_KINDS, GATES = ("none", "rms", "layer"), ("silu", "gelu_tanh")
 MAX_HEAD = 512
@@ -32,56 +32,60 @@ class KernelDecoder:
         self, stack: Stack, rotary_table: Tensor, library: ctypes.CDLL, int8: bool, release: bool = False
     ):
         """release: free the weights of every layer as soon as they are packed."""
-        self.library, self.stack_shape, self.int8 = library, (stack.heads, stack.kv_heads), int8
-        self._kept = list[Tensor]()
+        self.library, self.int8 = library, int8
         self.packed: list[dict[str, Packed]] = []
         self.layers = (Layer * len(stack.layers))()
+        self.parts = list[Any]()  # the layers again, which keep their memory
         for i, layer in enumerate(stack.layers):
             self.packed.append(self._pack(stack, layer))
-            self.layers[i] = self._layer(stack, layer, self.packed[-1])
+            self.parts.append(self._layer(stack, layer, self.packed[-1]))
+            self.layers[i] = self.parts[-1]
             if release:
                 for module in (*layer.qkv, layer.out, *layer.gate_up, layer.down):
                     module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
-        shape = (len(stack.layers), stack.dim, stack.heads, stack.kv_heads, stack.head_dim, stack.hidden)
-        kinds = QK_KINDS.index(stack.qk_norm), GATES.index(stack.gate)
-        scale = stack.head_dim**-0.5 if stack.scale is None else stack.scale
-        norm = self._norm(stack.norm, stack.dim)
-        self.shape = Shape(*shape, *kinds, norm, stack.eps, stack.qk_eps, scale)
+        sizes = {name: getattr(stack, name) for name in ("dim", "heads", "kv_heads", "head_dim", "hidden")}
+        self.shape = Shape(
+            sizes,
+            layers=len(stack.layers),
+            qk_kind=QK_KINDS.index(stack.qk_norm),
+            gate_kind=GATES.index(stack.gate),
+            norm=_norm(stack.norm, stack.dim),
+            eps=stack.eps,
+            qk_eps=stack.qk_eps,
+            scale=stack.head_dim**-0.5 if stack.scale is None else stack.scale,
+        )
         self.rotary_table = rotary_table.float().contiguous()
         self.kv_head_dim = -(-stack.head_dim // HEAD_ALIGN) * HEAD_ALIGN
-        self.threads = threading.local()  # the scratch memory of each thread that calls
 
     def takes(self, x: Tensor) -> bool:
         """Whether it computes a pass with inputs x [R, N, D]."""
-        return on_host(x) and x.dtype == torch.bfloat16
+        return takes(x)
 
     def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, aux_layers: tuple[int, ...] = ()) -> Tensor:
         """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to kv [L, 2, R, Hkv, S, `kv_head_dim`].
 
         aux_layers: as of `Decoder.forward`, [R, N, (1 + aux) D].
         """
-        rows, count, _ = x.shape
-        threads, slots = torch.get_num_threads(), kv.shape[4]
-        x, out = x.contiguous(), x.new_empty(rows, count, (1 + len(aux_layers)) * self.shape.dim)
-        rotation = self.rotary_table[nodes.position.clamp(max=len(self.rotary_table) - 1)]
-        given = (x, rotation, nodes.slot.contiguous(), nodes.mask.contiguous(), kv, out)
-        part = (c_int64 * self.shape.layers)(*(0,) * self.shape.layers)
-        for i, layer in enumerate(aux_layers):
-            part[layer] = 1 + i
+        (rows, count, _), threads = x.shape, torch.get_num_threads()
+        out = x.new_empty(rows, count, (1 + len(aux_layers)) * self.shape.dim)
+        position = nodes.position.clamp(max=len(self.rotary_table) - 1)
+        given = {"x": x, "rotation": self.rotary_table[position], "slot": nodes.slot, "mask": nodes.mask}
         work = Pass(
-            rows, count, slots, *(t.data_ptr() for t in given), None, 1 + len(aux_layers), addressof(part)
+            {"rows": rows, "nodes": count, "slots": kv.shape[4], "parts": 1 + len(aux_layers)},
+            {name: tensor.contiguous() for name, tensor in given.items()},
+            {"kv": kv, "out": out, "part": self.part(aux_layers)},
         )
         size = self.library.scratch_bytes(byref(self.shape), self.layers, byref(work), threads)
-        work.scratch = self._scratch(size + 64)
+        work.scratch = scratch(size)
         self.library.decode(byref(self.shape), self.layers, byref(work), threads)
         return out
 
-    def _scratch(self, size: int) -> int:
-        """The address of at least so many bytes, the calling thread's own, at a multiple of 64."""
-        kept: Tensor | None = getattr(self.threads, "scratch", None)
-        if kept is None or len(kept) < size:
-            kept = self.threads.scratch = torch.empty(size, dtype=torch.uint8)
-        return -(-kept.data_ptr() // 64) * 64
+    def part(self, aux_layers: tuple[int, ...]) -> Any:
+        """Of every layer the part of a pass's outputs that its output is; 0: none."""
+        part = (c_int64 * self.shape.layers)()
+        for i, layer in enumerate(aux_layers):
+            part[layer] = 1 + i
+        return part
 
     def _pack(self, stack: Stack, layer: StackLayer) -> dict[str, Packed]:
         """The four products of a layer."""
@@ -98,37 +102,30 @@ class KernelDecoder:
         weights, biases = [module.weight for module in modules], [module.bias for module in modules]
         return Packed(self.library, weights, biases, self.int8, order)
 
-    def _layer(self, stack: Stack, layer: StackLayer, packed: dict[str, Packed]) -> Layer:
-        norms = (layer.attention_norm, layer.ffn_norm, layer.attention_out_norm, layer.ffn_out_norm)
-        qk: tuple[int | None, int | None] = (None, None)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            qk = self._head_scale(stack, layer.q_norm, layer.k_norm)
+    def _layer(self, stack: Stack, layer: StackLayer, packed: dict[str, Packed]) -> Any:
+        names = ("attention_norm", "ffn_norm", "attention_out_norm", "ffn_out_norm")
+        qk = _head_scale(stack, layer.q_norm, layer.k_norm)
         return Layer(
-            *(self._norm(norm, stack.dim) for norm in norms), *qk, *(part.struct for part in packed.values())
+            {name: _norm(getattr(layer, name), stack.dim) for name in names},
+            {name: part.struct for name, part in packed.items()},
+            dict(zip(("qk_norm", "qk_bias"), qk, strict=True)),
         )
 
-    def _head_scale(self, stack: Stack, q: HeadScale, k: HeadScale) -> tuple[int | None, int | None]:
-        found: list[int | None] = []
-        for i in range(2):
-            pair = q[i], k[i]
-            if pair[0] is None or pair[1] is None:
-                found.append(None)
-                continue
-            both = torch.cat([x.detach().float() for x in pair if x is not None])
-            both = both if stack.qk_order is None else both[:, stack.qk_order]
-            found.append(self._keep(both.contiguous()))
-        return found[0], found[1]
 
-    def _norm(self, weight: Tensor | None, dim: int) -> int | None:
-        """The address of a norm's weight [dim], padded with zeros."""
-        if weight is None:
-            return None
-        return self._keep(nn.functional.pad(weight.detach().float(), (0, -dim % K_ALIGN)))
+def _head_scale(stack: Stack, q: HeadScale | None, k: HeadScale | None) -> list[Tensor | None]:
+    """Weights and biases of the norms of queries and keys, [heads + kv_heads, d], in the stack's order."""
+    found: list[Tensor | None] = []
+    for pair in zip(q or (None, None), k or (None, None), strict=True):
+        known = [x.detach().float() for x in pair if x is not None]
+        both = torch.cat(known) if len(known) == 2 else None
+        ordered = both if both is None or stack.qk_order is None else both[:, stack.qk_order]
+        found.append(None if ordered is None else PAGES.put(ordered.contiguous()))
+    return found
 
-    def _keep(self, tensor: Tensor) -> int:
-        """The address of a tensor, which lives as long as this object."""
-        self._kept.append(PAGES.put(tensor))
-        return self._kept[-1].data_ptr()
+
+def _norm(weight: Tensor | None, dim: int) -> Tensor | None:
+    """A norm's weight [dim], padded with zeros."""
+    return None if weight is None else PAGES.put(F.pad(weight.detach().float(), (0, -dim % K_ALIGN)))
 
 
 def _heads_order(stack: Stack) -> Tensor | None:
@@ -141,8 +138,8 @@ def _heads_order(stack: Stack) -> Tensor | None:
 
 
 def gate_up_order(hidden: int) -> Tensor:
-    """The rows of gate and up [2 * hidden], alternating by LANES, -1 behind the last of each."""
-    padded = nn.functional.pad(torch.arange(hidden), (0, -hidden % LANES), value=-1).view(-1, LANES)
+    """The rows of gate and up [2 * hidden], alternating by LANES, -1 after the last of each."""
+    padded = F.pad(torch.arange(hidden), (0, -hidden % LANES), value=-1).view(-1, LANES)
     return torch.stack((padded, torch.where(padded < 0, -1, padded + hidden)), 1).flatten()
 
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.kernels.layout import PAGES
+from lanternpp.kernels.loading import kernels
+from lanternpp.kernels.memory import PAGES, scratch
 from lanternpp.kernels.structs import BLOCK_N, K_ALIGN, Linear, LinearCall, Packing
 from lanternpp.nn.int8 import stored_parts
 from lanternpp.types import on_host
@@ -20,7 +21,7 @@ class Packed:
     """Weights and biases of linear layers with the same inputs, as one layer: the structure `Linear`, and its memory.
 
     weights: [out, in] each, bfloat16, or with the 8 bits of their checkpoint. int8: whether they are packed in 8 bits, with a scale
-    per output; bits and scales of a checkpoint are taken as they are. order [outputs]: the row, of all weights one behind the other,
+    per output; bits and scales of a checkpoint are taken as they are. order [outputs]: the row, of all weights one after the other,
     that each output is; -1: zeros.
     """
 
@@ -33,34 +34,23 @@ class Packed:
         order: Tensor | None = None,
     ):
         self.library, self.int8 = library, int8
-        stored = [stored_parts(weight) if int8 else None for weight in weights]
-        exact = all(part is not None for part in stored)
-        parts = [
-            part[0] if exact and part else _plain(weight)
-            for weight, part in zip(weights, stored, strict=True)
-        ]
-        parts = [part.contiguous() for part in parts]
+        stored = [found for weight in weights if int8 and (found := stored_parts(weight))]
+        exact = len(stored) == len(weights)
+        plain = [weight.detach().to(torch.bfloat16) for weight in weights] if not exact else []
+        parts = [part.contiguous() for part in ([part for part, _ in stored] if exact else plain)]
         rows, self.inputs = sum(map(len, parts)), parts[0].shape[1]
         order = torch.arange(rows) if order is None else order
         self.outputs, blocks = len(order), -(-len(order) // BLOCK_N)
         self.order = F.pad(order, (0, blocks * BLOCK_N - len(order)), value=-1)
-        width = -(-self.inputs // K_ALIGN) * K_ALIGN
-        every = [
-            part.data_ptr() + torch.arange(len(part)) * self.inputs * part.element_size() for part in parts
-        ]
-        pointers = _arranged(torch.cat(every), self.order)
-        together = 4 if int8 else 2
+        row = [x.data_ptr() + torch.arange(len(x)) * self.inputs * x.element_size() for x in parts]
+        width, together = -(-self.inputs // K_ALIGN) * K_ALIGN, 4 if int8 else 2
         shape = (blocks, width // together, BLOCK_N, together)
         self.weight = PAGES.empty(shape, torch.int8 if int8 else torch.bfloat16)
         self.scale = torch.zeros(blocks * BLOCK_N) if int8 else None
-        scales = [part[1].float() for part in stored if part] if exact else None
-        given = None if scales is None else _arranged(torch.cat(scales), self.order)
-        packing = Packing(
-            *(_address(x) for x in (pointers, given, self.weight, self.scale)),
-            blocks,
-            self.inputs,
-            width,
-        )
+        given = _arranged(torch.cat([scale.float() for _, scale in stored]), self.order) if exact else None
+        row_of = _arranged(torch.cat(row), self.order)
+        sizes = {"blocks": blocks, "inputs": self.inputs, "width": width}
+        packing = Packing(sizes, row=row_of, given=given, weight=self.weight, scale=self.scale)
         library.pack_linear(byref(packing), torch.get_num_threads())
         self.bias: Tensor | None = None
         if any(bias is not None for bias in biases):
@@ -69,9 +59,8 @@ class Packed:
                 for bias, part in zip(biases, parts, strict=True)
             ]
             self.bias = _arranged(torch.cat(some), self.order)
-        self.struct = Linear(
-            *(_address(x) for x in (self.weight, self.scale, self.bias)), self.inputs, self.outputs
-        )
+        sizes = {"inputs": self.inputs, "outputs": self.outputs}
+        self.struct = Linear(sizes, weight=self.weight, scale=self.scale, bias=self.bias)
 
     def unpacked(self) -> Tensor:
         """The weights [outputs, inputs], in the packed order, in bfloat16."""
@@ -87,13 +76,12 @@ class Packed:
 
         branches 2: x [2 B, ...] is guided with this scale first -> [B, ...].
         """
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        count = len(rows) // branches
+        x = x.contiguous()
         out = torch.empty(x.shape[0] // branches, *x.shape[1:-1], self.outputs, dtype=dtype)
-        scratch = torch.empty(self.library.linear_bytes(byref(self.struct), count), dtype=torch.uint8)
-        places = (part.data_ptr() for part in (rows, out, scratch))
-        call = LinearCall(*places, count, rows.shape[1], branches, dtype == torch.float32, guidance)
-        if count:
+        if count := out.numel() // self.outputs:
+            sizes = {"rows": count, "pitch": x.shape[-1], "branches": branches, "guidance": guidance}
+            memory = scratch(self.library.linear_bytes(byref(self.struct), count))
+            call = LinearCall(sizes, x=x, out=out, scratch=memory, out_is_float=dtype == torch.float32)
             self.library.linear(byref(self.struct), byref(call), torch.get_num_threads())
         return out
 
@@ -123,13 +111,29 @@ class KernelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The product, rounded to bfloat16."""
-        if not on_host(x) or x.dtype != torch.bfloat16:
+        if not takes(x):
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         out = self.packed(x, torch.bfloat16)
         return out if self.inverse is None else out[..., self.inverse]
 
     def _ordered(self, x: Tensor) -> Tensor:
         return x if self.inverse is None else x[self.inverse]
+
+
+class NativeHead:
+    """A linear head of guided features."""
+
+    def __init__(self, head: Packed):
+        self.packed = head
+
+    def __call__(self, features: Tensor, scale: float, branches: int) -> Tensor | None:
+        """Features [R, N, D] -> logits [B, N, V] in float32 of those guided with this scale, where there are two branches."""
+        return self.packed(features, torch.float32, branches, scale) if takes(features) else None
+
+
+def takes(x: Tensor) -> bool:
+    """Whether the kernels compute from these inputs."""
+    return on_host(x) and x.dtype == torch.bfloat16
 
 
 def packable(weight: Tensor) -> bool:
@@ -150,14 +154,16 @@ def kernel_linear(
     return KernelLinear(packed, inverse)
 
 
-def _plain(weight: Tensor) -> Tensor:
-    return weight.detach().to(torch.bfloat16)
+def native_head(layer: nn.Module | None) -> NativeHead | None:
+    """A head in C; None where it is not linear, or the weights or this machine do not allow it."""
+    library = kernels()
+    if library is not None and isinstance(layer, KernelLinear):
+        return NativeHead(layer.packed)
+    if library is None or not isinstance(layer, nn.Linear) or not packable(layer.weight):
+        return None
+    return NativeHead(Packed(library, [layer.weight], [layer.bias], int8=False))
 
 
 def _arranged(x: Tensor, order: Tensor) -> Tensor:
     """x [n] in an order [m], 0 where that is -1."""
     return torch.where(order < 0, torch.zeros((), dtype=x.dtype), x[order.clamp(min=0)])
-
-
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()

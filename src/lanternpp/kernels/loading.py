@@ -12,16 +12,14 @@ import os
 import sys
 import warnings
 from contextlib import suppress
-from ctypes import Structure, c_char_p, c_int64, c_void_p
+from ctypes import c_char_p, c_int64, c_void_p
 from functools import cache
-from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
-from typing import Any
 
 import torch
 
 from lanternpp.errors import InputError
+from lanternpp.kernels import structs
 from lanternpp.kernels.kinds import choose
 from lanternpp.util.jsonfile import read_object
 
@@ -30,29 +28,16 @@ HERE = Path(__file__).parent
 LIBRARIES = HERE / "lib"
 COST = "so that passes take two to three times as long"
 
-# What each function of C returns and takes. A structure is given by its address.
-FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    "size_of": (c_int64, c_char_p),
-    "prepare": (None,),
-    "widens": (c_int64,),
-    "use_threads": (c_int64, c_int64),
-    "chain_bytes": (c_int64, c_void_p, c_int64, c_int64, c_int64),
-    "row_bytes": (c_int64, c_int64, c_int64, c_int64),
-    "scratch_bytes": (c_int64, c_void_p, c_void_p, c_void_p, c_int64),
-    "decode": (None, c_void_p, c_void_p, c_void_p, c_int64),
-    "draw_chain": (None, c_void_p, c_void_p, c_int64),
-    "row_probs": (None, c_void_p, c_int64),
-    "draw_children": (None, c_void_p, c_int64),
-    "verify_tokenwise": (None, c_void_p, c_int64),
-    "verify_joint": (None, c_void_p, c_int64),
-    "step_bytes": (c_int64, c_void_p, c_int64),
-    "run_step": (None, c_void_p, c_int64, c_int64, c_int64),
-    "drafter_inputs_bytes": (c_int64, c_void_p, c_int64, c_int64),
-    "drafter_inputs": (None, c_void_p, c_void_p, c_int64),
-    "linear_bytes": (c_int64, c_void_p, c_int64),
-    "linear": (None, c_void_p, c_void_p, c_int64),
-    "pack_linear": (None, c_void_p, c_int64),
-    "weight_zero": (c_int64,),
+# Functions of C by what they take: an address (p) or an integer (i), as most return one.
+FUNCTIONS = {
+    "": "prepare gemm_is_fp32 weight_zero",
+    "i": "use_threads",
+    "pi": "linear_bytes row_probs draw_children verify_tokenwise verify_joint step_bytes pack_linear",
+    "iii": "row_bytes",
+    "pii": "drafter_inputs_bytes",
+    "piii": "chain_bytes run_step",
+    "ppi": "sample_chain drafter_inputs linear",
+    "pppi": "scratch_bytes decode",
 }
 
 
@@ -83,19 +68,18 @@ def load(path: Path) -> ctypes.CDLL:
     _load_openmp()
     found = ctypes.CDLL(str(path))
     try:
-        for name, (result, *arguments) in FUNCTIONS.items():
-            function = getattr(found, name)
-            function.restype, function.argtypes = result, arguments
+        for arguments, names in FUNCTIONS.items():
+            for name in names.split():
+                function = getattr(found, name)
+                function.restype = c_int64
+                function.argtypes = [c_void_p if kind == "p" else c_int64 for kind in arguments]
+        found.size_of.argtypes, found.size_of.restype = [c_char_p], c_int64
     except AttributeError as error:
         raise _stale(path, f"it lacks a function: {error}") from None
-    # A structure is checked whoever asks for the kernels first, so the modules that have structures are loaded now.
-    for module in iter_modules([str(HERE)]):
-        import_module(f"{__package__}.{module.name}")
-    for structure in Structure.__subclasses__():
-        if structure.__module__.startswith(f"{__package__}."):
-            there, here = found.size_of(structure.__name__.encode()), ctypes.sizeof(structure)
-            if there != here:
-                raise _stale(path, f"its {structure.__name__} has {there} bytes and not {here}")
+    for name, structure in structs.ALL.items():
+        there, here = found.size_of(name.encode()), ctypes.sizeof(structure)
+        if there != here:
+            raise _stale(path, f"its {name} has {there} bytes and not {here}")
     found.prepare()
     return found
 

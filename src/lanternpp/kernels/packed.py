@@ -1,9 +1,7 @@
-"""Linear layers and convolutions with weights prepacked, for fast passes over few rows, and fast pictures, on a CPU.
+"""Modules for inference on a CPU: linear layers in C, convolutions with weights prepacked for oneDNN, group norms.
 
-Group norms are replaced too, by ones whose results do not depend on the number of threads.
-
-oneDNN multiplies with weights in a blocked order. In a pass over a few codes much of the time goes into reordering them, and
-of the tokenizer's decoder a third; here they are reordered once. Linear layers are computed in C where there are kernels.
+oneDNN reorders a convolution's weights at every call, a third of the time of the tokenizer's decoder; here they are reordered once.
+The results of the group norms do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -19,25 +17,6 @@ from lanternpp.kernels.linear import kernel_linear, packable
 from lanternpp.nn.decoder import Block, Decoder
 
 MOST_SERIAL = 1 << 20  # values of an input that one thread normalises; larger ones gain from more threads
-
-
-class PackedLinear(nn.Module):
-    """x [..., in] -> [..., out], bfloat16 on a CPU, for inference."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, rows: int = 64):
-        super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), rows)
-        self.bias = bias
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight [out, in], unpacked."""
-        plain: Tensor = self.packed.to_dense()
-        return plain
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The product, rounded as `nn.Linear` rounds it."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
 class PackedConvolution(nn.Module):
@@ -79,16 +58,6 @@ class SerialGroupNorm(nn.Module):
                 self.library.use_threads(before)
 
 
-def packed(layer: nn.Linear, library: ctypes.CDLL | None) -> nn.Module | None:
-    """A linear layer with packed weights; None where they cannot be packed: bfloat16 on a CPU can, in C or with oneDNN."""
-    if not packable(layer.weight):
-        return None
-    if library is not None:
-        return kernel_linear(layer, library, int8=False)
-    able = type(layer.weight.detach()) is Tensor and onednn("_reorder_linear_weight", "_linear_pointwise")
-    return PackedLinear(layer.weight, layer.bias) if able and supports(layer.weight.dtype) else None
-
-
 def packed_convolution(plain: nn.Conv2d) -> nn.Module | None:
     """A convolution with packed weights; None where they cannot be packed: float32 on a CPU can, and bfloat16 on some."""
     weight, known = plain.weight, plain.padding_mode == "zeros" and not isinstance(plain.padding, str)
@@ -127,9 +96,13 @@ def pack(module: nn.Module, library: ctypes.CDLL | None, int8: bool) -> None:
     if isinstance(module, Decoder) and library is not None:
         module.native = kernel_decoder(module, library, int8)
     for name, child in module.named_children():
-        made = None
+        made: nn.Module | None = None
         if type(child) is nn.Linear:
-            made = packed(child, library)
+            made = (
+                kernel_linear(child, library, int8=False)
+                if library is not None and packable(child.weight)
+                else None
+            )
         elif type(child) is nn.Conv2d:
             made = packed_convolution(child)
         elif type(child) is nn.GroupNorm:

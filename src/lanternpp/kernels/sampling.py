@@ -1,56 +1,26 @@
-"""The guesses of a tree in C (`sampling.c`), in float32 on a CPU: logits, probabilities and draws.
+"""Rows of V probabilities in C (`sampling.c`, `verify.c`), in float32 on a CPU: probabilities, draws, verification of drafts.
 
-They are many small operations over V codes, and for few rows starting PyTorch's takes longer than computing them.
+Each is many small operations over V codes, and for few rows starting PyTorch's takes longer than computing them.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, byref, c_int64, c_void_p
+from ctypes import byref, sizeof
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
-from lanternpp.kernels.chain import Warp, fits, row_scratch, struct_of
-from lanternpp.kernels.linear import KernelLinear, Packed, packable
-from lanternpp.kernels.loading import kernels
-from lanternpp.types import Warping, on_host
-
-
-class Rows(Structure):
-    """`Rows` of sampling.c."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("rows", "codes")),
-        ("sampling", Warp),
-        *((name, c_void_p) for name in ("logits", "probs", "scratch")),
-    )
+from lanternpp.kernels.memory import scratch
+from lanternpp.kernels.structs import LANES, Children, Node, Rows, Verification, warp_of
+from lanternpp.types import Draft, NeighbourBudget, Verdict, Warping, on_host
 
 
-class Children(Structure):
-    """`Children` of sampling.c."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("rows", "codes", "each", "count")),
-        *((name, c_void_p) for name in ("q", "u", "drawn", "scratch")),
-    )
-
-
-class NativeHead:
-    """A linear head of guided features."""
-
-    def __init__(self, head: Packed, library: ctypes.CDLL):
-        self.library, self.packed = library, head
-
-    def takes(self, features: Tensor) -> bool:
-        """Whether it computes the logits of features [R, N, D]."""
-        return on_host(features) and features.dtype == torch.bfloat16
-
-    def __call__(self, features: Tensor, scale: float, branches: int) -> Tensor | None:
-        """Features [R, N, D] -> logits [B, N, V] in float32 of those guided with this scale, where there are two branches."""
-        if not self.takes(features):
-            return None
-        return self.packed(features, torch.float32, branches, scale)
+def takes(x: Tensor) -> bool:
+    """Whether the kernels compute from these logits or probabilities."""
+    return x.dtype == torch.float32 and on_host(x)
 
 
 class NativeSampling:
@@ -59,43 +29,108 @@ class NativeSampling:
     def __init__(self, library: ctypes.CDLL):
         self.library = library
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether it computes those of logits or probabilities x [..., V]."""
-        return fits(x)
-
     def probs(self, logits: Tensor, warp: Warping) -> Tensor | None:
         """As `Sampling.probs`; warp: temperature, top-k and top-p."""
-        if not self.takes(logits):
+        if not takes(logits):
             return None
         logits = logits.contiguous()
         out, vocab, threads = torch.empty_like(logits), logits.shape[-1], torch.get_num_threads()
-        given = (logits, out, row_scratch(self.library, vocab, threads))
-        work = Rows(logits.numel() // vocab, vocab, struct_of(warp), *(x.data_ptr() for x in given))
+        work = Rows(
+            rows=logits.numel() // vocab, codes=vocab, sampling=warp_of(warp), logits=logits, probs=out
+        )
+        work.scratch = scratch(self.library.row_bytes(vocab, 0, threads))
         self.library.row_probs(byref(work), threads)
         return out
 
     def children(self, q: Tensor, u: Tensor | None, count: int) -> Tensor | None:
         """q [..., V] -> the first `count` different codes drawn at u [..., M] uniform; without u the likeliest, [..., count]."""
-        if not self.takes(q):
+        if not takes(q):
             return None
         q, vocab, each, threads = q.contiguous(), q.shape[-1], 0, torch.get_num_threads()
         if u is not None:
             u, each = u.contiguous(), u.shape[-1]
         out = torch.empty(*q.shape[:-1], count, dtype=torch.int64)
-        places = (q, u, out, row_scratch(self.library, vocab, threads, each))
-        given = (None if x is None else x.data_ptr() for x in places)
-        work = Children(q.numel() // vocab, vocab, each, count, *given)
+        work = Children(rows=q.numel() // vocab, codes=vocab, each=each, count=count, q=q, u=u, drawn=out)
+        work.scratch = scratch(self.library.row_bytes(vocab, each, threads))
         self.library.draw_children(byref(work), threads)
         return out
 
 
-def native_head(layer: nn.Module | None) -> NativeHead | None:
-    """A head in C; None where it is not linear, or the weights or this machine do not allow it."""
-    found = kernels()
-    if found is None or layer is None:
-        return None
-    if isinstance(layer, KernelLinear):
-        return NativeHead(layer.packed, found)
-    if not isinstance(layer, nn.Linear) or not packable(layer.weight):
-        return None
-    return NativeHead(Packed(found, [layer.weight], [layer.bias], int8=False), found)
+class NativeVerifier:
+    """The verifiers of `engine/verify`, for exact acceptance and for rules with neighbours."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self.library = library
+        self._table: tuple[Tensor | None, Tensor | None] = (None, None)  # the last one, as given and by lanes
+        self._limits: tuple[object, Tensor] = ((), torch.empty(0))  # the last ones
+
+    def __call__(
+        self,
+        draft: Draft,
+        logits: Tensor,
+        warp: Warping,
+        budget: NeighbourBudget,
+        tokenwise: bool,
+        u: Tensor,
+        last: Tensor,
+    ) -> tuple[Verdict, Tensor] | None:
+        """Logits [B, N, V] -> the verdict, and the nodes as in C, [B, N, 5]; as `VerifyDraft`."""
+        if not takes(logits):
+            return None
+        tree, (batch, nodes, vocab), threads = draft.tree, logits.shape, torch.get_num_threads()
+        levels, ranks, table = len(tree.widths), tree.children.shape[2], budget.table
+        if budget.limits != self._limits[0]:
+            self._limits = budget.limits, torch.tensor(budget.limits, dtype=torch.float64)
+        if table is not None and not tokenwise:
+            if table is not self._table[0]:
+                self._table = table, by_lanes(table)
+            table = self._table[1]
+        order = None if tokenwise or tree.layout is None else tree.layout.order
+        q = None if draft.probs is None else draft.probs.to(logits.dtype)
+        given = {"logits": logits, "q": q, "drawn": draft.codes, "children": tree.children, "order": order}
+        given |= {"u": u, "last": last, "limit": self._limits[1], "table": table}
+        work = verification(batch, nodes, vocab, ranks, levels, warp, budget, not tokenwise)
+        for name, x in given.items():
+            setattr(work, name, None if x is None else x.contiguous())
+        work.scratch = scratch(self.library.row_bytes(vocab, 0, threads))
+        run = self.library.verify_tokenwise if tokenwise else self.library.verify_joint
+        run(byref(work), threads)
+        kept = work.kept_alive
+        verdict = Verdict(
+            kept["path"], kept["kept"], kept["following"], kept["bonus"], None, kept["distribution"]
+        )
+        return verdict, kept["node"]
+
+
+def verification(
+    batch: int,
+    nodes: int,
+    vocab: int,
+    ranks: int,
+    levels: int,
+    warp: Warping,
+    budget: NeighbourBudget,
+    joint: bool,
+) -> Any:
+    """The structure of C, with memory for what is written, and without what is read."""
+    path, following = torch.empty(2, batch, levels + 1, dtype=torch.int64)
+    kept, bonus = torch.empty(2, batch, dtype=torch.int64)
+    sizes = {"batch": batch, "nodes": nodes, "codes": vocab, "ranks": ranks, "levels": levels}
+    return Verification(
+        sizes,
+        near=0 if budget.table is None else budget.table.shape[1],
+        optimal=budget.optimal,
+        sampling=warp_of(warp),
+        node=torch.empty(batch, nodes, sizeof(Node) // 8, dtype=torch.float64),
+        distribution=torch.empty(batch, nodes, vocab) if joint else None,
+        path=path,
+        following=following,
+        kept=kept,
+        bonus=bonus,
+    )
+
+
+def by_lanes(table: Tensor) -> Tensor:
+    """Neighbours [V, k] as `Verification` of verify.c has them, [up to V / LANES, k, LANES]."""
+    padded = F.pad(table.int(), (0, 0, 0, -len(table) % LANES))
+    return padded.view(-1, LANES, table.shape[1]).transpose(1, 2).contiguous()

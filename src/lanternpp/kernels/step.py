@@ -2,201 +2,163 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p, cast, pointer, sizeof
-from dataclasses import dataclass
+from ctypes import byref
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from lanternpp.engine.proposer import CacheState, ChainState
-from lanternpp.kernels.chain import Heads, NativeChain, NativeInputs, QueryLayers, struct_of
+from lanternpp.engine.decode import Engine
+from lanternpp.engine.proposer import ChainState
+from lanternpp.engine.verify.choose import TOKEN
+from lanternpp.kernels.chain import NativeChain, NativeInputs
 from lanternpp.kernels.decoder import KernelDecoder
-from lanternpp.kernels.sampling import NativeHead
-from lanternpp.kernels.structs import Layer, Linear, Shape
-from lanternpp.kernels.verify import Node, Verification, by_lanes
-from lanternpp.types import NeighbourBudget, Warping
+from lanternpp.kernels.linear import NativeHead
+from lanternpp.kernels.memory import scratch
+from lanternpp.kernels.sampling import by_lanes, verification
+from lanternpp.kernels.structs import Drafter, Step
+from lanternpp.models.base import Target
+from lanternpp.types import NeighbourBudget
 
 DRAFT, PASS, VERIFY, COMMIT = range(4)  # the stages of a step, as in step.c
+MOST_EMBEDDINGS = 1 << 26  # numbers of a table of embeddings, which is kept once more
+_tables: WeakKeyDictionary[Target, Tensor] = WeakKeyDictionary()
 
 
-class Drafter(Structure):
-    """`Drafter` of step.c."""
+@torch.inference_mode()
+def fused_step(engine: Engine, verify: str) -> NativeStep | None:
+    """The whole steps of a new engine in C; None where a part of it is unknown there. verify: the name of its verifier.
 
-    _fields_ = (
-        ("shape", POINTER(Shape)),
-        ("layers", POINTER(Layer)),
-        ("query_layers", POINTER(QueryLayers)),
-        ("heads", POINTER(Heads)),
-        ("rotary", c_void_p),
-        *((name, c_int64) for name in ("positions", "slots")),
-        *(
-            (name, c_void_p)
-            for name in ("kv", "start", "used", "waiting", "next_embeds", "features", "hints")
-        ),
-        *((name, c_void_p) for name in ("prev", "all_hints", "x", "out", "level_features", "query")),
-        *((name, c_void_p) for name in ("rotation", "slot", "mask", "u")),
-    )
-
-
-class Step(Structure):
-    """`Step` of step.c."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("batch", "branches", "levels", "length", "width", "joint")),
-        ("guidance", c_double),
-        ("shape", POINTER(Shape)),
-        ("layers", POINTER(Layer)),
-        ("head", POINTER(Linear)),
-        *((name, c_void_p) for name in ("embed", "rotary")),
-        *((name, c_int64) for name in ("positions", "slots")),
-        *((name, c_void_p) for name in ("kv", "start", "used")),
-        ("parts", c_int64),
-        ("part", c_void_p),
-        *((name, c_void_p) for name in ("seed", "passes", "count", "decided", "accepted")),
-        *((name, c_void_p) for name in ("root", "root_count", "x", "features", "guided")),
-        *((name, c_void_p) for name in ("rotation", "slot", "mask", "scratch")),
-        ("drafter", POINTER(Drafter)),
-        ("verification", Verification),
-    )
+    Neither measured steps nor the greedy choice are known there, and no target that constrains its codes.
+    """
+    target, proposer = engine.target, engine.proposer
+    if type(engine) is not Engine or engine.measure_tv or engine.sampling.greedy:
+        return None
+    if not isinstance(target.decoder.native, KernelDecoder) or not isinstance(target.native_head, NativeHead):
+        return None
+    plain = type(target).constrain is Target.constrain and type(target).forward is Target.forward
+    offered, budget = proposer.chain_state(), engine.rule.as_numbers(proposer.depth)
+    if not plain or offered is None or budget is None or not _known(offered[0]):
+        return None
+    joint = verify != TOKEN
+    if not target.decoder.native.takes(engine.cache.kv) or (
+        joint and not (engine.rule.lossless or budget.optimal)
+    ):
+        return None
+    table = _embeddings(target)
+    return None if table is None else NativeStep(engine, table, budget, joint, offered[0])
 
 
-@dataclass(frozen=True)
-class Samples:
-    """The state of B samples, as `Engine` and `Proposer` keep it; all int64."""
-
-    seed: Tensor  # [B], as are those without a shape
-    passes: Tensor
-    count: Tensor
-    codes: Tensor  # [B, length + depth + 1]
-    accepted: Tensor  # [B, length + depth + 1]
-    root: Tensor
-    root_count: Tensor  # the proposer's own count
+def _known(chain: ChainState | None) -> bool:
+    """Whether the kernels compute all of a drafter, or there is none."""
+    if chain is None:
+        return True
+    drafter = chain.drafter
+    known = isinstance(drafter.native_inputs, NativeInputs) and isinstance(drafter.native, NativeChain)
+    return known and isinstance(drafter.decoder.native, KernelDecoder) and drafter.native.takes(chain.hints)
 
 
-@dataclass(frozen=True)
-class Method:
-    """The numbers of a method: guidance, sampling, acceptance rule and verifier."""
-
-    branches: int
-    guidance: float
-    warp: Warping
-    budget: NeighbourBudget
-    joint: bool  # block or traversal verification; else token by token
+def _embeddings(target: Target) -> Tensor | None:
+    """The embeddings of all codes, [V, D] in bfloat16; None where they are too many, or have another dtype."""
+    if target.vocab * target.decoder.config.dim > MOST_EMBEDDINGS:
+        return None
+    if target not in _tables:
+        found = target.embed(torch.arange(target.vocab)[None])[0]
+        if found.dtype != torch.bfloat16:
+            return None
+        _tables[target] = found.contiguous()
+    return _tables[target]
 
 
 class NativeStep:
-    """Steps of a batch. It holds the addresses of the tensors it is given, which are written in place, and of packed weights, which
-    the target and the proposer keep.
-    """
+    """Steps of a batch. The structure of C has the addresses of the engine's tensors, which are written in place."""
 
     def __init__(
-        self,
-        decoder: KernelDecoder,
-        head: NativeHead,
-        embed: Tensor,
-        cache: CacheState,
-        samples: Samples,
-        method: Method,
-        length: int,
-        chain: ChainState | None,
+        self, engine: Engine, embed: Tensor, budget: NeighbourBudget, joint: bool, chain: ChainState | None
     ):
-        """embed [V, D] bfloat16: the embeddings of all codes. length: codes of a picture. chain None: plain decoding."""
-        self.library, self._kept = decoder.library, list[Tensor]()
-        batch, (vocab, dim) = len(samples.count), embed.shape
+        """embed [V, D] bfloat16: the embeddings of all codes. chain None: plain decoding."""
+        target, proposer, guidance = engine.target, engine.proposer, engine.guidance
+        decoder, head = target.decoder.native, target.native_head
+        assert isinstance(decoder, KernelDecoder) and isinstance(head, NativeHead)
+        self.library, batch, dim = decoder.library, len(engine.count), embed.shape[1]
         levels = 0 if chain is None else chain.hints.shape[1]
-        nodes, rows = levels + 1, method.branches * batch
-        parts = 1 if chain is None else 1 + len(chain.aux_layers)
-        part = torch.zeros(decoder.shape.layers, dtype=torch.int64)
-        for i, layer in enumerate(() if chain is None else chain.aux_layers):
-            part[layer] = 1 + i
-        guided = embed.new_empty(batch, nodes, dim) if chain is None else chain.features
+        aux_layers = () if chain is None else chain.aux_layers
+        nodes, rows, parts = levels + 1, guidance.branches * batch, 1 + len(aux_layers)
         self.step = Step(
-            *(batch, method.branches, levels, length, samples.codes.shape[1], method.joint, method.guidance),
-            *(pointer(decoder.shape), cast(decoder.layers, POINTER(Layer)), pointer(head.packed.struct)),
-            *self._at(embed, decoder.rotary_table),
-            *(len(decoder.rotary_table), cache.kv.shape[4]),
-            *self._at(cache.kv, cache.start, cache.used),
-            parts,
-            *self._at(part, samples.seed, samples.passes, samples.count, samples.codes, samples.accepted),
-            *self._at(samples.root, samples.root_count),
-            *self._at(embed.new_empty(rows, nodes, dim), embed.new_empty(rows, nodes, parts * dim), guided),
-            *self._nodes(rows, nodes, decoder, cache),
-            None,
-            None if chain is None else pointer(self._drafter(chain)),
-            self._verification(method, batch, levels, vocab, chain),
+            {"batch": batch, "branches": guidance.branches, "levels": levels, "length": target.length},
+            {"width": engine.codes.shape[1], "joint": joint, "guidance": guidance.scale},
+            {"head": head.packed.struct, "embed": embed, "parts": parts, "part": decoder.part(aux_layers)},
+            _pass(decoder, engine.cache, rows, nodes),
+            {"seed": engine.noise.seed, "passes": engine.passes, "count": engine.count},
+            {"decided": engine.codes, "accepted": engine.accepted},
+            {"root": proposer.root, "root_count": proposer.count},
+            x=embed.new_empty(rows, nodes, dim),
+            features=embed.new_empty(rows, nodes, parts * dim),
+            guided=embed.new_empty(batch, nodes, dim) if chain is None else chain.features,
+            drafter=None if chain is None else _drafter(chain),
+            verification=_verification(engine, budget, joint, levels, chain),
         )
-        self.threads = 0  # that there is scratch memory for
 
     def run(self, first: int = DRAFT, last: int = COMMIT) -> None:
         """Stages `first` to `last` of a step."""
         threads = torch.get_num_threads()
-        if threads > self.threads:
-            self.scratch = torch.empty(self.library.step_bytes(byref(self.step), threads), dtype=torch.uint8)
-            self.step.scratch, self.threads = self.scratch.data_ptr(), threads
+        self.step.scratch = scratch(self.library.step_bytes(byref(self.step), threads))
         self.library.run_step(byref(self.step), first, last, threads)
 
-    def _at(self, *tensors: Tensor) -> list[int]:
-        """The addresses of tensors, which live as long as this object."""
-        assert all(tensor.is_contiguous() for tensor in tensors)
-        self._kept += tensors
-        return [tensor.data_ptr() for tensor in tensors]
 
-    def _nodes(self, rows: int, nodes: int, decoder: KernelDecoder, cache: CacheState) -> list[int]:
-        """Room for the rotations, slots and masks of a pass."""
-        rotation = torch.empty(rows, nodes, *decoder.rotary_table.shape[1:])
-        slot = torch.empty(rows, nodes, dtype=torch.int64)
+def _pass(decoder: KernelDecoder, cache: Any, rows: int, nodes: int) -> dict[str, Any]:
+    """A decoder, its cache, and room for the rotations, slots and masks of a pass."""
+    slots = cache.kv.shape[4]
+    return {
+        "shape": decoder.shape,
+        "layers": decoder.layers,
+        "rotary": decoder.rotary_table,
+        "positions": len(decoder.rotary_table),
+        "slots": slots,
+        "kv": cache.kv,
+        "start": cache.start,
+        "used": cache.used,
+        "rotation": torch.empty(rows, nodes, *decoder.rotary_table.shape[1:]),
+        "slot": torch.empty(rows, nodes, dtype=torch.int64),
         # a vector of the last mask may be read to its end
-        mask = torch.empty(rows * nodes * cache.kv.shape[4] + 64, dtype=torch.uint8)
-        return self._at(rotation, slot, mask)
+        "mask": torch.empty(rows * nodes * slots + 64, dtype=torch.uint8),
+    }
 
-    def _drafter(self, chain: ChainState) -> Drafter:
-        batch, levels, dim = chain.hints.shape
-        decoder, inputs, sampler = (
-            chain.drafter.decoder.native,
-            chain.drafter.native_inputs,
-            chain.drafter.native,
-        )
-        assert (
-            isinstance(decoder, KernelDecoder)
-            and isinstance(inputs, NativeInputs)
-            and isinstance(sampler, NativeChain)
-        )
-        like, hidden, span = chain.hints, chain.prev.shape[1], 2 * levels
-        own = (like.new_empty(batch, span, dim) for _ in range(3))
-        return Drafter(
-            *(pointer(decoder.shape), cast(decoder.layers, POINTER(Layer))),
-            *(pointer(inputs.layers), pointer(sampler.heads)),
-            *self._at(decoder.rotary_table),
-            *(len(decoder.rotary_table), chain.cache.kv.shape[4]),
-            *self._at(chain.cache.kv, chain.cache.start, chain.cache.used, chain.waiting),
-            *self._at(chain.next_embeds, chain.features, chain.hints, chain.prev, *own),
-            *self._at(like.new_empty(batch * levels, dim), like.new_empty(batch * levels, hidden)),
-            *self._nodes(batch, span, decoder, chain.cache),
-            *self._at(torch.empty(batch, levels, dtype=torch.float64)),
-        )
 
-    def _verification(
-        self, method: Method, batch: int, levels: int, vocab: int, chain: ChainState | None
-    ) -> Verification:
-        nodes, budget, joint = levels + 1, method.budget, method.joint
-        children = torch.arange(1, nodes + 1).where(torch.arange(nodes) < levels, -1).repeat(batch, 1)
-        table, near = budget.table, 0 if budget.table is None else budget.table.shape[1]
-        if table is not None:
-            table = by_lanes(table) if joint else table.contiguous()
-        whole, double = torch.int64, torch.float64
-        limits = torch.tensor(budget.limits, dtype=double)
-        return Verification(
-            *(batch, nodes, vocab, 1, levels, near, budget.optimal, struct_of(method.warp)),
-            *self._at(torch.empty(batch, nodes, vocab)),
-            *([None] if chain is None else self._at(chain.probs)),
-            *self._at(torch.empty(batch, nodes, dtype=whole), children),
-            None,
-            *self._at(torch.empty(batch, levels if not joint else 1, dtype=double)),
-            *self._at(torch.empty(batch, dtype=double), limits),
-            *([None] if table is None else self._at(table)),
-            *self._at(torch.empty(batch, nodes, sizeof(Node) // 8, dtype=double)),
-            *self._at(torch.empty(batch, nodes, vocab) if joint else torch.empty(0)),
-            *self._at(*(torch.empty(batch, nodes, dtype=whole) for _ in range(2))),
-            *self._at(*(torch.empty(batch, dtype=whole) for _ in range(2))),
-            None,
-        )
+def _drafter(chain: ChainState) -> Any:
+    (batch, levels, dim), drafter, new = chain.hints.shape, chain.drafter, chain.hints.new_empty
+    names = ("waiting", "next_embeds", "features", "hints", "prev")
+    return Drafter(
+        _pass(drafter.decoder.native, chain.cache, batch, 2 * levels),
+        {"query_layers": drafter.native_inputs.layers, "heads": drafter.native.heads},
+        {name: getattr(chain, name) for name in names},
+        {name: new(batch, 2 * levels, dim) for name in ("all_hints", "x", "out")},
+        level_features=new(batch * levels, dim),
+        query=new(batch * levels, chain.prev.shape[1]),
+        u=torch.empty(batch, levels, dtype=torch.float64),
+    )
+
+
+def _verification(
+    engine: Engine, budget: NeighbourBudget, joint: bool, levels: int, chain: ChainState | None
+) -> Any:
+    batch, vocab, nodes, double = engine.batch, engine.target.vocab, levels + 1, torch.float64
+    table = budget.table
+    if table is not None:
+        table = by_lanes(table) if joint else table.contiguous()
+    work = verification(batch, nodes, vocab, 1, levels, engine.sampling.warp, budget, joint)
+    children = torch.arange(1, nodes + 1).where(torch.arange(nodes) < levels, -1)
+    given = {
+        "logits": torch.empty(batch, nodes, vocab),
+        "q": None if chain is None else chain.probs,
+        "drawn": torch.empty(batch, nodes, dtype=torch.int64),
+        "children": children.repeat(batch, 1),
+        "u": torch.empty(batch, 1 if joint else levels, dtype=double),
+        "last": torch.empty(batch, dtype=double),
+        "limit": torch.tensor(budget.limits, dtype=double),
+        "table": table,
+    }
+    for name, x in given.items():
+        setattr(work, name, x)
+    return work

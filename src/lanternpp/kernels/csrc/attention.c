@@ -35,7 +35,7 @@ static void softmax(float *x, int64_t size) {
 ALWAYS_INLINE void attend_f32(const float *query, int64_t count, const bf16 *keys, const bf16 *values, const uint8_t **mask, int64_t size,
                    int64_t d, float *weights, int64_t stride, bf16 **out) {
     for (int64_t j = 0; j < size; j += LANES) {
-        f32x16 key[LANES][d / LANES]; /* behind the last one, the last again */
+        f32x16 key[LANES][d / LANES]; /* after the last one, the last again */
         for (int64_t k = 0; k < LANES; k++)
             for (int64_t i = 0; i < d / LANES; i++)
                 key[k][i] = widen_all(keys + (j + k < size ? j + k : size - 1) * d + i * LANES);
@@ -79,7 +79,7 @@ static void narrow_in_place(float *x, int64_t size) {
     }
 }
 
-/* 32 channels of values [size, d] at slot j and at the next one, zeros behind the last, in pairs. */
+/* 32 channels of values [size, d] at slot j and at the next one, zeros after the last, in pairs. */
 ALWAYS_INLINE void load_pairs(const bf16 *values, int64_t j, int64_t size, int64_t d, __m512i pairs[2]) {
     int16_t order[64];
     for (int i = 0; i < 64; i++) order[i] = i / 2 + i % 2 * 32;
@@ -97,7 +97,7 @@ static inline __m512bh pairs_at(const bf16 *x) { return (__m512bh)_mm512_loadu_s
 ALWAYS_INLINE void attend_bf16(int tile, float *query, int64_t count, const bf16 *keys, const bf16 *values, const bf16 *next,
                                const uint8_t **mask, int64_t size, int64_t d, float *weights, int64_t stride, bf16 **out) {
     const int64_t whole = size / LANES * LANES, left = size - whole;
-    bf16 last[LANES * d]; /* the keys of the last vector of weights, zeros behind them */
+    bf16 last[LANES * d]; /* the keys of the last vector of weights, zeros after them */
     memcpy(last, keys + whole * d, 2 * left * d);
     memset(last + left * d, 0, 2 * (LANES - left) * d);
     narrow_in_place(query, count * d);
@@ -196,7 +196,7 @@ static void transpose(__m512i x[16]) {
     }
 }
 
-/* Values [size, d] as tiles of weights: [up to 32 / 2, d, 2], slots in pairs, with zeros behind the last. */
+/* Values [size, d] as tiles of weights: [up to 32 / 2, d, 2], slots in pairs, with zeros after the last. */
 static void pack_values(const bf16 *values, int64_t size, int64_t d, bf16 *pairs) {
     for (int64_t j = 0; j < up_to(32, size); j += 2)
         for (int64_t i = 0; i < d; i += 32, pairs += 64) {

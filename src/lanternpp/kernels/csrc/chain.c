@@ -1,4 +1,4 @@
-/* The guesses of a chain, on a CPU: the head's logits of every level behind the guess before, and draws from them.
+/* The draft codes of a chain, on a CPU: the head's logits of every level after the draft code before, and draws from them.
 
    A row's result depends on that row alone and not on how many rows or threads there are. */
 
@@ -7,7 +7,7 @@
 #define GROUP 4 /* blocks of columns that a thread has at least */
 
 /* The logits of a level are head (features + up act), act = silu(query + prev) of the code before. `turn` is head up, so that
-   the products of all levels with the head are one GEMM, and a guess waits for a GEMV with `turn` alone.
+   the products of all levels with the head are one GEMM, and a draft code waits for a GEMV with `turn` alone.
 
    The bias of `turn` is head times that of `up`. */
 typedef struct {
@@ -25,16 +25,16 @@ typedef struct {
     float *probs;         /* [batch, levels + 1, codes]; the last is left as it is */
     int64_t *drawn;       /* [batch, levels + 1], of which the first is left as it is */
     char *scratch;        /* as many bytes as `chain_bytes` says */
-    const bf16 *confidence; /* [dim], of the logit of how likely a guess is kept, given those before; read where cut > 0 */
+    const bf16 *confidence; /* [dim], of the logit of how likely a draft code is kept, given those before; read where min_survival > 0 */
     const float *confidence_turn; /* [hidden + 1]: confidence times `up`, and times its bias */
-    float *survival;        /* [batch, levels], how likely a guess and all before it are kept; written where cut > 0 */
-    double confidence_bias, cut; /* drawing ends at a level where survival is below the cut in every row; 0: never */
+    float *survival;        /* [batch, levels], how likely a draft code and all before it are kept; written where min_survival > 0 */
+    double confidence_bias, min_survival; /* drawing ends at a level where survival is below the min_survival in every row; 0: never */
 } Chain;
 
 /* Codes, up to whole groups of blocks. */
 static int64_t width_of(const Linear *layer) { return up_to(GROUP * BLOCK_N, layer->outputs); }
 
-/* What the threads of `draw_chain` share, and what each has for itself. Levels alternate between two buffers, so that a thread may
+/* What the threads of `sample_chain` share, and what each has for itself. Levels alternate between two buffers, so that a thread may
    begin with the next one while another still reads. */
 typedef struct {
     float *logits[2];  /* [batch, size], of which each thread writes its own columns */
@@ -106,8 +106,8 @@ static void activate(const Chain *c, int64_t level, int64_t hidden, bf16 *act) {
     }
 }
 
-/* How likely the guesses of a level will be kept; survival [batch] is of the level before, then of this one. Returns whether any is at
-   least the cut. */
+/* How likely the draft codes of a level will be kept; survival [batch] is of the level before, then of this one. Returns whether any is at
+   least the min_survival. */
 static int surviving(const Chain *c, int64_t level, int64_t dim, int64_t hidden, const bf16 *act, float *survival) {
     int any = 0;
     for (int64_t b = 0; b < c->batch; b++) {
@@ -121,7 +121,7 @@ static int surviving(const Chain *c, int64_t level, int64_t dim, int64_t hidden,
             for (int64_t i = 0; i < hidden; i++) logit += widen(act[b * hidden + i]) * c->confidence_turn[i];
         }
         survival[b] = (level ? survival[b] : 1) / (1 + expf(-logit));
-        any |= survival[b] >= (float)c->cut;
+        any |= survival[b] >= (float)c->min_survival;
     }
     return any;
 }
@@ -209,7 +209,7 @@ static void chain_team(const Team *team, void *work) {
     int64_t level = 0;
     for (; level < c.levels; level++) {
         if (level) activate(&c, level, hidden, memory.act);
-        if (c.cut > 0) {
+        if (c.min_survival > 0) {
             if (!surviving(&c, level, dim, hidden, memory.act, memory.survival) && level) break;
             for (int64_t b = 0; b < c.batch && !team->rank; b++) c.survival[b * c.levels + level] = memory.survival[b];
         }
@@ -224,8 +224,8 @@ static void chain_team(const Team *team, void *work) {
     release_tiles();
 }
 
-/* A guess for every level, each drawn from the distribution of its level behind the guess before. */
-void draw_chain(const Heads *heads, const Chain *chain, int64_t threads) {
+/* A draft code for every level, each drawn from the distribution of its level after the draft code before. */
+void sample_chain(const Heads *heads, const Chain *chain, int64_t threads) {
     ChainWork work = {heads, chain};
     run_team(threads, chain_team, &work);
 }

@@ -16,7 +16,7 @@ typedef struct {
     int few;
     float *stream, *qkv, *product; /* [m, dim], [blocks, lines, BLOCK_N], [m, dim] */
     float *bias;                   /* [rows, slots, lanes]: 0 where a node attends, else -infinity */
-    int64_t (*span)[2];            /* [rows] the slots from the first to behind the last that a node of the row attends to */
+    int64_t (*span)[2];            /* [rows] the slots from the first to after the last that a node of the row attends to */
     Inputs normed, mixed, active;
     char *own;
     int64_t own_bytes;
@@ -79,7 +79,7 @@ int64_t scratch_bytes(const Shape *shape, const Layer *layers, const Pass *pass,
     return at - (char *)64 + threads * w.own_bytes;
 }
 
-/* x [nodes, dim] of all rows as the residual stream, with zeros behind the last channel. */
+/* x [nodes, dim] of all rows as the residual stream, with zeros after the last channel. */
 static void load_stream(const Work *w, const Team *team) {
     for (int64_t i = share_begin(team, w->m); i < share_end(team, w->m); i++)
         for (int64_t j = 0; j < w->dim; j++) w->stream[i * w->dim + j] = j < w->s.dim ? widen(w->p.x[i * w->s.dim + j]) : 0;
@@ -195,7 +195,7 @@ static void norm_head(const Work *w, const Layer *layer, int64_t head, float *x)
     for (int64_t j = 0; j < d; j++) x[j] = (x[j] - mean) * scale * weight[j] + (bias ? bias[j] : 0);
 }
 
-/* y [head] = x [head_dim] rotated by a row of the rotary table [2, head_dim], zeros behind it. */
+/* y [head] = x [head_dim] rotated by a row of the rotary table [2, head_dim], zeros after it. */
 static void rotate(const Work *w, const float *restrict x, const float *restrict rotation, float *restrict y) {
     const int64_t d = w->s.head_dim, half = d / 2;
     for (int64_t i = 0; i < half; i++) {

@@ -52,7 +52,7 @@ static inline int64_t offset_of(const Inputs *in, int64_t row, int64_t k) {
     return (row / in->tile_rows * in->width + k / 32 * 32) * TILE_M + row % in->tile_rows * 32 + k % 32;
 }
 
-/* Memory for `rows` rows of inputs of a layer; what is behind the last input of a row has to be zero. */
+/* Memory for `rows` rows of inputs of a layer; what is after the last input of a row has to be zero. */
 static inline Inputs new_inputs(char **at, int64_t rows, const Linear *layer) {
     const int64_t most = up_to(TILE_M, rows), width = up_to(K_ALIGN, layer->inputs), groups = width / K_ALIGN;
     Inputs in = {rows, layer->inputs, width, most / TILE_M, TILE_M, layer->scale != 0, 0, 0, 0, 0};
@@ -72,7 +72,7 @@ static inline int64_t inputs_bytes(int64_t rows, const Linear *layer) {
     return at - (char *)64;
 }
 
-/* Zeros behind the last input of a thread's rows. */
+/* Zeros after the last input of a thread's rows. */
 static inline void zero_padding(const Inputs *in, const Team *team) {
     for (int64_t row = share_begin(team, in->rows); row < share_end(team, in->rows); row++)
         for (int64_t k = in->inputs; k < in->width; k++) in->x[offset_of(in, row, k)] = 0;

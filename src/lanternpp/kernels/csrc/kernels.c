@@ -8,7 +8,7 @@
 void prepare(void) { measure_bf16(); }
 
 /* Whether products of bf16 are computed in float32, as the CPU has no instruction for them. */
-int64_t widens(void) {
+int64_t gemm_is_fp32(void) {
 #ifdef __AVX512BF16__
     return 0;
 #else

@@ -131,7 +131,7 @@ static void keep_largest(float *x, int64_t size, double limit, int counted, void
     }
 }
 
-/* Logits [codes] in x, of `size` floats, a multiple of BLOCK -> the distribution that codes are drawn from, 0 behind it.
+/* Logits [codes] in x, of `size` floats, a multiple of BLOCK -> the distribution that codes are drawn from, 0 after it.
 
    `spare` [size] is scratch. */
 static void probabilities(const Sampling *sampling, float *x, int64_t codes, int64_t size, void *spare) {

@@ -181,7 +181,7 @@ static double fine(int64_t seed, int64_t step, uint32_t purpose, uint32_t index)
     return number[0] + (number[1] - 0.5) * 0x1p-23;
 }
 
-/* The guesses of every sample's chain, by the drafter's pass over the codes decided last and a query for every further level. */
+/* The draft codes of every sample's chain, by the drafter's pass over the codes decided last and a query for every further level. */
 static void draft(const Step *s, int64_t threads) {
     const Drafter d = *s->drafter;
     const int64_t levels = s->levels, dim = d.shape->dim, first_query = levels + 1, span = 2 * levels, rotation = 2 * d.shape->head_dim;
@@ -223,7 +223,7 @@ static void draft(const Step *s, int64_t threads) {
     const Verification *v = &s->verification;
     const Chain chain = {.batch = s->batch, .levels = levels, .codes = v->codes, .sampling = v->sampling, .features = d.level_features,
                          .query = d.query, .prev = d.prev, .u = d.u, .probs = (float *)v->q, .drawn = (int64_t *)v->drawn, .scratch = s->scratch};
-    draw_chain(d.heads, &chain, threads);
+    sample_chain(d.heads, &chain, threads);
 }
 
 /* The target's pass over every sample's draft, guided features of its nodes and their logits. */
@@ -279,7 +279,7 @@ static void commit(const Step *s) {
         const Drafter *d = s->drafter;
         d->waiting[b] = kept;
         for (int64_t n = 0; n < nodes; n++) memcpy(d->next_embeds + (b * nodes + n) * dim, s->embed + following[n] * dim, 2 * dim);
-        for (int64_t i = 0; i < s->levels; i++) { /* what the target saw at refused nodes */
+        for (int64_t i = 0; i < s->levels; i++) { /* what the target saw at rejected nodes */
             bf16 *hint = d->hints + (b * s->levels + i) * dim;
             if (kept + i < nodes) memcpy(hint, s->guided + (b * nodes + kept + i) * wide, 2 * dim);
             else memset(hint, 0, 2 * dim);

@@ -1,6 +1,6 @@
-/* The verification of a draft: laws of relaxed rules, block and traversal verification, and the walk; in float32, on a CPU.
+/* The verification of a draft: distributions of relaxed rules, token by token and jointly; in float32, on a CPU.
 
-   The same functions as `NeighbourAcceptance.output_law`, `verify`, `verify_block` and `verify_traversal`. PyTorch takes some
+   The same functions as `NeighbourAcceptance.output_distribution`, `verify`, `verify_block` and `verify_traversal`. PyTorch takes some
    120 operations for each, and starting those costs more than computing them. A row's result depends on that row alone and not
    on how many rows or threads there are. */
 
@@ -10,8 +10,8 @@
 
 /* What is known of a node besides what was drafted. */
 typedef struct {
-    double begin, end;     /* its weight before any of its children is tried, and once all are refused */
-    double behind;         /* the probability that this node and all behind it in the order are refused */
+    double begin, end;     /* its weight before any of its children is tried, and once all are rejected */
+    double tail;           /* the probability that this node and all after it in the order are rejected */
     int64_t parent, depth; /* -1: no path leads to it */
 } Node;
 
@@ -19,16 +19,16 @@ typedef struct {
     int64_t batch, nodes, codes, ranks, levels, near, optimal;
     Sampling sampling;
     const float *logits;     /* [batch, nodes, codes] */
-    const float *q;          /* [batch, nodes, codes], or for the walk null: point masses */
+    const float *q;          /* [batch, nodes, codes], or token by token null: point masses */
     const int64_t *drawn;    /* [batch, nodes] */
     const int64_t *children; /* [batch, nodes, ranks], -1: none; a node's id is above its parent's */
     const int64_t *order;    /* [nodes] of traversal, or null: that of the ids */
-    const double *u;         /* [batch, levels, ranks] uniform for the walk, [batch] for the others */
-    const double *last;      /* [batch] uniform, of the code behind the path */
-    const double *limit;     /* [levels, 2]: neighbours lend at most limit[0] + limit[1] p(y) */
-    const int32_t *table;    /* neighbours, nearest first: [codes, near] for the walk, [codes / LANES, near, LANES] with the last block padded for the others */
-    Node *node;              /* [batch, nodes], not for the walk, nor is the next */
-    float *law;              /* [batch, nodes, codes] */
+    const double *u;         /* [batch, levels, ranks] uniform token by token, [batch] for the others */
+    const double *last;      /* [batch] uniform, of the code after the path */
+    const double *limit;     /* [levels, 2]: neighbours give at most limit[0] + limit[1] p(y) */
+    const int32_t *table;    /* neighbours, nearest first: [codes, near] token by token, [codes / LANES, near, LANES] with the last block padded for the others */
+    Node *node;              /* [batch, nodes], not token by token, nor is the next */
+    float *distribution;     /* [batch, nodes, codes] */
     int64_t *path;           /* [batch, levels + 1] */
     int64_t *following;      /* [batch, levels + 1] */
     int64_t *kept, *bonus;   /* [batch] */
@@ -57,32 +57,32 @@ static inline int any_of(i32x16 mask) {
 #endif
 }
 
-/* The mass that each of LANES codes y is accepted with, min(q(y), p(y) + what its neighbours lend); all is p of all codes.
+/* The mass that each of LANES codes y is accepted with, min(q(y), p(y) + what its neighbours give); all is p of all codes.
 
-   The longest prefix of its neighbours lends whose mass is at most the limit; a code of probability 1 never lends. */
+   The longest prefix of its neighbours moves whose mass is at most the limit; a code of probability 1 never moves. */
 static inline f32x16 accepted(const float *all, f32x16 p, f32x16 q, f32x16 limit, const int32_t *table, int64_t near) {
-    f32x16 total = {0}, lent = {0};
+    f32x16 total = {0}, moved = {0};
     i32x16 open = p < q; /* beyond q(y) the value does not matter */
     for (int64_t n = 0; n < near && any_of(open); n++, table += LANES) {
         const f32x16 mass = gather(all, table);
         total += mass;
-        const i32x16 lends = open & (mass < 1) & (total <= limit);
-        lent = (f32x16)(((i32x16)total & lends) | ((i32x16)lent & ~lends));
-        open = lends & (p + lent < q);
+        const i32x16 moves = open & (mass < 1) & (total <= limit);
+        moved = (f32x16)(((i32x16)total & moves) | ((i32x16)moved & ~moves));
+        open = moves & (p + moved < q);
     }
-    const f32x16 mass = p + lent;
+    const f32x16 mass = p + moved;
     const i32x16 less = mass < q;
     return (f32x16)(((i32x16)mass & less) | ((i32x16)q & ~less));
 }
 
-/* The law of verifying one child drawn from q with the optimal residual; p, q and law [codes up to a multiple of LANES], 0 at the end. */
-static void law_of_row(const Verification *v, const float *p, const float *q, const double *limit, float *law) {
+/* The distribution of verifying one child drawn from q with the optimal residual; p, q and distribution [codes up to a multiple of LANES], 0 at the end. */
+static void distribution_of_row(const Verification *v, const float *p, const float *q, const double *limit, float *distribution) {
     const float fixed = (float)limit[0], share_of_p = (float)limit[1];
     const int32_t *table = v->table;
     doubles kept = {0}, rest = {0};
     for (int64_t y = 0; y < v->codes; y += LANES, table += LANES * v->near) {
         const f32x16 some = *(const f32x16 *)(p + y), mass = accepted(p, some, *(const f32x16 *)(q + y), fixed + share_of_p * some, table, v->near);
-        *(f32x16 *)(law + y) = mass;
+        *(f32x16 *)(distribution + y) = mass;
         const f32x16 more = (f32x16)((i32x16)(some - mass) & (some > mass));
         const f32x8 *kept_by_halves = (const f32x8 *)&mass, *rest_by_halves = (const f32x8 *)&more;
         for (int i = 0; i < 2; i++) {
@@ -94,12 +94,12 @@ static void law_of_row(const Verification *v, const float *p, const float *q, co
     for (int i = 0; i < 8; i++) all_kept += kept[i], all_rest += rest[i];
     const float share = all_rest > 0 && all_kept < 1 ? (float)((1 - all_kept) / all_rest) : 0;
     for (int64_t y = 0; y < v->codes; y += LANES) {
-        const f32x16 some = *(const f32x16 *)(p + y), mass = *(f32x16 *)(law + y);
-        *(f32x16 *)(law + y) = mass + share * (f32x16)((i32x16)(some - mass) & (some > mass));
+        const f32x16 some = *(const f32x16 *)(p + y), mass = *(f32x16 *)(distribution + y);
+        *(f32x16 *)(distribution + y) = mass + share * (f32x16)((i32x16)(some - mass) & (some > mass));
     }
 }
 
-/* A copy of x [codes] in a thread's scratch memory, 0 behind it. */
+/* A copy of x [codes] in a thread's scratch memory, 0 after it. */
 static float *copied(const float *x, int64_t codes, char **own) {
     float *copy = arena_alloc(own, bytes_of_row(codes));
     memset(copy + codes, 0, 4 * (up_to(BLOCK, codes) - codes));
@@ -137,8 +137,8 @@ static void take_residual(float *x, const float *q, float scale, int64_t codes, 
     }
 }
 
-/* The walk of one sample. */
-static void walk_one(void *work, int64_t b, int64_t rank) {
+/* token-wise verification of one sample. */
+static void verify_sample(void *work, int64_t b, int64_t rank) {
     const Verification w = *(const Verification *)work;
     char *own = w.scratch + rank * bytes_of_rows(w.codes, 0);
     float *x = arena_alloc(&own, bytes_of_row(w.codes)), *rest = arena_alloc(&own, bytes_of_row(w.codes));
@@ -149,7 +149,7 @@ static void walk_one(void *work, int64_t b, int64_t rank) {
         const float *logits = w.logits + (b * w.nodes + node) * w.codes;
         const float *q = w.q ? w.q + (b * w.nodes + node) * w.codes : NULL;
         int64_t below = -1;
-        float scale = 1; /* of q, without the codes that were refused */
+        float scale = 1; /* of q, without the codes that were rejected */
         probabilities_of(&w.sampling, logits, w.codes, x, own);
         if (level == w.levels) break;
         for (int64_t rank = 0; rank < w.ranks && below < 0; rank++) {
@@ -160,18 +160,18 @@ static void walk_one(void *work, int64_t b, int64_t rank) {
             if (!(chance > 0)) continue;
             const int32_t *near = w.table + code * w.near;
             const double most = w.near ? w.limit[2 * level] + w.limit[2 * level + 1] * x[code] : 0;
-            float lent = 0;
-            int64_t lenders = 0;
+            float moved = 0;
+            int64_t movers = 0;
             if (logits[code] > -INFINITY) /* what the format forbids is never relaxed */
-                while (lenders < w.near && x[near[lenders]] < 1 && lent + x[near[lenders]] <= (float)most) lent += x[near[lenders++]];
-            const float relaxed = x[code] + lent;
+                while (movers < w.near && x[near[movers]] < 1 && moved + x[near[movers]] <= (float)most) moved += x[near[movers++]];
+            const float relaxed = x[code] + moved;
             if (w.u[(b * w.levels + level) * w.ranks + rank] * chance < relaxed) {
                 below = child;
                 break;
             }
             double mass = w.optimal ? residual_mass(x, q, scale, w.codes, code) : 0;
             if (!(mass > 0)) { /* the relaxed distribution */
-                for (int64_t i = 0; i < lenders; i++) x[near[i]] = 0;
+                for (int64_t i = 0; i < movers; i++) x[near[i]] = 0;
                 x[code] = relaxed;
                 mass = w.optimal ? 0 : residual_mass(x, q, scale, w.codes, code);
             }
@@ -195,9 +195,9 @@ static void walk_one(void *work, int64_t b, int64_t rank) {
 }
 
 /* `verify`. */
-void verify_tokenwise(Verification *walk, int64_t threads) { run_rows(threads, walk->batch, walk_one, walk); }
+void verify_tokenwise(Verification *verification, int64_t threads) { run_rows(threads, verification->batch, verify_sample, verification); }
 
-/* Parents and depths of the nodes of sample b; nothing is refused yet. */
+/* Parents and depths of the nodes of sample b; nothing is rejected yet. */
 static void places_of(const Verification *v, int64_t b) {
     Node *node = v->node + b * v->nodes;
     const int64_t *children = v->children + b * v->nodes * v->ranks;
@@ -216,19 +216,19 @@ static int64_t children_of(const Verification *v, int64_t i) {
     return count;
 }
 
-/* The law of the code behind node i of all samples; own: 4 rows of scratch memory. */
-static void law_of_node(const Verification *v, int64_t i, char *own) {
+/* The distribution of the code after node i of all samples; own: 4 rows of scratch memory. */
+static void distribution_of_node(const Verification *v, int64_t i, char *own) {
     const float *logits = v->logits + i * v->codes;
-    float *p = arena_alloc(&own, bytes_of_row(v->codes)), *law = v->law + i * v->codes;
+    float *p = arena_alloc(&own, bytes_of_row(v->codes)), *distribution = v->distribution + i * v->codes;
     probabilities_of(&v->sampling, logits, v->codes, p, own);
     if (!v->near || v->node[i].depth < 0 || !children_of(v, i)) {
-        memcpy(law, p, 4 * v->codes);
+        memcpy(distribution, p, 4 * v->codes);
         return;
     }
     float *q = copied(v->q + i * v->codes, v->codes, &own);
     for (int64_t y = 0; y < v->codes; y++) q[y] = logits[y] > -INFINITY ? q[y] : 0; /* what the format forbids is never relaxed */
-    law_of_row(v, p, q, v->limit + 2 * v->node[i].depth, (float *)own);
-    memcpy(law, own, 4 * v->codes);
+    distribution_of_row(v, p, q, v->limit + 2 * v->node[i].depth, (float *)own);
+    memcpy(distribution, own, 4 * v->codes);
 }
 
 /* The weight of a child: that of its parent times p / q of its code, and at most 1; mass: what q has left. */
@@ -237,12 +237,12 @@ static double weight_of(double weight, float p, float q, double mass) {
     return found < 1 ? found : 1;
 }
 
-/* All children of node i of all samples are refused, one after another: the weights of several children, that of the node, and in
-   left [codes up to a multiple of BLOCK] the law of the code behind it, not normalised. */
-static void refuse(const Verification *v, int64_t i, float *left) {
+/* All children of node i of all samples are rejected, one after another: the weights of several children, that of the node, and in
+   left [codes up to a multiple of BLOCK] the distribution of the code after it, not normalised. */
+static void reject_children(const Verification *v, int64_t i, float *left) {
     const int64_t first = i - i % v->nodes, count = children_of(v, i);
     const int64_t *child = v->children + i * v->ranks, *drawn = v->drawn + first;
-    const float *q = v->q + i * v->codes, *from = v->law + i * v->codes;
+    const float *q = v->q + i * v->codes, *from = v->distribution + i * v->codes;
     double weight = v->node[i].begin, scale = weight;      /* of the node, and of `from` */
     double rest = count > 1 ? sum_of_row(q, v->codes) : 1; /* of q, without the siblings before */
     for (int64_t rank = 0; rank < count; rank++) {
@@ -254,7 +254,7 @@ static void refuse(const Verification *v, int64_t i, float *left) {
         mass = mass > TINY ? mass : TINY;
         if (count > 1) v->node[first + child[rank]].begin = weight_of(scale, from[code], q[code], mass);
         const float over = (float)scale, share = (float)(1 / mass);
-        for (int64_t y = 0; y < v->codes; y++) { /* the codes of refused siblings have 0 left, so that taking more changes nothing */
+        for (int64_t y = 0; y < v->codes; y++) { /* the codes of rejected siblings have 0 left, so that taking more changes nothing */
             const float more = from[y] * over - q[y] * share;
             left[y] = more > 0 ? more : 0;
         }
@@ -272,10 +272,10 @@ static void refuse(const Verification *v, int64_t i, float *left) {
 static void weigh_children(const Verification *v, int64_t b, float *left) {
     for (int64_t i = b * v->nodes; i < (b + 1) * v->nodes; i++) {
         const int64_t child = v->ranks ? v->children[i * v->ranks] : -1, count = children_of(v, i);
-        if (count > 1) refuse(v, i, left);
-        if (count != 1) continue; /* the weight of an only child takes one code of the law, so what is left can wait */
+        if (count > 1) reject_children(v, i, left);
+        if (count != 1) continue; /* the weight of an only child takes one code of the distribution, so what is left can wait */
         const int64_t at = i * v->codes + v->drawn[b * v->nodes + child];
-        v->node[b * v->nodes + child].begin = weight_of(v->node[i].begin, v->law[at], v->q[at], 1);
+        v->node[b * v->nodes + child].begin = weight_of(v->node[i].begin, v->distribution[at], v->q[at], 1);
     }
 }
 
@@ -286,11 +286,11 @@ static void end_draft(const Verification *v, int64_t b, float *left) {
     double none = 1;
     for (int64_t n = v->nodes - 1; n > 0; n--) {
         Node *at = v->node + first + (v->order ? v->order[n] : n);
-        end += v->u[b] >= (at->behind = none *= 1 - at->end);
+        end += v->u[b] >= (at->tail = none *= 1 - at->end);
     }
     int64_t node = v->order ? v->order[end] : end;
-    refuse(v, first + node, left);
-    if (!(sum_of_row(left, v->codes) > 0)) memcpy(left, v->law + (first + node) * v->codes, 4 * v->codes);
+    reject_children(v, first + node, left);
+    if (!(sum_of_row(left, v->codes) > 0)) memcpy(left, v->distribution + (first + node) * v->codes, 4 * v->codes);
     const int64_t bonus = draw(left, up_to(BLOCK, v->codes), v->last[b]), depth = v->node[first + node].depth;
     int64_t *path = v->path + b * (v->levels + 1);
     for (int64_t n = v->levels; n >= 0; n--) {
@@ -305,12 +305,12 @@ static void joint_team(const Team *team, void *work) {
     char *own = v->scratch + team->rank * bytes_of_rows(v->codes, 0);
     float *left = arena_alloc(&own, bytes_of_row(v->codes));
     memset(left, 0, 4 * up_to(BLOCK, v->codes));
-    for (int64_t i = team->rank; i < v->batch * v->nodes; i += team->size) law_of_node(v, i, own);
+    for (int64_t i = team->rank; i < v->batch * v->nodes; i += team->size) distribution_of_node(v, i, own);
     wait_for_team(team);
     for (int64_t b = team->rank; b < v->batch; b += team->size) weigh_children(v, b, left);
     wait_for_team(team);
     for (int64_t i = team->rank; i < v->batch * v->nodes; i += team->size)
-        if (children_of(v, i) < 2) refuse(v, i, left);
+        if (children_of(v, i) < 2) reject_children(v, i, left);
     wait_for_team(team);
     for (int64_t b = team->rank; b < v->batch; b += team->size) end_draft(v, b, left);
 }

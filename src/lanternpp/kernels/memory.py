@@ -1,4 +1,4 @@
-"""Memory for weights, in large pages."""
+"""Memory of kernels: weights in large pages, and scratch memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import threading
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 PAGE, ROOM = 1 << 21, 1 << 24  # bytes of a large page, and of what is allocated at once
 ALIGNED = 64  # tensors begin at multiples of so many bytes
@@ -52,7 +52,12 @@ def allocate(size: int) -> mmap.mmap:
 PAGES = LargePages()
 """Of all weights of this process; memory is freed with the last weight that lies in it."""
 
+_own = threading.local()
 
-def pad(x: Tensor, multiple: int) -> Tensor:
-    """x [n, m] with rows of zeros up to a multiple."""
-    return nn.functional.pad(x, (0, 0, 0, -len(x) % multiple))
+
+def scratch(size: int) -> Tensor:
+    """At least so many bytes for one call of C: those of the calling thread, which its next call gets again."""
+    kept: Tensor | None = getattr(_own, "scratch", None)
+    if kept is None or len(kept) < size:
+        kept = _own.scratch = torch.empty(size, dtype=torch.uint8)
+    return kept
