@@ -142,6 +142,11 @@ def test_pipeline_accelerate_and_generate_draw_the_same_greedy_codes(
     lanternpp.accelerate(model, window=5)
     drawn = model.generate(**given)
     assert expected is None or torch.equal(drawn, expected)
+    assert model.generate.codes_per_pass > 1
+    assert torch.equal(model.generate(**given, method="ar", window=None), drawn)
+    lanternpp.restore(model)
+    assert "generate" not in vars(model)
+    assert expected is None or torch.equal(model.generate(**given), expected)
     for method in ("ar", "jacobi-coupled"):
         result = pipe(texts, method=method, temperature=0.0, cfg=scale)
         tokens = result.codes if name == "janus" else target.token_ids(result.codes)

@@ -52,34 +52,6 @@ from lanternpp.models.transformers.janus import PAD
 from lanternpp.nn import checkpoints
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize(
-    ("name", "guided"),
-    [
-        ("janus", False),
-        ("emu3", False),
-        ("emu3", True),
-        ("chameleon", False),
-        ("chameleon", True),
-        ("glm-image", False),
-    ],
-)
-def test_greedy_pictures_are_those_of_transformers(
-    made: Callable[[str], Case], name: str, guided: bool, count: int
-) -> None:
-    """Janus guides in every call; `guided` adds guidance to those of the others."""
-    case = made(name)
-    given = case.inputs(count) | {"do_sample": False} | (case.negative(count) if guided else {})
-    expected = case.model.generate(**given)
-    assert expected[:, -16:].unique().numel() > 3
-    lanternpp.accelerate(case.model, window=5)
-    assert torch.equal(case.model.generate(**given), expected)
-    assert case.model.generate.codes_per_pass > 1
-    assert torch.equal(case.model.generate(**given, method="ar", window=None), expected)
-    lanternpp.restore(case.model)
-    assert "generate" not in vars(case.model) and torch.equal(case.model.generate(**given), expected)
-
-
 def test_a_sequence_ends_where_a_token_ends_it(made: Callable[[str], Case]) -> None:
     """Each of a batch elsewhere, and padding behind, as transformers has it."""
     case = made("glm-image")
