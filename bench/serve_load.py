@@ -84,7 +84,7 @@ def keep(
 ) -> None:
     """Keep the facts and bytes of a picture."""
     run.seconds.append(seconds)
-    run.rows[data["lanternpp"]["rows"]] += 1
+    run.rows[data["lanternpp"]["batch_size"]] += 1
     if len(run.pictures) < args.keep:
         run.pictures.append({"prompt": body["prompt"], "file": data["b64_json"], **data["lanternpp"]})
     if args.pid and len(run.seconds) % 25 == 0:

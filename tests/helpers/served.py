@@ -164,9 +164,9 @@ def until(true: Callable[[], object], seconds: float = 120) -> None:
 
 
 @contextmanager
-def batcher_of(pipe: object, **options: object) -> Iterator[Batcher]:
-    """A batcher that is closed in the end, whatever happens."""
-    made = Batcher(pipe, **options)
+def batcher_of(pipe: object, config: ServerConfig | None = None, **options: object) -> Iterator[Batcher]:
+    """A batcher that is closed in the end, whatever happens. options: further fields of its configuration."""
+    made = Batcher(pipe, replace(config or ServerConfig(), **options))
     try:
         yield made
     finally:
@@ -207,8 +207,8 @@ def app_of(
 ) -> Iterator[tuple[Batcher, str]]:
     """A batcher of a pipeline, and the address of a real server of its app."""
     with (
-        batcher_of(pipe, **options) as batcher,
-        listening(create_app(batcher, config, page), limits, proxies) as address,
+        batcher_of(pipe, config, page=page, **options) as batcher,
+        listening(create_app(batcher), limits, proxies) as address,
     ):
         yield batcher, address
 
@@ -216,7 +216,7 @@ def app_of(
 @contextmanager
 def client_of(pipe: object, config: ServerConfig | None = None, page: bool = False) -> Iterator[TestClient]:
     """A client of an app in this process, without a socket."""
-    with batcher_of(pipe) as batcher, TestClient(create_app(batcher, config, page)) as http:
+    with batcher_of(pipe, config, page=page) as batcher, TestClient(create_app(batcher)) as http:
         yield http
 
 

@@ -82,7 +82,7 @@ def test_a_byte_now_and_then_buys_no_time(caplog: pytest.LogCaptureFixture) -> N
 def test_a_request_that_is_drawn_is_waited_for() -> None:
     with serving(Limits(**SHORT)) as (pipe, batcher, address), dial(address) as line:
         line.sendall(request())
-        until(lambda: batcher.stats.running == 1)
+        until(lambda: batcher.load.running == 1)
         time.sleep(1.5)  # longer than it may take to ask
         pipe.allow()
         assert line.recv(100).startswith(b"HTTP/1.1 200 ")
@@ -92,7 +92,7 @@ def test_who_sends_requests_is_let_in_however_many_hold_connections_open(caplog)
     with serving(Limits(connections=10)) as (pipe, batcher, address), ExitStack() as ends:
         drawn = ends.enter_context(dial(address))
         drawn.sendall(request())
-        until(lambda: batcher.stats.running == 1)
+        until(lambda: batcher.load.running == 1)
         for _ in range(30):
             ends.enter_context(dial(address)).sendall(b"GET / HTTP/1.1\r\nX: ")
             assert httpx.get(f"{address}/healthz").status_code == 200
@@ -125,7 +125,7 @@ def test_a_request_sent_ahead_is_not_drawn_and_the_first_ends_with_its_client(to
         ticket = batcher._scheduler.tickets[0]
         until(lambda: ticket.done)
         pipe.allow(1)
-        until(lambda: batcher.stats.running == 0)
+        until(lambda: batcher.load.running == 0)
         assert httpx.post(address + IMAGES, json={"prompt": "tulip", "deadline": 1e-9}).status_code == 504
         assert pipe.admitted == [1]
 
@@ -178,7 +178,7 @@ def test_only_a_named_proxy_says_who_its_clients_are(proxies: tuple[str, ...], c
         for seed in range(3):
             line = ends.enter_context(dial(address))
             line.sendall(request(seed=seed).replace(b"Host:", b"X-Forwarded-For: 9.9.9.%d\r\nHost:" % seed))
-            until(lambda seed=seed: batcher.stats.running + batcher.stats.queued == seed + 1)
+            until(lambda seed=seed: batcher.load.running + batcher.load.queued == seed + 1)
         tickets = [*batcher._scheduler.tickets, *batcher._waiting]
         assert len({ticket.spec.client for ticket in tickets}) == clients
         pipe.allow()

@@ -22,8 +22,8 @@ CONFIG = {"checks": {"positive_data_acceptance": {"expected-statuses": TAKEN}}}
 @pytest.fixture(scope="module")
 def document(pipe):
     """The document of an app in this process."""
-    with batcher_of(pipe, slots=2) as batcher:
-        app = create_app(batcher, ServerConfig("ar", keys=[KEY]), page=False)
+    with batcher_of(pipe, ServerConfig("ar", keys=[KEY]), slots=2, page=False) as batcher:
+        app = create_app(batcher)
         config = SchemathesisConfig.from_dict(CONFIG)
         yield schemathesis.openapi.from_asgi("/openapi.json", app, config=config, headers=AUTHORIZED)
 

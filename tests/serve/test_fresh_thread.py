@@ -8,15 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.served import IMAGES, client_of
 
 from lanternpp import Pipeline
-from lanternpp.cli import main
-from lanternpp.serve import server
 from lanternpp.serve.fresh_thread import run_in_fresh_thread
 from lanternpp.serve.pictures import half_drawn
 
@@ -73,49 +70,25 @@ def test_an_interrupt_ends_what_is_aside_and_the_program_does_not_abort() -> Non
     assert process.returncode == 0
 
 
-class Calls:
-    """The threads in which a function was called."""
+def test_a_server_computes_in_threads_that_end(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are read, and previews drawn, in threads that end; pictures in the one that stays."""
+    threads: dict[str, set[threading.Thread]] = {"prompt": set(), "images": set()}
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, name: str):
-        self.threads: list[threading.Thread] = []
+    def watch(owner: object, name: str) -> None:
         call = getattr(owner, name)
 
         def noted(*args: object, **options: object) -> object:
-            self.threads.append(threading.current_thread())
+            threads[name].add(threading.current_thread())
             return call(*args, **options)
 
         monkeypatch.setattr(owner, name, noted)
 
-    @property
-    def left(self) -> set[str]:
-        """Names of those that live."""
-        assert self.threads
-        return {thread.name for thread in self.threads if thread.is_alive()}
-
-
-def test_a_server_that_starts_has_computed_aside(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = [
-        Calls(monkeypatch, Pipeline, "from_pretrained"),
-        Calls(monkeypatch, Pipeline, "new_engine"),
-        Calls(monkeypatch, Pipeline, "images"),
-    ]
-
-    def run(app: object, batcher: object, *rest: object) -> bool:
-        batcher.close(False, 0)
-        return True
-
-    monkeypatch.setattr(server, "run", run)
-    with pytest.raises(SystemExit) as end:
-        main(["serve", "--port", "0", "--model", str(model), "--device", "cpu"])
-    assert end.value.code == 0
-    assert [made.left for made in calls] == [set(), set(), set()]
-
-
-def test_requests_compute_aside(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, drawn = Calls(monkeypatch, pipe.target, "prompt"), Calls(monkeypatch, pipe, "images")
+    watch(pipe.target, "prompt")
+    watch(pipe, "images")
     with client_of(pipe) as http:
         body = {"prompt": "red tulip", "stream": True, "partial_images": 2}
         assert "completed" in http.post(IMAGES, json=body).text
         half_drawn(pipe, torch.arange(5))
-        assert drawn.left == {"lanternpp-batcher"}
-        assert read.left == set()  # the thread that draws reads no prompt
+        assert all(threads.values())
+        left = {name: {each.name for each in seen if each.is_alive()} for name, seen in threads.items()}
+        assert left == {"prompt": set(), "images": {"lanternpp-batcher"}}

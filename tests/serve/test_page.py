@@ -13,8 +13,7 @@ from helpers.served import AUTHORIZED, KEY, SlowPipe, client_of, tiny
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.page import FILES
-from lanternpp.serve.page.routes import FOLDER
-from lanternpp.serve.page.setup import DIALS, methods, setup
+from lanternpp.serve.page.routes import DIALS, FOLDER, methods, setup
 from lanternpp.serve.schemas import ImagesRequest
 
 

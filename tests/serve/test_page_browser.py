@@ -107,7 +107,7 @@ def page(browser: Browser, address: str) -> Iterator[Page]:
 
 def idle(batcher: Batcher) -> None:
     """Nothing is drawn or waits, soon."""
-    until(lambda: not batcher.stats.running + batcher.stats.queued)
+    until(lambda: not batcher.load.running + batcher.load.queued)
 
 
 def height(page: Page) -> int:
@@ -268,7 +268,7 @@ def test_stop_and_a_closed_page_free_their_slots(page: Page, batcher: Batcher) -
     expect(page.locator("#board.stopped")).to_be_visible(timeout=PATIENCE)
     idle(batcher)
     page.locator("#race").click()
-    until(lambda: batcher.stats.running)
+    until(lambda: batcher.load.running)
     page.close()
     idle(batcher)
 

@@ -134,7 +134,7 @@ def test_a_server_whose_batcher_breaks_ends_with_its_error():
         before = set(threading.enumerate())
         try:
             with pytest.raises(TypeError, match="not callable"):
-                run(create_app(batcher, page=False), batcher, bind("127.0.0.1", 0), 5.0, ready)
+                run(create_app(batcher), batcher, bind("127.0.0.1", 0), 5.0, ready)
         finally:
             for thread in set(threading.enumerate()) - before:
                 if isinstance(thread, threading.Timer):

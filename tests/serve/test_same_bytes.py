@@ -22,7 +22,6 @@ def alone(pipe: Pipeline, spec: ImageSpec, drawn: FinishedImage):
 
 def same(pipe: Pipeline, spec: ImageSpec, drawn: FinishedImage) -> None:
     result = alone(pipe, spec, drawn)
-    assert drawn.settings.batch_size == drawn.rows
     assert drawn.codes.tolist() == result.codes[0].tolist()
     assert drawn.image.tobytes() == result.images[0].tobytes()
     assert list(drawn.accepted) == result.stats.accepted_per_pass
@@ -32,7 +31,7 @@ def same(pipe: Pipeline, spec: ImageSpec, drawn: FinishedImage) -> None:
 def test_whoever_sits_beside_it_comes_late_or_leaves(pipe, method):
     settings = pipe.settings(method)
     specs = [ImageSpec(PROMPTS[i % 3], 7 * i, settings, client=str(i % 2)) for i in range(7)]
-    with batcher_of(pipe, slots=4, max_runners=2) as batcher:
+    with batcher_of(pipe, slots=4, max_engines=2) as batcher:
         tickets = batcher.submit_all(specs[:5])
         leaver = tickets[1]
         until(lambda: leaver.started is not None)
@@ -67,8 +66,8 @@ def test_what_is_chosen_for_a_runner_is_what_the_picture_says(pipe, monkeypatch)
     with batcher_of(pipe, slots=4) as batcher:
         drawn = [ticket.result(300) for ticket in batcher.submit_all(specs)]
         small = batcher.submit(specs[0]).result(300)
-    assert {one.settings.method for one in drawn if one.rows == 4} == {"ar"}
-    assert (small.rows, small.settings.method) == (1, "lantern++")
+    assert {one.settings.method for one in drawn if one.settings.batch_size == 4} == {"ar"}
+    assert (small.settings.batch_size, small.settings.method) == (1, "lantern++")
     for spec, one in [*zip(specs, drawn, strict=True), (specs[0], small)]:
         same(pipe, spec, one)
 
@@ -79,7 +78,7 @@ def test_the_shipped_model():
     specs = [ImageSpec(prompt, 3, settings) for prompt in ("a red tulip", "the sea at sunset", "a forest")]
     with batcher_of(pipe, slots=4) as batcher:
         first = batcher.submit_all(specs[:2])
-        until(lambda: batcher.stats.running == 2 or first[0].done)
+        until(lambda: batcher.load.running == 2 or first[0].done)
         late = batcher.submit(specs[2])
         drawn = [ticket.result(300) for ticket in (*first, late)]
     same(pipe, specs[1], drawn[1])

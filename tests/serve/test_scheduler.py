@@ -1,11 +1,13 @@
-"""Which batch runner a picture enters, and which one steps next."""
+"""Which picture is next, which batch runner it enters, and which one steps next."""
 
 from __future__ import annotations
 
 import pytest
-from helpers.served import settings
+from helpers.served import settings, spec
 
+from lanternpp.serve.queue import FairQueue
 from lanternpp.serve.scheduler import AllRunnersBusy, ClientAtLimit, Scheduler
+from lanternpp.serve.tickets import Ticket
 
 AR, OTHER = settings("ar"), settings("ar", temperature=0.5)
 
@@ -14,7 +16,8 @@ class Stub:
     """A batch runner without an engine."""
 
     def __init__(self, key, rows):
-        self.key, self.rows, self.virtual_time, self.last_used = key, rows, 0.0, 0.0
+        self.key, self.settings = key, settings(batch_size=rows)
+        self.virtual_time = self.last_used = 0.0
         self.tickets, self.clients, self.steps = [], [], 0
 
     def fill(self, count, *clients):
@@ -34,7 +37,7 @@ def scheduler():
 
 @pytest.mark.parametrize(("waiting", "rows"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (40, 8)])
 def test_an_empty_server_opens_the_smallest_runner_that_holds_what_waits(scheduler, waiting, rows):
-    assert scheduler.runner_for(AR, waiting).rows == rows
+    assert scheduler.runner_for(AR, waiting).settings.batch_size == rows
 
 
 def test_a_free_slot_of_a_running_runner_comes_first(scheduler):
@@ -45,20 +48,20 @@ def test_a_free_slot_of_a_running_runner_comes_first(scheduler):
 
 def test_a_full_runner_gets_a_larger_sister(scheduler):
     scheduler.runner_for(AR, 1).fill(1)
-    assert scheduler.runner_for(AR, 1).rows == 2
+    assert scheduler.runner_for(AR, 1).settings.batch_size == 2
 
 
 def test_a_small_runner_is_not_refilled_while_a_crowd_waits(scheduler):
     small = scheduler.runner_for(AR, 2).fill(1)
     large = scheduler.runner_for(AR, 8)
-    assert large is not small and large.rows == 8
+    assert large is not small and large.settings.batch_size == 8
     large.fill(8)
     assert scheduler.runner_for(AR, 8) is None
 
 
 def test_a_large_runner_is_not_kept_up_for_a_few(scheduler):
     large = scheduler.runner_for(AR, 8).fill(1)
-    assert scheduler.runner_for(AR, 1).rows == 1
+    assert scheduler.runner_for(AR, 1).settings.batch_size == 1
     assert scheduler.runner_for(AR, 3) is large
 
 
@@ -153,3 +156,56 @@ def test_the_last_runner_is_not_for_a_client_that_has_all_others(scheduler):
     runner.tickets = []
     scheduler.runners[0].fill(1, "third")
     assert scheduler.runner_for(OTHER, 1, "many")
+
+
+def queue(*clients: str) -> FairQueue:
+    made = FairQueue()
+    for number, client in enumerate(clients):
+        made.add(Ticket(spec(number, client)))
+    return made
+
+
+def seeds(waiting: FairQueue) -> list[int]:
+    return [ticket.spec.seed for ticket in waiting]
+
+
+def test_clients_take_turns_and_one_is_served_in_the_order_of_its_requests():
+    assert seeds(queue("a", "a", "a", "a", "b", "b", "c")) == [0, 4, 6, 1, 5, 2, 3]
+
+
+def test_who_comes_late_waits_for_no_more_than_one_turn_of_each():
+    waiting = queue("a", "a", "a", "a")
+    for ticket in list(waiting)[:2]:
+        waiting.remove(ticket)
+    waiting.add(Ticket(spec(9, "b")))
+    assert seeds(waiting) == [2, 9, 3]
+
+
+def test_leaving_gives_no_one_a_better_turn():
+    waiting = queue("a", "a", "b", "b")
+    waiting.remove(next(iter(waiting)))
+    assert seeds(waiting) == [2, 1, 3]
+    waiting.add(Ticket(spec(9, "a")))  # behind its own first, as b's second is
+    assert seeds(waiting) == [2, 1, 3, 9]
+
+
+class Interrupted(list):
+    """Entries of a queue; once a walk has seen the first one, something happens before it goes on."""
+
+    def __iter__(self):
+        for place in range(len(self)):
+            yield self[place]
+            if place == 0 and self.happens:
+                happens, self.happens = self.happens, None
+                happens()
+
+
+def test_a_walk_sees_nobody_twice_while_others_join_and_leave():
+    waiting = queue("a", "a", "b")
+    first = next(iter(waiting))
+    waiting.remove(first)
+    waiting.add(first)  # its client's last
+    waiting._entries = Interrupted(waiting._entries)
+    waiting._entries.happens = lambda: waiting.add(Ticket(spec(9, "c")))
+    assert seeds(waiting) == [2, 1, 0]
+    assert seeds(waiting) == [2, 9, 1, 0]

@@ -89,7 +89,7 @@ def test_a_client_that_stops_reading_is_given_up_and_nothing_piles_up(pipe: Pipe
 
     async def stalled() -> None:
         body = ImagesRequest(prompt=PROMPT, n=2, stream=True, progress=True, seed=1)
-        mapper = RequestMapper(batcher, ServerConfig("ar"))
+        mapper = RequestMapper(batcher)
         tickets = batcher.submit_all(mapper.specs(body, ""))
         stream, read = PictureStream(mapper, body, tickets), 0
 
@@ -108,7 +108,7 @@ def test_a_client_that_stops_reading_is_given_up_and_nothing_piles_up(pipe: Pipe
         assert all(isinstance(ticket.error, Cancelled) for ticket in tickets)
         running.cancel()
 
-    with batcher_of(paced) as batcher:
+    with batcher_of(paced, ServerConfig("ar")) as batcher:
         asyncio.run(stalled())
     assert max(piled) <= 2 * 3, (
         "of a picture no more than its latest figures, its latest preview, and its end"

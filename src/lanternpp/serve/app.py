@@ -38,19 +38,18 @@ class ServerSpec:
     def start(self, pipe: Pipeline) -> tuple[Batcher, FastAPI]:
         """A batcher, which the caller must close, and the app that uses it. Raises InputError."""
         warnings.simplefilter("ignore", PromptWarning)  # a prompt of a client is not the operator's concern
-        config = self.config
-        batcher = Batcher(pipe, config.slots, config.queue, config.max_engines)
+        batcher = Batcher(pipe, self.config)
         try:
-            return batcher, create_app(batcher, config, config.page)
+            return batcher, create_app(batcher)
         except BaseException:
             batcher.close(False, 0)
             raise
 
 
-def create_app(batcher: Batcher, config: ServerConfig | None = None, page: bool = True) -> FastAPI:
+def create_app(batcher: Batcher) -> FastAPI:
     """The ASGI app that uses a batcher, which the caller must close.
 
-    page: whether to serve the page at /. Raises InputError where a package of the extra `serve` is missing.
+    Raises InputError where a package of the extra `serve` is missing.
     """
     try:
         from fastapi import FastAPI
@@ -63,7 +62,6 @@ def create_app(batcher: Batcher, config: ServerConfig | None = None, page: bool 
         from lanternpp.serve.routes import router
     except ImportError as error:
         raise InputError(EXTRA.format(name=error.name)) from None
-    config = config or ServerConfig()
     app = FastAPI(
         title="lanternpp",
         version=versions()["lanternpp"],
@@ -71,12 +69,12 @@ def create_app(batcher: Batcher, config: ServerConfig | None = None, page: bool 
         docs_url=None,  # FastAPI's pages load scripts from other hosts
         redoc_url=None,
     )
-    metrics = Metrics(batcher)
-    app.include_router(router(batcher, config, metrics))
+    config, metrics = batcher.config, Metrics(batcher)
+    app.include_router(router(batcher, metrics))
     install_error_handlers(app)
-    if page:
+    if config.page:
         app.include_router(page_router(batcher.pipe, config))
-    public = tuple(FILES) if page else ()
+    public = tuple(FILES) if config.page else ()
     app.add_middleware(Guard, config=config, public=public, answered=metrics.answered)
     correct_openapi(app, bool(config.keys))
     return app

@@ -8,67 +8,48 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from lanternpp.api.options import Settings
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.errors import InputError
-from lanternpp.serve.config import power_of_two
+from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.queue import FairQueue, SubmissionQueue
 from lanternpp.serve.scheduler import AllRunnersBusy, BatchRunner, ClientAtLimit, Scheduler
 from lanternpp.serve.tickets import Closed, Expired, Ticket
 
 
 @dataclass(frozen=True)
-class Stats:
+class Load:
     """What the batcher is doing right now."""
 
     running: int  # pictures in slots
     queued: int  # pictures in the queue
-    runners: dict[int, int] = field(default_factory=dict)  # rows -> number of batch runners with so many
-    seconds_between: float | None = None  # moving average between two finished pictures; None: unknown yet
+    runners: Mapping[int, int]  # batch size -> number of batch runners
 
 
 class Batcher(SubmissionQueue):
     """Accepts pictures from any thread and draws them in one, the drawing thread."""
 
-    def __init__(
-        self,
-        pipe: Pipeline,
-        slots: int = 8,
-        queue: int = 64,
-        max_runners: int = 4,
-    ):
-        """Start the drawing thread.
-
-        pipe: best read with `run_in_fresh_thread`. slots: most rows of a batch runner, a power of two. queue: most
-        pictures that wait. max_runners: most batch runners, and so engines, that are kept. Raises InputError where a
-        number is wrong.
-        """
-        power_of_two(slots)
-        if max_runners < 1:
-            raise InputError(f"max_runners {max_runners} is below 1; use 1 or more")
-        super().__init__(pipe, queue)
-        self.slots = slots
-        self._scheduler = Scheduler(self._build, slots, max_runners)
+    def __init__(self, pipe: Pipeline, config: ServerConfig | None = None):
+        """Start the drawing thread. pipe: best read with `run_in_fresh_thread`."""
+        super().__init__(pipe, config or ServerConfig())
+        self._scheduler = Scheduler(self._build, self.config.slots, self.config.max_engines)
         self._stop = False
-        self._broken: Exception | None = None
+        self.broken: Exception | None = None  # the error that ended the drawing thread
         self._thread = threading.Thread(target=self._run, name="lanternpp-batcher", daemon=True)
         self._thread.start()
 
     @property
-    def broken(self) -> Exception | None:
-        """The error that ended the drawing thread; None: it runs, or was closed."""
-        return self._broken
-
-    @property
-    def stats(self) -> Stats:
+    def load(self) -> Load:
         """What it is doing now."""
         with self._changed:
             runners = self._scheduler.runners
-            rows = Counter(runner.rows for runner in runners)
             running = sum(len(runner.tickets) for runner in runners)
-            return Stats(running, len(self._waiting), dict(rows), self._seconds_between)
+            return Load(
+                running, len(self._waiting), Counter(runner.settings.batch_size for runner in runners)
+            )
 
     def close(self, drain: bool = True, timeout: float = 30.0) -> bool:
         """Accept nothing new; with `drain`, wait up to `timeout` seconds for the accepted pictures. Then stop.
@@ -77,7 +58,7 @@ class Batcher(SubmissionQueue):
         """
         until = time.monotonic() + timeout
         with self._changed:
-            self._closed = True
+            self.closed = True
             if drain:
                 self._changed.wait_for(lambda: not self._busy(), max(0.0, until - time.monotonic()))
             unfinished = self._busy()
@@ -98,10 +79,10 @@ class Batcher(SubmissionQueue):
                 pass
         except Exception as error:
             # A bug or a broken device: let every ticket fail instead of waiting for ever.
-            reason = self._broken = error
+            reason = self.broken = error
         finally:
             with self._changed:
-                self._closed = self._stop = True
+                self.closed = self._stop = True
                 for ticket in [*self._scheduler.tickets, *self._waiting]:
                     ticket.fail(reason)
                 self._waiting, self._scheduler.runners = FairQueue(), ()
@@ -194,6 +175,6 @@ class Batcher(SubmissionQueue):
                 self._discard(runner, error)
         ticket.encoded = None
 
-    def _build(self, key: Settings, rows: int) -> BatchRunner:
-        settings = replace(self.pipe.at_batch(replace(key, batch_size=rows), rows), batch_size=rows)
+    def _build(self, key: Settings, size: int) -> BatchRunner:
+        settings = replace(self.pipe.at_batch(replace(key, batch_size=size), size), batch_size=size)
         return BatchRunner(self.pipe.new_engine(settings), key, settings, self.pipe.images)

@@ -79,12 +79,9 @@ class Connection(H11Protocol):
     def _close_longest_waiting(self) -> None:
         most = self.limits.connections
         self.limits.warn(f"all {most} connections are in use; the one that waits longest is closed")
-        waiting = {
-            other._waiting_since: other
-            for other in self.connections
-            if isinstance(other, Connection) and other._waiting_since is not None
-        }
-        (waiting[min(waiting)] if waiting else self).transport.abort()
+        others = [other for other in self.connections if isinstance(other, Connection)]
+        waiting = [other for other in others if other._waiting_since is not None]
+        min(waiting, key=lambda other: other._waiting_since or 0, default=self).transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Bytes of a request.

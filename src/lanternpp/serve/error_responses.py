@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -12,9 +14,6 @@ from starlette.responses import JSONResponse
 from lanternpp.errors import InputError
 from lanternpp.serve.schemas import Fault, Refusal
 from lanternpp.serve.tickets import Cancelled, Closed, Expired, Full
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
 
 log = logging.getLogger("lanternpp.serve")
 BROKEN = "the server failed at this request; its log has the error"
@@ -35,8 +34,14 @@ def error_response(
 
 
 def response_for(error: Exception) -> JSONResponse:
-    """The response for an error that drawing a picture raised."""
+    """The response for an error that reading a request or drawing a picture raised."""
     match error:
+        case RequestValidationError():
+            return validation_error_response(list(error.errors()))
+        case HTTPException():
+            answer = error_response(error.status_code, str(error.detail), CODES.get(error.status_code))
+            answer.headers.update(error.headers or {})
+            return answer
         case Full():
             return error_response(429, str(error), "queue_full", Retry_After=str(error.retry_after))
         case Closed():
@@ -88,21 +93,13 @@ def printable(message: str) -> str:
 
 def install_error_handlers(app: FastAPI) -> None:
     """Give an app these responses for errors outside its routes: invalid bodies, unknown paths, exceptions."""
-    from fastapi.exceptions import RequestValidationError
 
-    async def invalid(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return validation_error_response(list(error.errors()))
-
-    async def http(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        answer = error_response(error.status_code, str(error.detail), CODES.get(error.status_code))
-        answer.headers.update(error.headers or {})
-        return answer
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        return response_for(error)
 
     async def broken(request: Request, error: Exception) -> JSONResponse:
         return error_response(500, BROKEN, "internal_error")  # starlette raises it again, and uvicorn logs it
 
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RequestValidationError, answer)
+    app.add_exception_handler(HTTPException, answer)
     app.add_exception_handler(Exception, broken)

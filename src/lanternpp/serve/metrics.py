@@ -31,7 +31,7 @@ class Metrics:
             "lanternpp_picture_seconds", "Seconds from request to picture", buckets=SECONDS
         )
         self.waited = histogram("lanternpp_waiting_seconds", "Seconds in the queue", buckets=SECONDS)
-        rows = [1 << i for i in range(batcher.slots.bit_length())]
+        rows = [1 << i for i in range(batcher.config.slots.bit_length())]
         self.batch = histogram("lanternpp_batch_size", "Pictures that a step advances", buckets=rows)
         codes = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15)
         self.speed = histogram(
@@ -73,13 +73,13 @@ class BatcherGauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Gauges."""
-        stats = self.batcher.stats
-        yield GaugeMetricFamily("lanternpp_queue_length", "Pictures in the queue", stats.queued)
+        load = self.batcher.load
+        yield GaugeMetricFamily("lanternpp_queue_length", "Pictures in the queue", load.queued)
         yield GaugeMetricFamily(
-            "lanternpp_queue_limit", "Most pictures that the queue takes", self.batcher.queue
+            "lanternpp_queue_limit", "Most pictures that the queue takes", self.batcher.config.queue
         )
-        yield GaugeMetricFamily("lanternpp_running", "Pictures in slots", stats.running)
-        engines = GaugeMetricFamily("lanternpp_engines", "Engines kept, by their rows", labels=["rows"])
-        for rows, count in sorted(stats.runners.items()):
-            engines.add_metric([str(rows)], count)
+        yield GaugeMetricFamily("lanternpp_running", "Pictures in slots", load.running)
+        engines = GaugeMetricFamily("lanternpp_engines", "Engines kept, by batch size", labels=["batch_size"])
+        for size, count in sorted(load.runners.items()):
+            engines.add_metric([str(size)], count)
         yield engines

@@ -20,6 +20,7 @@ from lanternpp.api.calls import EMPTY
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
+from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.fresh_thread import run_in_fresh_thread
 from lanternpp.serve.tickets import Closed, Full, ImageSpec, Ticket
 from lanternpp.types import Prompt
@@ -75,25 +76,18 @@ class Observer(Protocol):
 
 
 class SubmissionQueue:
-    """A queue of at most `queue` pictures for one model. A subclass takes them out and draws them."""
+    """A queue of at most `config.queue` pictures for one model. A subclass takes them out and draws them."""
 
-    def __init__(self, pipe: Pipeline, queue: int):
-        if queue < 1:
-            raise InputError(f"a queue of {queue} is below 1; use 1 or more")
-        self.pipe, self.queue = pipe, queue
+    def __init__(self, pipe: Pipeline, config: ServerConfig):
+        self.pipe, self.config = pipe, config
         self.observers: list[Observer] = []
         self._waiting = FairQueue()
         self._changed = threading.Condition()  # guards the queue and the flags; wakes the drawing thread
         self._encoding = threading.Lock()  # a target encodes one prompt at a time
         self._reserved = 0  # places in the queue for pictures whose prompts are being encoded
-        self._closed = False
+        self.closed = False  # whether nothing new is accepted
         self._seconds_between: float | None = None  # moving average between two finished pictures
         self._last_finish: float | None = None  # time.monotonic(); None: nothing was left to draw after it
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing new is accepted."""
-        return self._closed
 
     def submit(self, spec: ImageSpec) -> Ticket:
         """Put a picture into the queue. Raises Full where there is no room, Closed, or InputError."""
@@ -111,12 +105,13 @@ class SubmissionQueue:
         Reserving is quick. It raises Full, Closed, or InputError where the queue is shorter than `count`. The function
         encodes the prompts, which may take a second; it raises Closed or InputError.
         """
-        if count > self.queue:
-            raise InputError(f"{count} pictures do not fit the queue of {self.queue}; ask for fewer")
+        room = self.config.queue
+        if count > room:
+            raise InputError(f"{count} pictures do not fit the queue of {room}; ask for fewer")
         with self._changed:
             self._refuse_closed()
             taken = len(self._waiting) + self._reserved
-            if taken + count > self.queue:
+            if taken + count > room:
                 raise Full(taken, self._retry_after(count))
             self._reserved += count
         try:
@@ -154,7 +149,7 @@ class SubmissionQueue:
         return self.pipe.target.prompt([prompt], branches)
 
     def _refuse_closed(self) -> None:
-        if self._closed:
+        if self.closed:
             raise Closed("the server is shutting down")
 
     def _wake(self) -> None:

@@ -15,15 +15,17 @@ from typing import Any
 
 import torch
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from lanternpp.errors import InputError
 from lanternpp.jobs.cluster import LOCAL, Share, cluster, share
 from lanternpp.serve.app import ServerSpec
-from lanternpp.serve.error_responses import CODES, error_response
+from lanternpp.serve.error_responses import error_response, response_for
 from lanternpp.serve.fresh_thread import run_in_fresh_thread
 from lanternpp.serve.guard import Guard
 from lanternpp.serve.page import FILES
+from lanternpp.serve.routes import disconnected
 from lanternpp.serve.server import GRACEFUL_SECONDS
 from lanternpp.serve.server import run as serve_until_signal
 
@@ -108,18 +110,17 @@ class Replicas:
         """Pass a request to a replica, and its answer back."""
         if scope["type"] != "http":
             raise ValueError(f"{scope['type']} is not supported")
+        request = Request(scope, receive)
         try:
-            body = await read_body(receive)
+            body = await request.body()
+        except ClientDisconnect:
+            return
         except HTTPException as error:
-            headers = {name.replace("-", "_"): value for name, value in (error.headers or {}).items()}
-            answer = error_response(error.status_code, error.detail, CODES.get(error.status_code), **headers)
-            await answer(scope, receive, send)
+            await response_for(error)(scope, receive, send)
             return
-        if body is None:
-            return
-        request = {name: scope[name] for name in SCOPE_KEYS if name in scope}
-        messages = self.handle.options(stream=True).answer.remote(request, body)
-        gone = asyncio.ensure_future(read_body(receive))
+        sent = {name: scope[name] for name in SCOPE_KEYS if name in scope}
+        messages = self.handle.options(stream=True).answer.remote(sent, body)
+        gone = asyncio.ensure_future(disconnected(request))
         gone.add_done_callback(lambda task: task.cancelled() or messages.cancel())
         begun = False
         try:
@@ -132,22 +133,10 @@ class Replicas:
             log.error("a replica did not answer", exc_info=error)
             if begun:
                 raise
-            answer = error_response(
-                503, "the server failed at this request; try again", "unavailable", Retry_After="5"
-            )
-            await answer(scope, receive, send)
+            message = "the server failed at this request; try again"
+            await error_response(503, message, "unavailable", Retry_After="5")(scope, receive, send)
         finally:
             gone.cancel()
-
-
-async def read_body(receive: Receive) -> bytes | None:
-    """The body of a request; None: its client disconnected."""
-    body = bytearray()
-    while (message := await receive())["type"] == "http.request":
-        body += message.get("body", b"")
-        if not message.get("more_body", False):
-            return bytes(body)
-    return None
 
 
 def run(

@@ -12,7 +12,6 @@ from lanternpp.api.settings import KINDS
 from lanternpp.errors import InputError
 from lanternpp.serve import schemas
 from lanternpp.serve.batcher import Batcher
-from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.pictures import Previews, encode, picture_size, png_notes
 from lanternpp.serve.schemas import ImagesRequest
 from lanternpp.serve.tickets import FinishedImage, ImageSpec, Ticket
@@ -25,8 +24,8 @@ SEEDS = 1 << 31  # a seed below this is drawn where a request gives none
 class RequestMapper:
     """Turns requests into pictures to draw, and finished pictures into responses."""
 
-    def __init__(self, batcher: Batcher, config: ServerConfig):
-        self.batcher, self.config, self.pipe = batcher, config, batcher.pipe
+    def __init__(self, batcher: Batcher):
+        self.batcher, self.config, self.pipe = batcher, batcher.config, batcher.pipe
         self.previews = Previews(self.pipe)
         self.size = "{}x{}".format(*picture_size(self.pipe))
 
@@ -60,7 +59,7 @@ class RequestMapper:
         return schemas.Facts(
             seed=spec.seed,
             method=image.settings.method,
-            rows=image.rows,
+            batch_size=image.settings.batch_size,
             codes=len(image.codes),
             passes=len(image.accepted),
             codes_per_pass=len(image.codes) / len(image.accepted),

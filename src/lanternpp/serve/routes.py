@@ -14,7 +14,6 @@ from fastapi.responses import JSONResponse, Response
 from lanternpp.models.base import prompt_warnings
 from lanternpp.serve import schemas
 from lanternpp.serve.batcher import Batcher
-from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.error_responses import error_response, response_for
 from lanternpp.serve.metrics import CONTENT, Metrics
 from lanternpp.serve.request_mapping import RequestMapper
@@ -70,12 +69,11 @@ def client_of(request: Request) -> str:
     return key or (request.client.host if request.client else "")
 
 
-def router(batcher: Batcher, config: ServerConfig, metrics: Metrics) -> APIRouter:
+def router(batcher: Batcher, metrics: Metrics) -> APIRouter:
     """All routes of the API."""
-    mapper, routes = RequestMapper(batcher, config), APIRouter()
-    encoders = CapacityLimiter(
-        1
-    )  # waiting to encode a prompt must not use up the threads that encode finished pictures
+    mapper, routes = RequestMapper(batcher), APIRouter()
+    # Waiting to encode a prompt must not use up the threads that encode finished pictures.
+    encoders = CapacityLimiter(1)
     card = schemas.ModelCard(id=batcher.pipe.name)
     no_model = f"is not served here; use {card.id!r}"
 
@@ -140,11 +138,11 @@ def router(batcher: Batcher, config: ServerConfig, metrics: Metrics) -> APIRoute
     )
     async def healthz() -> JSONResponse:
         """200; 503 as soon as the server has begun to shut down."""
-        stats, closed = batcher.stats, batcher.closed
+        load, closed = batcher.load, batcher.closed
         state = schemas.Health(
             status="draining" if closed else "ok",
-            running=stats.running,
-            queued=stats.queued,
+            running=load.running,
+            queued=load.queued,
         )
         return JSONResponse(state.model_dump(), 503 if closed else 200)
 

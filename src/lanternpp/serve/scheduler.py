@@ -1,10 +1,10 @@
 """Batch runners, and the scheduler: which of them a picture enters, and which steps next.
 
-Batch runners have 1, 2, 4 ... `slots` rows; there is at most one for each pair of settings and size. Where w pictures of
+Batch runners have 1, 2, 4 ... `slots` slots; there is at most one for each pair of settings and size. Where w pictures of
 the same settings wait, the fitting size is the smallest one that is at least w (at most `slots`). A picture enters
 
 1. the largest running batch runner of its settings that has a free slot, if it is of the fitting size or larger (a small
-   one is not refilled while many pictures wait) and at least half of its rows would then be in use (a large one is not
+   one is not refilled while many pictures wait) and at least half of its slots would then be in use (a large one is not
    kept running for a few pictures);
 2. else an idle or new batch runner of the smallest size, from the fitting one up, that is not running;
 3. else none yet: it waits. At most `max_runners` engines are kept; the idle one that was used longest ago is closed to
@@ -50,7 +50,6 @@ class BatchRunner:
         pixels: Callable[[Tensor], list[Image.Image]],
     ):
         self.batch, self.key, self.settings, self.pixels = ContinuousBatch(engine), key, settings, pixels
-        self.rows = settings.batch_size
         self.threads = adaptive_threads(engine)
         self.busy_seconds = 0.0  # computed so far
         self.virtual_time = 0.0  # those seconds, each divided by the number of pictures in it at the time
@@ -111,7 +110,6 @@ class BatchRunner:
                 accepted=tuple(sample.accepted),
                 seconds=self.busy_seconds - entered,
                 waited=(ticket.started or ticket.submitted) - ticket.submitted,
-                rows=self.rows,
                 settings=self.settings,
                 tv_cost=sample.tv_cost,
             )
@@ -144,7 +142,7 @@ class Scheduler:
     """
 
     def __init__(self, build: Callable[[Settings, int], BatchRunner], slots: int, max_runners: int):
-        """build: makes a batch runner for these settings with so many rows; slots: most rows that one may have."""
+        """build: makes a batch runner for these settings of this batch size; slots: the largest batch size."""
         self.build, self.slots, self.max_runners = build, slots, max_runners
         self.runners: tuple[BatchRunner, ...] = ()
         self._charged: dict[str, float] = {}  # seconds by client; a new client starts at the least of them
@@ -190,10 +188,10 @@ class Scheduler:
 
     def _find(self, key: Settings, waiting: int, client: str) -> BatchRunner | None:
         size = min(self.slots, 1 << (waiting - 1).bit_length())
-        by_size = {runner.rows: runner for runner in self.runners if runner.key == key}
-        for rows in sorted(by_size, reverse=True):
-            runner, filled = by_size[rows], len(by_size[rows].tickets)
-            if rows >= size and 0 < filled < rows <= 2 * (filled + waiting):
+        by_size = {runner.settings.batch_size: runner for runner in self.runners if runner.key == key}
+        for slots in sorted(by_size, reverse=True):
+            runner, filled = by_size[slots], len(by_size[slots].tickets)
+            if slots >= size and 0 < filled < slots <= 2 * (filled + waiting):
                 return runner
         while size <= self.slots:
             if size not in by_size or not by_size[size].tickets:
@@ -206,11 +204,11 @@ class Scheduler:
             size *= 2
         return None
 
-    def _open(self, key: Settings, rows: int, idle: list[BatchRunner]) -> BatchRunner:
+    def _open(self, key: Settings, size: int, idle: list[BatchRunner]) -> BatchRunner:
         """A new batch runner; where there are `max_runners` already, the idle one used longest ago is closed."""
         if len(self.runners) >= self.max_runners:
             self.close(min(idle, key=lambda runner: runner.last_used))
-        runner = self.build(key, rows)
+        runner = self.build(key, size)
         self.runners = (*self.runners, runner)
         return runner
 

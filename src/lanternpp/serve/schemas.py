@@ -87,7 +87,7 @@ class Facts(BaseModel):
 
     seed: int
     method: str
-    rows: int = Field(description="Batch size of the engine that drew it.")
+    batch_size: int = Field(description="Batch size of the engine that drew it.")
     codes: int
     passes: int
     codes_per_pass: float

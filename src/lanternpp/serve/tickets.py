@@ -71,8 +71,7 @@ class FinishedImage:
     accepted: tuple[int, ...]  # codes decided by each pass, the prefill first
     seconds: float  # computed by its batch runner from the picture's prefill to its pixels
     waited: float  # seconds in the queue
-    rows: int  # of its batch runner
-    settings: Settings  # that it was drawn with; batch_size is `rows`
+    settings: Settings  # that it was drawn with; batch_size is that of its batch runner
     tv_cost: float | None = None  # None: not measured
 
 

@@ -23,6 +23,7 @@ from lanternpp.api.tuned import Tuned
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.jobs.plan import differences
 from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.tickets import ImageSpec
 from lanternpp.training.rates import record, strengths
 from lanternpp.trees.shapes import chain
@@ -123,7 +124,7 @@ def test_every_batch_size_is_measured_for_itself_and_the_server_draws_with_it(mo
     assert (with_two.tree, with_two.batch_size) == ("chain-2", 2) and len(asked) == 1
     pipe.fit(pipe.settings("parallel"))
     assert len(asked) == 2
-    batcher = Batcher(pipe, slots=2)
+    batcher = Batcher(pipe, ServerConfig(slots=2))
     try:
         drawn = batcher.submit(ImageSpec(PROMPT, 3, pipe.settings("parallel", batch_size=1))).result(300)
     finally:

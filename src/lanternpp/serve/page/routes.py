@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
+from lanternpp.accept import RULES
+from lanternpp.api.options import BASELINE, EVERY, METHODS, Dial, SamplingDials, Settings, dials, names
 from lanternpp.api.pipeline import Pipeline
+from lanternpp.api.settings import dials_read
+from lanternpp.errors import InputError
+from lanternpp.evaluation.prompts import PROMPTS, read_prompts
+from lanternpp.models.base import Target
 from lanternpp.serve.config import ServerConfig
-from lanternpp.serve.page.setup import setup
+from lanternpp.serve.pictures import picture_size
+from lanternpp.trees import TREES
 
 FOLDER = Path(__file__).parent
 SCRIPTS = ("api.js", "dial.js", "page.js", "side.js")
@@ -24,6 +33,13 @@ POLICY = (  # scripts and styles only from files of the server; pictures from it
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
+
+EXAMPLES = 5  # prompts
+
+DIALS = tuple(dial for dial in dials(*EVERY) if dial.label)
+WITHOUT_DIALS = tuple(
+    name for name, rule in RULES.items() if getattr(rule, "dials", None) == frozenset()
+)  # rules
 
 
 def router(pipe: Pipeline, config: ServerConfig) -> APIRouter:
@@ -47,3 +63,97 @@ def _answering(content: bytes, kind: str) -> Callable[[], Response]:
         return Response(content, media_type=kind, headers=headers)
 
     return answer
+
+
+def setup(pipe: Pipeline, config: ServerConfig) -> dict[str, Any]:
+    """All of it as a JSON object.
+
+    `columns` and `rows` count the codes of a picture; `width` is `columns` and, where a row ends with codes that are not
+    drawn, those too.
+    """
+    offered = methods(pipe, config)
+    preferred = (pipe.chosen(config.method).method, pipe.chosen().method)
+    columns, rows = grid(pipe.target, picture_size(pipe))
+    return {
+        "model": pipe.name,
+        "length": pipe.target.length,
+        "width": pipe.target.width,
+        "columns": columns,
+        "rows": rows,
+        "prompt": config.prompt_limit,
+        "keys": bool(config.keys),
+        "examples": examples(pipe),
+        "words": {kind: list(words) for kind, words in pipe.target.words.items()},
+        "baseline": BASELINE,
+        "method": next(name for name in (*preferred, *offered) if name in offered),
+        "methods": {name: shown(pipe, config, name) for name in offered},
+        "dials": [row(dial) for dial in DIALS],
+    }
+
+
+def row(dial: Dial) -> dict[str, Any]:
+    """A dial on the page: a number within a range, or one of `choices`. more: whether it is under "More dials"."""
+    low, high, step = dial.slider
+    shown = {"name": dial.name, "label": dial.label, "info": dial.help, "choices": choices(dial)}
+    return shown | {"low": low, "high": high, "step": step, "more": dial.folded}
+
+
+def choices(dial: Dial) -> tuple[str, ...]:
+    """The values that the page offers for a dial; empty for a number."""
+    return {"tree": tuple(TREES), "accept": WITHOUT_DIALS}.get(dial.name, dial.choices)
+
+
+def shown(pipe: Pipeline, config: ServerConfig, method: str) -> dict[str, Any]:
+    """A method: a sentence about it, and the values of its sampling and of the dials that it reads."""
+    settings = config.settings(pipe, method, {})
+    about = METHODS[method].about
+    return {
+        "about": f"{about[:1].upper()}{about[1:]}.",
+        "dials": {dial.name: _value(dial, settings) for dial in DIALS if dial.name in _read(pipe, settings)},
+        "sampling": {name: getattr(settings, name) for name in names(SamplingDials)},
+    }
+
+
+def methods(pipe: Pipeline, config: ServerConfig) -> list[str]:
+    """The drafting methods for which this model has the network."""
+    return [name for name in METHODS if name != BASELINE and _possible(pipe, config, name)]
+
+
+def _possible(pipe: Pipeline, config: ServerConfig, method: str) -> bool:
+    """Whether this model has the parts that a method needs: a drafter, or a codebook for a rule of neighbours."""
+    try:
+        settings = config.settings(pipe, method, {})
+    except InputError:
+        return False
+    return pipe.can_draft(settings)
+
+
+def _read(pipe: Pipeline, settings: Settings) -> frozenset[str]:
+    """The dials that have an effect with these settings; the rule, where the model may be drawn with several that have no dials."""
+    rules = [rule for rule in WITHOUT_DIALS if pipe.can_draft(replace(settings, accept=rule))]
+    choice = {"accept"} if len(rules) > 1 and settings.accept in rules else set()
+    return dials_read(settings.proposer, settings.accept) | choice | frozenset(names(SamplingDials))
+
+
+def _value(dial: Dial, settings: Settings) -> float | str | None:
+    """The value that a dial shows; None: the value has no name, such as a tree that was tuned."""
+    value = getattr(settings, dial.name)
+    known = choices(dial)
+    return None if known and value not in known else value
+
+
+def grid(target: Target, size: tuple[int, int]) -> tuple[int, int]:
+    """Columns and rows of codes in a picture of this size in pixels, without the codes that only end a row."""
+    rows = target.length // target.width
+    width, height = size
+    return min(target.width, round(rows * width / height)), rows
+
+
+def examples(pipe: Pipeline) -> list[str]:
+    """A few short prompts, evenly spread over the list that comes with the model."""
+    if not (pipe.folder / PROMPTS).is_file():
+        return list(pipe.target.conditions[:EXAMPLES])
+    prompts = read_prompts(None, pipe.folder)[::-1]
+    step = max(1, len(prompts) // EXAMPLES)
+    parts = [prompts[i : i + step] for i in range(0, len(prompts), step)]
+    return [min(part, key=len) for part in parts][:EXAMPLES]
