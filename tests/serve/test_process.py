@@ -124,7 +124,7 @@ def test_keys_come_from_the_environment(model):
 
 def test_a_server_whose_batcher_breaks_ends_with_its_error():
     """Nothing would ever be drawn again: whatever supervises the process must see it end."""
-    with batcher_of(SlowPipe(), slots=1) as batcher:
+    with batcher_of(SlowPipe(), slots=1, page=False) as batcher:
 
         def ready() -> None:
             batcher._expire = None  # type: ignore[method-assign]
