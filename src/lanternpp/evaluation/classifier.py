@@ -130,10 +130,11 @@ def fingerprint(classifier: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Reference:
-    """Features of reference pictures [M, F], and their captions where they have some."""
+    """Features of reference pictures [M, F], their captions where they have some, and what they are called."""
 
     features: Tensor
     texts: tuple[str, ...] = ()
+    name: str = ""
 
 
 def write_reference(folder: Path, classifier: nn.Module, features: Tensor, texts: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.classifier import has_classifier, read_reference
+from lanternpp.evaluation.classifier import Reference, has_classifier, read_reference
 from lanternpp.evaluation.clip import Clip
 from lanternpp.evaluation.distances import NEAREST, frechet, gaussian, precision_recall, standard_error
 from lanternpp.evaluation.features import EXTRACTORS, ClassifierFeatures, Extractor, extract
@@ -22,15 +22,6 @@ from lanternpp.util.registry import find, importable
 
 LEAST = NEAREST + 1  # pictures: precision and recall need that many neighbours of each, and itself
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class ReferenceSet:
-    """A reference: its name, the features of its pictures [N, F], and their captions where they have some."""
-
-    name: str
-    features: Tensor
-    prompts: tuple[str, ...]
 
 
 class Quality:
@@ -48,7 +39,7 @@ class Quality:
         self,
         features: str | None,
         extractor: Extractor | None,
-        against: ReferenceSet | None,
+        against: Reference | None,
         classifier: ClassifierFeatures | None,
         clip: Clip | None,
     ):
@@ -93,7 +84,7 @@ class Quality:
     @property
     def prompts(self) -> tuple[str, ...]:
         """The captions of the reference: prompts whose pictures can fairly be compared with it."""
-        return self.against.prompts if self.against else ()
+        return self.against.texts if self.against else ()
 
     def measure(
         self,
@@ -161,16 +152,15 @@ def reference_for(
     extractor: Extractor,
     classifier: ClassifierFeatures | None,
     progress: Progress | None,
-) -> ReferenceSet:
+) -> Reference:
     """The reference to compare with: a folder's pictures, or the one that came with the model."""
     if reference is not None:
         gallery = Gallery.read(reference_folder(reference), LEAST)
         texts = tuple(prompt for prompt in gallery.prompts if prompt)
-        return ReferenceSet(str(gallery.folder), extract(extractor, gallery, progress), texts)
+        return Reference(extract(extractor, gallery, progress), texts, str(gallery.folder))
     if classifier is None or extractor is not classifier:
         raise InputError(f"features {name} need --reference DIR, a folder of pictures to compare with")
-    stored = read_reference(folder, classifier.classifier)
-    return ReferenceSet(f"{folder.name}'s own", stored.features, stored.texts)
+    return replace(read_reference(folder, classifier.classifier), name=f"{folder.name}'s own")
 
 
 def label_of(prompt: str, labels: Sequence[str]) -> int | None:
@@ -178,21 +168,14 @@ def label_of(prompt: str, labels: Sequence[str]) -> int | None:
 
     All words of a label must stand there together; where two begin at the same word, the longer one counts.
     """
-    prompt_words = words(prompt)
-    by_length = sorted(enumerate(map(words, labels)), key=lambda pair: -len(pair[1]))
-    for start in range(len(prompt_words)):
-        for number, label in by_length:
-            following = prompt_words[start : start + len(label)]
-            if label and len(following) == len(label) and all(map(same_word, following, label)):
-                return number
-    return None
+    text, found = " ".join(words(prompt)), []
+    for number, label in enumerate(map(words, labels)):
+        pattern = " ".join(f"{re.escape(word)}(?:e?s)?" for word in label)
+        if label and (there := re.search(rf"\b{pattern}\b", text)):
+            found.append((there.start(), -len(label), number))
+    return min(found)[2] if found else None
 
 
 def words(text: str) -> list[str]:
     """The words of a text in lower case."""
     return re.findall(r"[^\W_]+", text.lower())
-
-
-def same_word(word: str, label: str) -> bool:
-    """Whether a word is a label's word or its plural."""
-    return label in (word, word.removesuffix("s"), word.removesuffix("es"))

@@ -26,7 +26,7 @@ from lanternpp.evaluation import plots, report
 from lanternpp.evaluation.prompts import spread
 from lanternpp.evaluation.quality import Quality
 from lanternpp.evaluation.race import ELSEWHERE, RUN, Entry, Race, check_run, machine
-from lanternpp.tuning.candidates import Space, check
+from lanternpp.tuning.candidates import Space, check, has_window
 from lanternpp.tuning.measure import PlainEngine, draw
 from lanternpp.tuning.options import TuningOptions
 from lanternpp.util import runlog
@@ -257,8 +257,13 @@ class Tuner:
         drawn = list(attrs.get("drawn", ()))
         for turn in range(options.rounds):
             if turn == len(drawn):
-                prompt = self.prompts[turn % len(self.prompts)]
-                seeds = [self.seed + turn * settings.batch_size + i for i in range(settings.batch_size)]
+                # windows are compared on the same pictures; of trees the counts are pooled, so that others tell more
+                place = turn + (0 if has_window(settings) else trial.number * options.rounds)
+                first = self.seed + place * settings.batch_size
+                prompt, seeds = (
+                    self.prompts[place % len(self.prompts)],
+                    range(first, first + settings.batch_size),
+                )
                 drawn.append(draw(self.pipe, settings, self._plain, prompt, seeds))
                 trial.set_user_attr("drawn", drawn)
             rows = drawn[: turn + 1]
