@@ -1,0 +1,80 @@
+"""A dial is declared once: one line in `api/options.py` puts it everywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import lanternpp
+
+DIAL = (
+    '    grain: Annotated[float | None, Dial("How coarse.", ge=0, le=1, label="Grain", slider=(0, 1, 0.1))]\n'
+)
+LOOK = """
+import inspect, json, sys
+from dataclasses import asdict
+from lanternpp import Pipeline
+from lanternpp.accept.exact import Exact
+from lanternpp.api.options import names, DraftDials, RuleDials, METHODS
+from lanternpp.api.settings import build_rule, resolve
+from lanternpp.errors import InputError
+from lanternpp.serve.page import setup
+from lanternpp.serve.schemas import ImagesRequest
+
+class Grainy(Exact):
+    dials = frozenset({"grain"})
+
+    @classmethod
+    def build(cls, dials):
+        made = super().build(dials)
+        made.grain = dials.grain
+        return made
+
+settings = resolve("eagle", {}, {"accept": Grainy, "grain": 0.5})
+try:
+    resolve("eagle", {}, {"accept": Grainy, "grain": 2})
+except InputError as error:
+    refused = str(error)
+print(json.dumps({
+    "keyword": str(inspect.signature(Pipeline.__call__).parameters["grain"]),
+    "schema": ImagesRequest.model_json_schema()["properties"]["grain"],
+    "page": [setup.row(dial) for dial in setup.DIALS if dial.name == "grain"],
+    "settings": asdict(settings)["grain"],
+    "part": build_rule(settings, lambda k: None).grain,
+    "refused": refused,
+}))
+"""
+
+
+def test_a_dial_in_one_place_is_an_option_everywhere(tmp_path: Path) -> None:
+    package = Path(lanternpp.__file__).parent
+    copy = tmp_path / "lanternpp"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("assets", "lib", "__pycache__"))
+    declared = copy / "api" / "options.py"
+    before, rule, after = declared.read_text().partition('    """The dials of an acceptance rule."""\n\n')
+    declared.write_text(before + rule + DIAL + after)
+
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"PYTHONPATH": str(tmp_path), "LANTERNPP_KERNELS": "0"}
+        return subprocess.run([sys.executable, *args], capture_output=True, text=True, env=environment)
+
+    assert "--grain FLOAT" in run("-m", "lanternpp", "generate", "--help").stdout
+    wrong = run("-m", "lanternpp", "generate", "x", "--grain", "2")
+    assert (wrong.returncode, wrong.stderr) == (
+        2,
+        "lanternpp: error: --grain 2.0 is out of range; use 0 to 1\n",
+    )
+    done = run("-c", LOOK)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["keyword"] == "grain: float | None = None"
+    number = found["schema"]["anyOf"][0]
+    assert (number["type"], number["minimum"], number["maximum"]) == ("number", 0, 1)
+    assert found["schema"]["description"] == "How coarse."
+    assert [(row["label"], row["high"]) for row in found["page"]] == [("Grain", 1)]
+    assert (found["settings"], found["part"]) == (0.5, 0.5)
+    assert found["refused"] == "grain 2.0 is out of range; use 0 to 1"
