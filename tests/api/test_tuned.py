@@ -56,24 +56,6 @@ def test_elsewhere_it_is_passed_over(model: Path, method: str, dtype: str, overr
     assert settings(model, method, dtype, **overrides).tree in ("lantern-57", "eagle-25")
 
 
-def test_a_file_of_an_older_version_holds_for_walks_and_is_otherwise_passed_over_with_a_word(
-    model: Path,
-) -> None:
-    file = json.loads((model / FILE).read_text())
-    entry = file["tuned"][0]
-    assert entry["where"].pop("verify") == "token"  # what an older version did not write
-    entry["settings"] = {"tree": "chain-3"}
-    chains = {**entry, "method": "independent", "where": {**entry["where"]}}
-    chains["where"] |= {"proposer": "independent", "accept": "exact"}
-    (model / FILE).write_text(json.dumps({"tuned": [entry, chains]}))
-    pipe = Pipeline.from_pretrained(str(model), dtype="float32")
-    assert pipe.settings("lantern++").tree == "chain-3"
-    with pytest.warns(UserWarning, match="run `lanternpp tune` again, or draw with --verify token") as said:
-        assert pipe.settings("independent").tree == pipe.settings("independent").tree == "chain-4"
-    assert len(said) == 1
-    assert pipe.settings("independent", verify="token").tree == "chain-3"
-
-
 def test_other_weights_are_not_what_was_tuned(model: Path, tmp_path: Path) -> None:
     weights = model / "drafter" / "model.safetensors"
     other = shutil.copytree(model / "drafter", tmp_path / "other")

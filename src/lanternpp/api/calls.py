@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,25 @@ FREE = 64  # batch sizes that may be larger than the number of pictures
 EMPTY = 'the prompt is empty; say what to draw, such as "a photo of a red tulip"'
 
 
-def whole(name: str, value: Any) -> int:
-    """A whole number, also one of NumPy or PyTorch. Raises InputError."""
+def number(kind: Callable[[Any], Any], name: str, value: Any) -> Any:
+    """A number, also one of NumPy or PyTorch: a whole one by `operator.index`, or one by `float`. Raises InputError."""
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool | str | bytes):
             raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise InputError(f"{name} {value!r} is no whole number; give one such as 1") from None
+        return kind(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        what = "number; give one such as 1.5" if kind is float else "whole number; give one such as 1"
+        raise InputError(f"{name} {value!r} is no {what}") from None
+
+
+whole, real = partial(number, operator.index), partial(number, float)
+
+
+def switch(name: str, value: Any) -> bool:
+    """True or False. Raises InputError."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} {value!r} is neither True nor False")
+    return value
 
 
 def batch_size(given: int, pictures: int) -> int:
@@ -37,23 +49,6 @@ def batch_size(given: int, pictures: int) -> int:
     Up to `FREE` it is as it is given: rounding depends on it, and a picture of a batch can be drawn again alone.
     """
     return given if given <= FREE else min(given, pictures)
-
-
-def real(name: str, value: Any) -> float:
-    """A number, also one of NumPy or PyTorch. Raises InputError."""
-    try:
-        if isinstance(value, bool | str | bytes):
-            raise TypeError
-        return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise InputError(f"{name} {value!r} is no number; give one such as 1.5") from None
-
-
-def switch(name: str, value: Any) -> bool:
-    """True or False. Raises InputError."""
-    if not isinstance(value, bool):
-        raise InputError(f"{name} {value!r} is neither True nor False")
-    return value
 
 
 def text(name: str, value: Any) -> str:

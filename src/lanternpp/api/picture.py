@@ -186,11 +186,7 @@ def fit(text: str, size: int, width: int) -> str:
     """Text cut to `width` pixels, an ellipsis in place of what is cut."""
     if font(size).getlength(text) <= width:
         return text
-    low, high = 0, len(text)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if font(size).getlength(text[:middle].rstrip() + "…") <= width:
-            low = middle
-        else:
-            high = middle - 1
-    return text[:low].rstrip() + "…"
+    text = text[:width]  # a character takes a pixel or more
+    while text and font(size).getlength(text.rstrip() + "…") > width:
+        text = text[:-1]
+    return text.rstrip() + "…"

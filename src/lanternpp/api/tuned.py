@@ -1,8 +1,7 @@
 """Results of `lanternpp tune`: a file beside the model, whose settings are the defaults under the conditions measured.
 
 One entry per method and condition. An entry applies where all of CONDITIONS, and the weights of model and drafter,
-are those that it was measured with; elsewhere it is ignored. Threads and the processor's name are recorded and not
-compared. Entries of older versions are for token verification, the only kind there was.
+are those that it was measured with; elsewhere it is ignored. Threads and the processor's name are recorded and not compared.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,18 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from lanternpp.api.model import fingerprint
-from lanternpp.api.options import DraftDials, RuleDials, Settings, names
-from lanternpp.api.settings import resolve
+from lanternpp.api.options import DIALS, DraftDials, RuleDials, Settings, names
+from lanternpp.api.settings import TREE, resolve
 from lanternpp.errors import InputError
 from lanternpp.models.vq.neighbours import cache_folder
 from lanternpp.trees import build_tree
 from lanternpp.util.files import write_text
 from lanternpp.util.jsonfile import read_object
-from lanternpp.util.schema import made
+from lanternpp.util.schema import checked, made
 
 FILE = "tuned.json"
 CONDITIONS = ("device", "dtype", "batch_size", "compile", "proposer", "accept", "verify")
-UNSAID = {"verify": "token"}  # conditions that older versions did not record, and their value then
 DRAFTED = tuple(name for name in names(DraftDials) if name != "verify")
 CHOSEN = (*DRAFTED, *names(RuleDials))  # what an entry may set
 
@@ -59,25 +56,8 @@ class Tuned:
 
     def settings(self, method: str, conditions: Mapping[str, Any]) -> dict[str, Any]:
         """The defaults that an entry sets for a method under these conditions; {} where none was measured so."""
-        mine = [e for e in self.entries if (e["method"], e["weights"]) == (method, self.weights)]
-        here = tuple(conditions[name] for name in CONDITIONS)
-        for entry in mine:
-            if _where(entry) == here:
-                return dict(entry["settings"])
-        older = [e for e in mine if e["where"].keys().isdisjoint(UNSAID)]
-        if any(_where({"where": {**conditions, **UNSAID}}) == _where(entry) for entry in older):
-            self._warn_of_older()
-        return {}
-
-    def _warn_of_older(self) -> None:
-        """Warn once that entries of an older version are not applied."""
-        if "warned" not in self.__dict__:
-            self.__dict__["warned"] = True
-            warnings.warn(
-                f"entries of {self.path} for verify token are ignored, as another verifier is the default now; "
-                "run `lanternpp tune` again, or draw with --verify token",
-                stacklevel=4,
-            )
+        here = {"method": method, "weights": self.weights, "where": {k: conditions[k] for k in CONDITIONS}}
+        return next((dict(e["settings"]) for e in self.entries if here.items() <= e.items()), {})
 
     def last_method(self) -> str | None:
         """The method that was tuned last for this model and drafter, under any conditions."""
@@ -107,20 +87,11 @@ class Tuned:
         self, method: str, conditions: Mapping[str, Any], settings: Mapping[str, Any], **more: Any
     ) -> None:
         """Write an entry in place of the one for the same method, weights and conditions. Raises InputError."""
-        entry = {"method": method, "weights": self.weights, "where": {k: conditions[k] for k in CONDITIONS}}
-        entry |= {"settings": dict(settings), **more}
+        here = {"method": method, "weights": self.weights, "where": {k: conditions[k] for k in CONDITIONS}}
         now = _entries(self.path) if self.path.is_file() else ()
-        kept = [other for other in now if self._key(other) != self._key(entry)]
+        kept = [other for other in now if not here.items() <= other.items()]
+        entry = here | {"settings": dict(settings), **more}
         write_text(self.path, json.dumps({"tuned": [*kept, entry]}, indent=1) + "\n")
-
-    @staticmethod
-    def _key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-        return entry["method"], entry["weights"], *_where(entry)
-
-
-def _where(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The conditions of an entry."""
-    return tuple(entry["where"].get(name, UNSAID.get(name)) for name in CONDITIONS)
 
 
 def tuned_path(model: Path) -> Path:
@@ -134,13 +105,6 @@ def tuned_path(model: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class _File:
-    """What a file of tunings holds."""
-
-    tuned: tuple[dict[str, Any], ...]
-
-
-@dataclass(frozen=True)
 class _Entry:
     """What is read of an entry."""
 
@@ -150,30 +114,22 @@ class _Entry:
     settings: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """The part of an entry's settings that is checked here, one of which it has; `resolve` checks the rest."""
-
-    tree: str | None = None
-    window: int | None = None
-
-
 def _entries(path: Path) -> tuple[dict[str, Any], ...]:
-    """The entries of a file; InputError unless each can be applied."""
-    remedy = "run `lanternpp tune` again, or remove it"
+    """The entries of a file; InputError unless each can be applied, as far as `resolve` does not check it."""
     try:
-        entries = made(_File, read_object(path)).tuned
+        entries: tuple[dict[str, Any], ...]
+        entries = checked("tuned", read_object(path).get("tuned"), tuple[dict[str, Any], ...])
         for entry in entries:
-            found = made(_Entry, entry)
-            extra = found.settings.keys() - set(CHOSEN)
-            if extra:
+            chosen = made(_Entry, entry).settings
+            if extra := chosen.keys() - set(CHOSEN):
                 raise InputError(f"it sets {min(extra)}")
-            chosen = made(_Chosen, {k: v for k, v in found.settings.items() if k in ("tree", "window")})
-            if chosen.tree is None and chosen.window is None:
+            if chosen.get("tree") is None and chosen.get("window") is None:
                 raise InputError("it sets neither a tree nor a window")
-            if chosen.tree is not None:
-                build_tree(chosen.tree)
+            for name, value in chosen.items():
+                checked(name, value, DIALS[name].kind | None)
+            build_tree(chosen.get("tree") or TREE)
     except InputError as error:
+        remedy = "run `lanternpp tune` again, or remove it"
         raise InputError(f"{path} is damaged ({error}); {remedy}") from None
     return entries
 

@@ -22,6 +22,7 @@ from lanternpp.api.options import (
     PictureDials,
     RuleDials,
     SamplingDials,
+    Settings,
     names,
 )
 from lanternpp.cli import convert as conversion
@@ -189,19 +190,21 @@ def describe_method(
     """
     from lanternpp.accept import RULES
     from lanternpp.api.model import holds, latent_family, model_folder, placed
-    from lanternpp.api.settings import network_needed, resolve, suits_latents
-    from lanternpp.api.tuned import CONDITIONS, Tuned, with_tuned
+    from lanternpp.api.settings import network_needed, suits_latents
+    from lanternpp.api.tuned import CONDITIONS, Tuned, resolve_tuned
     from lanternpp.util.registry import find
 
     folder, other = model_folder(model), model_folder(drafter) if drafter else None
     chosen, defaults = opt.method_for(model, drafter, name)
-    settings = resolve(chosen.method, defaults, {})
     on, dtype_found, int8 = placed(device, dtype, folder)
     kind = str(dtype_found).removeprefix("torch.")
     where = {"device": on.type, "dtype": f"int8, {kind}" if int8 else kind}
-    where |= {key: getattr(settings, key) for key in CONDITIONS if key not in where}
-    if found := Tuned.read(folder, other).settings(name, where):
-        settings = resolve(name, with_tuned(defaults, name, found), {})
+
+    def conditions(settings: Settings) -> dict[str, Any]:
+        return {key: getattr(settings, key) for key in CONDITIONS if key not in where} | where
+
+    tuned = Tuned.read(folder, other)
+    settings = resolve_tuned(chosen.method, defaults, {}, False, tuned, conditions)
     network = network_needed(settings)
     available = network is None or other is not None or holds(folder, network)
     fits = suits_latents(settings) or latent_family(folder) is None
@@ -213,7 +216,7 @@ def describe_method(
     more = {
         "lossless": lossless,
         "dials": dials,
-        "tuned": bool(found),
+        "tuned": tuned.knows(asdict(settings)),
         "missing": None if available else network,
         "fits": fits,
     }
