@@ -22,7 +22,7 @@ from lanternpp.accept.exact import Exact
 from lanternpp.api.options import names, DraftDials, RuleDials, METHODS
 from lanternpp.api.settings import build_rule, resolve
 from lanternpp.errors import InputError
-from lanternpp.serve.page import setup
+from lanternpp.serve.page import routes
 from lanternpp.serve.schemas import ImagesRequest
 
 class Grainy(Exact):
@@ -42,7 +42,7 @@ except InputError as error:
 print(json.dumps({
     "keyword": str(inspect.signature(Pipeline.__call__).parameters["grain"]),
     "schema": ImagesRequest.model_json_schema()["properties"]["grain"],
-    "page": [setup.row(dial) for dial in setup.DIALS if dial.name == "grain"],
+    "page": [routes.row(dial) for dial in routes.DIALS if dial.name == "grain"],
     "settings": asdict(settings)["grain"],
     "part": build_rule(settings, lambda k: None).grain,
     "refused": refused,
