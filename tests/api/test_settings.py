@@ -52,6 +52,8 @@ def test_a_dial_that_is_asked_for_and_read_by_no_part_is_refused() -> None:
     assert resolve("eagle", {}, {"lam": None}).lam is None
     with pytest.raises(InputError, match="option 'lamda' is unknown; did you mean 'lam'"):
         resolve("lantern++", {}, {"lamda": 2.0})
+    with pytest.raises(InputError, match="option 'siblings' is now 'alternatives'"):
+        resolve("jacobi", {}, {"siblings": 2})
 
 
 def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:

@@ -181,6 +181,7 @@ WRONG = {
     "next to nothing": ({"prompt": "tulip", "temperature": 1e-308}, 400, "temperature 1e-308"),
     "a file": ({"prompt": "tulip", "tree": "/etc/passwd"}, 400, "tree '/etc/passwd' is unknown"),
     "a field": ({"prompt": "tulip", "proposer": "tree"}, 400, "'proposer' is unknown"),
+    "a renamed field": ({"prompt": "tulip", "siblings": 2}, 400, "field 'siblings' is now 'alternatives'"),
     "a class": ({"prompt": "tulip", "method": "os:system"}, 400, "unknown"),
     "half a pair": ('{"prompt": "\\ud800 tulip"}', 400, "prompt"),
     "no JSON": ("{", 400, "not JSON"),

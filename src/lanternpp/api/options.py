@@ -168,6 +168,16 @@ def _dial(name: str, hint: Any, group: type) -> Dial:
 DIALS = {name: _dial(name, hint, group) for group in EVERY for name, hint in group.__annotations__.items()}
 
 
+# Dials of earlier versions, which are refused with their new names.
+RENAMED = {
+    "fresh": "init",
+    "siblings": "alternatives",
+    "rows": "window_rows",
+    "cut": "min_survival",
+    "measure": "measure_tv",
+}
+
+
 def names(*groups: type) -> tuple[str, ...]:
     """The names of the dials of some groups, or of all of a TypedDict."""
     return tuple(name for name in DIALS if any(name in group.__annotations__ for group in groups))

@@ -11,7 +11,17 @@ from torch import Tensor
 from lanternpp.accept import RULES
 from lanternpp.accept.base import Acceptance, Dials
 from lanternpp.api import calls
-from lanternpp.api.options import DIALS, METHODS, DraftDials, RuleDials, Settings, check_method, names, spoken
+from lanternpp.api.options import (
+    DIALS,
+    METHODS,
+    RENAMED,
+    DraftDials,
+    RuleDials,
+    Settings,
+    check_method,
+    names,
+    spoken,
+)
 from lanternpp.drafters.base import Drafter
 from lanternpp.engine.proposer import Parts, Proposer
 from lanternpp.engine.verify.choose import (
@@ -68,7 +78,9 @@ def resolve(
     merged = usual | {**METHODS[method].dials} | defaults_of(defaults, method) | given
     merged["fit"] = merged["fit"] and merged["proposer"] != NO_DRAFT and not given.keys() & SHAPES
     if extra := merged.keys() - DIALS.keys():
-        raise InputError(unknown("option", min(extra), DIALS))
+        name = min(extra)
+        now = RENAMED.get(name)
+        raise InputError(f"option {name!r} is now {now!r}" if now else unknown("option", name, DIALS))
     read = dials_read(merged["proposer"], merged["accept"])
     for name in READ:
         if name not in read:

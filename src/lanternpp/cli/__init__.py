@@ -13,6 +13,8 @@ from importlib import import_module
 from cyclopts import App, CycloptsError, UnknownOptionError
 
 from lanternpp import __version__
+from lanternpp.api.options import DIALS
+from lanternpp.api.options import RENAMED as DIALS_RENAMED
 from lanternpp.cli.options import heading
 from lanternpp.cli.terminal import one_line_warnings, say
 from lanternpp.errors import InputError
@@ -36,11 +38,7 @@ RETIRED = {
     "warm": "models warm",
 }
 RENAMED = {
-    "--fresh": "--init",
-    "--siblings": "--alternatives",
-    "--rows": "--window-rows",
-    "--cut": "--min-survival",
-    "--measure": "--measure-tv",
+    **{f"--{old}": DIALS[now].option for old, now in DIALS_RENAMED.items()},
     "--lanes": "--max-engines",
     "--out": "-o",
 }

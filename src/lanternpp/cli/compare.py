@@ -46,7 +46,7 @@ def compare(
 
     from lanternpp.api.picture import notes, save_png
 
-    pipe = opt.read(options)
+    pipe = opt.read(options, pictures=False)  # drawing checks the output
 
     def draw(name: str, **settings: Any) -> Result:
         return pipe(prompt, n=n, seed=seed, method=name, **settings)

@@ -57,7 +57,7 @@ def generate(
     from lanternpp.api.picture import grid, notes, save_png
     from lanternpp.api.results import UnfinishedError
 
-    pipe = opt.read(options)
+    pipe = opt.read(options, pictures=False)  # drawing checks the output
     finished: list[int] | None = None
     try:
         with progress_bar("drawing") as progress:

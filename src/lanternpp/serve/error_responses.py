@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from lanternpp.api.options import RENAMED
 from lanternpp.errors import InputError
 from lanternpp.serve.schemas import Fault, Refusal
 from lanternpp.serve.tickets import Cancelled, Closed, Expired, Full
@@ -70,7 +71,10 @@ def validation_error_response(errors: list[dict[str, Any]]) -> JSONResponse:
         return error_response(400, f"the body is not valid: {reason}; send a JSON object", "invalid_body")
     if first["type"] == "extra_forbidden":
         return error_response(
-            400, f"field {short(param)} is unknown", "unknown_parameter", param[:MAX_VALUE_CHARS]
+            400,
+            f"field {short(param)} is {f'now {RENAMED[param]!r}' if param in RENAMED else 'unknown'}",
+            "unknown_parameter",
+            param[:MAX_VALUE_CHARS],
         )
     if first["type"] == "missing":
         return error_response(400, f"field {param!r} is missing", "missing_parameter", param)
