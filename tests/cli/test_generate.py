@@ -90,12 +90,12 @@ def test_a_target_that_drafts_for_itself_is_always_right(run, model) -> None:
     assert figures["accepted_per_pass"] == [1, 5, 5, 5]
 
 
-def test_a_drafter_that_cannot_follow_the_prompt_guesses_without_it(run, model, smaller) -> None:
+def test_a_drafter_that_cannot_follow_the_prompt_drafts_without_it(run, model, smaller) -> None:
     other = smaller(model / "tokenizer", words=("pine",), subjects=("pine",), slots=2)
     args = ["--method", "independent", "--drafter", other, "--json"]
     outcome = run("generate", PROMPT, "--model", model, *args)
     assert outcome.code == 0 and json.loads(outcome.out)["codes"] == 16
-    assert outcome.err.count("\n") == 1 and "warning: the drafter guesses without the prompt" in outcome.err
+    assert outcome.err.count("\n") == 1 and "warning: the drafter drafts without the prompt" in outcome.err
 
 
 def test_the_same_twice_is_the_same_file(run, model, elsewhere: Path) -> None:
