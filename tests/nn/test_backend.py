@@ -46,6 +46,6 @@ def test_one_switch_turns_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> No
     assert used.name == backend.PYTORCH.name and not used.serves(1)
     assert used.probs(x, (1.0, 0, 1.0)) is None and used.verifier() is None
     pipe = Pipeline.from_pretrained("nature-128", device="cpu", dtype="bfloat16")
-    drafter = pipe._model(False).network("parallel")
+    drafter = pipe.model.network("parallel")
     assert [part.native for part in (pipe.target.decoder, drafter, drafter.decoder)] == [None] * 3  # type: ignore[union-attr]
     assert pipe.target.native_head is None
