@@ -43,34 +43,41 @@ HOLES = torch.tensor([[0.0, 0.4, 0.6], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0]])
 BUSHY = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 FULL = ((0,), (1,), (2,), (0, 0), (1, 0), (2, 0), (2, 1))
 
-LOSSLESS = {
-    "none": lambda target: NoDraft(),
-    "chain, flatter q": lambda target: TreeProposer(NoisyMarkovDrafter(target), StaticTree(chain(2))),
-    "all levels at once": lambda target: Parallel(parallel(target), StaticTree(BUSHY)),
-    "fewer codes than children": lambda target: TreeProposer(
-        OtherMarkovDrafter(target, HOLES), StaticTree(FULL)
+BOTH = ("token", "traversal")
+CASES = {  # verifiers, drafts, how many pictures
+    "none": (("token",), lambda target: NoDraft(), FEWER),
+    "chain, flatter q": (
+        ("token", "block"),
+        lambda target: TreeProposer(NoisyMarkovDrafter(target), StaticTree(chain(2))),
+        FEWER,
     ),
-}
-
-
-OTHERWISE = {
-    "block, flatter q": ("block", LOSSLESS["chain, flatter q"]),
-    "block, q with holes": (
-        "block",
-        lambda target: TreeProposer(OtherMarkovDrafter(target, HOLES), StaticTree(chain(3))),
-    ),
-    "block, all levels at once": ("block", lambda target: Parallel(parallel(target), StaticTree(chain(3)))),
-    "block, a chain longer than the picture, and layers of the target": (
-        "block",
-        lambda target: Parallel(parallel(target, 4, (0,)), StaticTree(chain(6))),
-    ),
-    "block, jacobi": ("block", lambda target: Jacobi(3, "none", "mixed")),
-    "traversal, flatter q": (
-        "traversal",
+    "tree, flatter q": (
+        ("traversal",),
         lambda target: TreeProposer(NoisyMarkovDrafter(target), StaticTree(BUSHY)),
+        FEWER,
     ),
-    "traversal, fewer codes than children": ("traversal", LOSSLESS["fewer codes than children"]),
-    "traversal, all levels at once": ("traversal", LOSSLESS["all levels at once"]),
+    "all levels at once": (BOTH, lambda target: Parallel(parallel(target), StaticTree(BUSHY)), FEWER),
+    "fewer codes than children": (
+        BOTH,
+        lambda target: TreeProposer(OtherMarkovDrafter(target, HOLES), StaticTree(FULL)),
+        FEWER,
+    ),
+    "chain, q with holes": (
+        ("block",),
+        lambda target: TreeProposer(OtherMarkovDrafter(target, HOLES), StaticTree(chain(3))),
+        DRAWS,
+    ),
+    "chain, all levels at once": (
+        ("block",),
+        lambda target: Parallel(parallel(target), StaticTree(chain(3))),
+        DRAWS,
+    ),
+    "a chain longer than the picture, and layers of the target": (
+        ("block",),
+        lambda target: Parallel(parallel(target, 4, (0,)), StaticTree(chain(6))),
+        20_000,
+    ),
+    "jacobi": (("block",), lambda target: Jacobi(3, "none", "mixed"), DRAWS),
 }
 
 
@@ -86,19 +93,13 @@ def images(target, proposer, rule, sampling, guidance, draws=DRAWS, batch=50_000
     return torch.cat(made)
 
 
-@pytest.mark.parametrize("proposer", LOSSLESS)
-def test_the_whole_loop_follows_the_targets_law(proposer):
-    target = MarkovTarget(CHAIN)
-    made = images(target, LOSSLESS[proposer](target), Exact(), Sampling(), Guidance(), FEWER)
-    assert chi_square(tally(made, 3), target.law()) > UNLIKELY
-
-
-@pytest.mark.parametrize("case", OTHERWISE)
-def test_the_whole_loop_follows_the_targets_law_however_a_draft_is_verified(case):
-    target, (name, proposer) = MarkovTarget(CHAIN), OTHERWISE[case]
-    parts, draws = (proposer(target), Exact(), Sampling(), Guidance()), DRAWS if name == "block" else FEWER
-    draws, batch = (20_000, 20_000) if "longer" in case else (draws, 50_000)  # each step takes longer
-    made = images(target, *parts, draws, batch, VERIFIERS[name])
+@pytest.mark.parametrize(
+    ("case", "verifier"), [(case, verifier) for case, row in CASES.items() for verifier in row[0]]
+)
+def test_the_whole_loop_follows_the_targets_law_however_a_draft_is_verified(case, verifier):
+    target, (_, proposer, draws) = MarkovTarget(CHAIN), CASES[case]
+    parts = (proposer(target), Exact(), Sampling(), Guidance())
+    made = images(target, *parts, draws, min(draws, 50_000), VERIFIERS[verifier])
     assert chi_square(tally(made, 3), target.law()) > UNLIKELY
 
 
@@ -290,15 +291,15 @@ def test_a_child_that_cannot_be_tried_does_not_hide_the_next_one():
     q = torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.0, 0.5, 0.5, 0.0]], dtype=torch.float64)
     p = torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
 
-    def judge(rows):
+    def verified(rows):
         draft = Draft(star(len(rows), 2), codes[rows], q[rows, None].expand(-1, 3, -1))
         n = Noise(torch.tensor(rows), torch.ones(len(rows), dtype=torch.int64))
         return verify_tokenwise(draft, p[rows, None].expand(-1, 3, -1).log(), Sampling(), Exact(), n)
 
-    together = judge([0, 1])
+    together = verified([0, 1])
     assert together.path.tolist() == [[0, 2], [0, 1]]
     for i in range(2):
-        assert torch.equal(judge([i]).path[0], together.path[i])
+        assert torch.equal(verified([i]).path[0], together.path[i])
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0)], ids=["T=1", "greedy"])
@@ -311,7 +312,7 @@ def test_leaving_a_loop_early_decides_the_same(rule, sampling):
     q = q / q.sum(-1, keepdim=True)
     p = torch.rand(4, 4, dtype=torch.float64, generator=generator)
 
-    def judge(which):
+    def verified(which):
         n = Noise(which, torch.full_like(which, 3))
         tree = StaticTree(BUSHY)
         draft = tree.grow(
@@ -322,9 +323,9 @@ def test_leaving_a_loop_early_decides_the_same(rule, sampling):
         )
         return verify_tokenwise(draft, p[draft.codes].log(), sampling, RULES[rule][0], n)
 
-    together = judge(torch.arange(batch))
+    together = verified(torch.arange(batch))
     for i in range(batch):
-        alone = judge(torch.tensor([i]))
+        alone = verified(torch.tensor([i]))
         assert alone.kept == together.kept[i] and alone.bonus == together.bonus[i]
         assert torch.equal(alone.path[0], together.path[i])
         assert torch.equal(alone.next_codes[0, : alone.kept], together.next_codes[i, : alone.kept])

@@ -30,23 +30,20 @@ def even(u, cells=256):
     return chi_square(counts, torch.ones(cells))
 
 
-@pytest.mark.parametrize("purpose", PURPOSES)
-def test_uniform_over_the_index(purpose):
-    assert even(at([7]).uniform(purpose, 1 << 18)) > UNLIKELY
+MANY = torch.arange(1 << 18)
 
 
-@pytest.mark.parametrize("purpose", PURPOSES)
-def test_uniform_over_seeds_at_one_index(purpose):
-    assert even(at(torch.arange(1 << 18)).uniform(purpose, 1)) > UNLIKELY
-
-
-def test_uniform_over_turns_at_one_index():
-    turns = torch.arange(1 << 18)
-    assert even(Noise(torch.full_like(turns, 3), turns).uniform(Noise.BONUS, 1)) > UNLIKELY
-
-
-def test_uniform_over_the_high_half_of_the_seed():
-    assert even(at(torch.arange(1 << 18) << 32).uniform(Noise.BONUS, 1)) > UNLIKELY
+@pytest.mark.parametrize(
+    ("noise", "purpose", "count"),
+    [
+        *((at([7]), purpose, len(MANY)) for purpose in PURPOSES),
+        *((at(MANY), purpose, 1) for purpose in PURPOSES),
+        (Noise(torch.full_like(MANY, 3), MANY), Noise.BONUS, 1),
+        (at(MANY << 32), Noise.BONUS, 1),
+    ],
+)
+def test_uniform_over_index_seed_step_and_the_high_half_of_the_seed(noise, purpose, count):
+    assert even(noise.uniform(purpose, count)) > UNLIKELY
 
 
 @pytest.mark.parametrize(("a", "b"), [(0, 1), (0, 2), (1, 2), (0, 255), (254, 255)])
