@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -32,11 +32,9 @@ ROOT = Path(__file__).resolve().parent
 PACKAGE = Path("lanternpp", "kernels")
 CODE = ROOT / "src" / PACKAGE / "csrc"
 CPU = CODE / "cpu.c"  # says what a CPU has
-UNIT = next(
-    path for path in (CODE / "kernels.c", CODE / "verify.c") if path.exists()
-)  # includes the other files
+UNIT = CODE / "kernels.c"  # includes the other files
+SOURCES = sorted(CODE.glob("*.[ch]"))
 KINDS = runpy.run_path(str(CODE.parent / "kinds.py"))["KINDS"]
-BASELINE = frozenset[str]()  # vector instructions of the oldest CPUs, besides SSE2 and NEON
 VECTORS = ("avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes")
 OPTIONS = ("-O3", "-fno-math-errno", "-fno-trapping-math")
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
@@ -111,21 +109,14 @@ class Toolchain(NamedTuple):
 
 def run(command: Sequence[str], timeout: float = 600) -> str:
     """What a command says. OSError or subprocess.SubprocessError."""
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, errors="replace", timeout=timeout
-    )
-    return done.stdout
+    options: Any = {"check": True, "capture_output": True, "text": True, "errors": "replace"}
+    return subprocess.run(command, timeout=timeout, **options).stdout
 
 
 def reason(error: Exception) -> str:
     """The end of what a compiler says about a failure, in one line."""
     lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
     return next((line for line in lines if "error" in line), lines[-1] if lines else str(error))[:300]
-
-
-def code() -> list[Path]:
-    """All files of C."""
-    return sorted(CODE.glob("*.[ch]"))
 
 
 def digest(paths: Iterable[Path]) -> str:
@@ -150,15 +141,13 @@ def build(folder: Path) -> list[str]:
             for kind, path in made.items():
                 files[kind] = f"{kind}-{digest([path])}{tools.suffix}"
                 os.replace(path, folder / files[kind])
-            kinds = ", ".join(kind for kind in made if kind != "cpu")
-            said.append(
-                f"compiled kernels for {kinds} by {tools.version}, in {time.perf_counter() - began:.0f} s"
-            )
+            kinds, seconds = ", ".join(kind for kind in made if kind != "cpu"), time.perf_counter() - began
+            said.append(f"compiled kernels for {kinds} by {tools.version}, in {seconds:.0f} s")
         except LookupError as error:
             missing = f"{error}; install gcc or clang and install lanternpp again"
             said = [f"no kernels were compiled, so that passes take two to three times as long: {missing}"]
         manifest = Path(temporary, "manifest.json")
-        content = {"libraries": files, "missing": missing, "sources": digest(code())}
+        content = {"libraries": files, "missing": missing, "sources": digest(SOURCES)}
         manifest.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
         os.replace(manifest, folder / manifest.name)
     for path in folder.iterdir():
@@ -179,7 +168,8 @@ def compile_all(tools: Toolchain, folder: Path) -> tuple[dict[str, Path], list[s
     jobs = [*kinds, "cpu"]
 
     def compile(name: str) -> Exception | None:
-        needs, options = (kinds[name].needs, kinds[name].options) if name in kinds else (BASELINE, ())
+        # The oldest CPUs have no vector instructions besides SSE2 and NEON.
+        needs, options = kinds[name][1:] if name in kinds else (frozenset(), ())
         try:
             # CC may bring options of its own, as -march=native.
             if more := tools.features(options) - needs:
@@ -216,7 +206,7 @@ class BuildKernels(build_ext):
         return {}
 
     def get_source_files(self) -> list[str]:
-        return [str(path.relative_to(ROOT)) for path in code()]
+        return [str(path.relative_to(ROOT)) for path in SOURCES]
 
 
 class PlatformWheel(bdist_wheel):
@@ -227,7 +217,6 @@ class PlatformWheel(bdist_wheel):
 
 
 if __name__ == "__main__":
-    kernels = Extension(
-        "lanternpp.kernels.lib", []
-    )  # of which setuptools only learns that there is code for one platform
+    # Of an extension without sources setuptools only learns that there is code for one platform.
+    kernels = Extension("lanternpp.kernels.lib", [])
     setup(ext_modules=[kernels], cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel})

@@ -43,7 +43,7 @@ def library(request: pytest.FixtureRequest, compiled: Path) -> Iterator[object]:
     files = manifest["libraries"]
     if kind not in choose(loading.features(there / files["cpu"])):
         pytest.skip(f"this CPU is none of {kind}")
-    if not more and kind in files and manifest["sources"] == building.digest(building.code()):
+    if not more and kind in files and manifest["sources"] == building.digest(building.SOURCES):
         yield loading.load(there / files[kind])
         return
     options = next(found.options for found in KINDS if found.name == kind)

@@ -182,7 +182,7 @@ def test_a_cpu_without_any_kernels_is_told_so(fresh: pytest.MonkeyPatch):
 def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Kernels whose Pass has one more number."""
     building, folder = setup(), tmp_path_factory.mktemp("older")
-    for path in building.code():
+    for path in building.SOURCES:
         (folder / path.name).write_text(path.read_text().replace("} Pass;", "int64_t more; } Pass;"))
     try:
         building.Toolchain.find().compile(folder / building.UNIT.name, ("-O0",), folder / "older.so")

@@ -21,36 +21,22 @@ class Kind(NamedTuple):
 V3 = frozenset({"x86_64", "avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt"})
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 BF16 = V4 | {"avx512vnni", "avx512bf16"}
+ARM = frozenset({"aarch64"})
 WIDE = ("-march=x86-64-v4", "-mprefer-vector-width=512")
-TILES = ("amx_tile", "amx_bf16", "amx_int8")
+BF16_WIDE = (*WIDE, "-mavx512vnni", "-mavx512bf16", "-mtune=sapphirerapids")
+TILES = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 
 # The best comes first.
 KINDS = (
-    Kind(
-        "amx",
-        BF16 | {*TILES},
-        (
-            *WIDE,
-            "-mavx512vnni",
-            "-mavx512bf16",
-            "-mamx-tile",
-            "-mamx-bf16",
-            "-mamx-int8",
-            "-mtune=sapphirerapids",
-        ),
-    ),
-    Kind("avx512-bf16", BF16, (*WIDE, "-mavx512vnni", "-mavx512bf16", "-mtune=sapphirerapids")),
+    Kind("amx", BF16 | TILES, (*BF16_WIDE, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
+    Kind("avx512-bf16", BF16, BF16_WIDE),
     Kind("avx512-vnni", V4 | {"avx512vnni"}, (*WIDE, "-mavx512vnni", "-mtune=tigerlake")),
     Kind("x86-64-v4", V4, (*WIDE, "-mtune=tigerlake")),
     Kind("avx-vnni", V3 | {"avxvnni"}, ("-march=x86-64-v3", "-mavxvnni", "-mtune=alderlake")),
     Kind("x86-64-v3", V3, ("-march=x86-64-v3", "-mtune=haswell")),
-    Kind(
-        "armv8.6-i8mm",
-        frozenset({"aarch64", "dotprod", "bf16", "i8mm"}),
-        ("-march=armv8.2-a+dotprod+bf16+i8mm",),
-    ),
-    Kind("armv8.2-dotprod", frozenset({"aarch64", "dotprod"}), ("-march=armv8.2-a+dotprod",)),
-    Kind("armv8-a", frozenset({"aarch64"}), ("-march=armv8-a",)),
+    Kind("armv8.6-i8mm", ARM | {"dotprod", "bf16", "i8mm"}, ("-march=armv8.2-a+dotprod+bf16+i8mm",)),
+    Kind("armv8.2-dotprod", ARM | {"dotprod"}, ("-march=armv8.2-a+dotprod",)),
+    Kind("armv8-a", ARM, ("-march=armv8-a",)),
 )
 
 
