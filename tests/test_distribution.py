@@ -1,4 +1,4 @@
-"""Every lossless method draws by the law of plain decoding, through `Pipeline` and the kernels in C.
+"""Every lossless method draws by the distribution of plain decoding, through `Pipeline` and the kernels in C.
 
 A random model of 64 codes, two samples of pictures, chi-square of their first six codes. `pytest --pictures 20000 -s` draws
 more and prints the p-values; the default is what fits into the suite.
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.laws import two_samples
+from helpers.distributions import two_samples
 from torch import Tensor
 
 from lanternpp import Pipeline
@@ -151,7 +151,7 @@ def p_values(one: Tensor, other: Tensor) -> dict[str, float]:
 
 
 def differ(name: str, codes: Tensor, plain: Tensor, per_pass: float) -> bool:
-    """Whether two samples have different laws; prints why."""
+    """Whether two samples have different distributions; prints why."""
     found = p_values(codes[:, :CODES], plain[:, :CODES])
     p = min(1.0, len(found) * min(found.values()))
     each = " ".join(f"{kind} {value:.2g}" for kind, value in found.items())
@@ -160,7 +160,7 @@ def differ(name: str, codes: Tensor, plain: Tensor, per_pass: float) -> bool:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_first_codes_follow_the_law_of_plain_decoding(
+def test_first_codes_follow_the_distribution_of_plain_decoding(
     draw: Draw, plain: Tensor, asked: dict[type, list[bool]], name: str
 ) -> None:
     method, turn = METHODS[name], 1 + list(METHODS).index(name)

@@ -76,7 +76,7 @@ def test_a_picture_does_not_depend_on_its_neighbours_in_the_batch() -> None:
     assert torch.equal(one[1], other[1])
 
 
-def test_the_law_of_the_next_code_is_the_targets() -> None:
+def test_the_distribution_of_the_next_code_is_the_targets() -> None:
     """Real p and real q: 40,000 verifications of one draft node, children drawn anew each time."""
     loop = engine("float32", "eagle", tree="chain-2")
     first_codes(loop, PROMPTS[:1], [0], 70)

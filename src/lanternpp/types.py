@@ -97,9 +97,11 @@ class Verdict:
 class NeighbourBudget:
     """A rule whose candidate gets the probability of its nearest codes, as numbers, for verification outside of PyTorch."""
 
-    table: Tensor | None  # [V, k] int32 the nearest codes of every code, nearest first; None: nothing is lent
+    table: (
+        Tensor | None
+    )  # [V, k] int32 the nearest codes of every code, nearest first; None: no mass is moved
     limits: tuple[tuple[float, float], ...]
-    """(a, b) of every level: at most a + b p is lent to a code of probability p."""
+    """(a, b) of every level: at most a + b p is moved to a code of probability p."""
     optimal: bool  # whether the residual is the optimal one
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers.laws import chi_square
+from helpers.distributions import chi_square
 from helpers.toys import MarkovTarget, OtherMarkovDrafter, ToyTarget, counts, eagle, neighbours
 
 from lanternpp.accept import RULES as NAMED
@@ -35,7 +35,7 @@ torch.manual_seed(0)
 TABLE = neighbours(torch.randn(VOCAB, 2), 4)
 
 
-def laws(count: int, power: float, zeros: float = 0.0) -> torch.Tensor:
+def distributions(count: int, power: float, zeros: float = 0.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(int(10 * power))
     p = torch.rand(count, VOCAB, dtype=torch.float64, generator=generator).pow(power)
     p[p < zeros] = 0
@@ -43,8 +43,8 @@ def laws(count: int, power: float, zeros: float = 0.0) -> torch.Tensor:
     return p / p.sum(-1, keepdim=True)
 
 
-P = torch.cat((laws(60, 3.0), laws(60, 2.0, 0.2)))
-Q = torch.cat((laws(60, 4.0, 0.1), laws(60, 1.0)))
+P = torch.cat((distributions(60, 3.0), distributions(60, 2.0, 0.2)))
+Q = torch.cat((distributions(60, 4.0, 0.1), distributions(60, 1.0)))
 MAKE = {
     "lantern 0.2": lambda residual: Lantern(TABLE, 0.2, residual),
     "lantern 0.6": lambda residual: Lantern(TABLE, 0.6, residual),
@@ -59,16 +59,16 @@ both = pytest.mark.parametrize("residual", ["paper", "optimal"])
 
 
 def one_child(rule: Acceptance, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """The law of one judged child, code by code from `relax` and `residual`: one row p, q [V]."""
-    law = torch.zeros_like(p)
+    """The distribution of one judged child, code by code from `relax` and `residual`: one row p, q [V]."""
+    distribution = torch.zeros_like(p)
     for x in range(len(p)):
         if q[x] > 0:
             code = torch.tensor([x])
             bent = rule.relax(p[None], code)
             accept = min(1.0, float(bent[0, x] / q[x]))
-            law[x] += q[x] * accept
-            law += q[x] * (1 - accept) * rule.residual(p[None], bent, q[None], code)[0]
-    return law
+            distribution[x] += q[x] * accept
+            distribution += q[x] * (1 - accept) * rule.residual(p[None], bent, q[None], code)[0]
+    return distribution
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @every_rule
 @both
-def test_spent_is_the_distance_of_the_enumerated_law(rule, residual):
+def test_spent_is_the_distance_of_the_enumerated_distribution(rule, residual):
     made = MAKE[rule](residual)
     enumerated = torch.stack([one_child(made, p, q) for p, q in zip(P, Q, strict=True)])
     assert torch.allclose(enumerated.sum(-1), torch.ones(len(P)).double())
@@ -222,12 +222,12 @@ def test_a_residual_is_asked_for_by_name():
 
 
 def test_weights_of_at_most_one_are_lossless_through_the_loop():
-    chain_law = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]])
+    chain_distribution = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]])
     far = torch.tensor([[0.1, 0.2, 0.7], [0.9, 0.05, 0.05], [0.3, 0.3, 0.4]])
-    target, batch = MarkovTarget(chain_law), 50_000
+    target, batch = MarkovTarget(chain_distribution), 50_000
     proposer = TreeProposer(OtherMarkovDrafter(target, far), StaticTree(((0,), (1,), (0, 0), (0, 1))))
     engine = Engine(target, proposer, Cool(0.9, 0.2), Sampling(), Guidance(), batch)
-    assert chi_square(counts(engine, 3, 400_000), target.law(3)) > 1e-3
+    assert chi_square(counts(engine, 3, 400_000), target.distribution(3)) > 1e-3
 
 
 # Through the engine.

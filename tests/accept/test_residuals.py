@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from helpers.laws import additive, multiplicative, round_law
+from helpers.distributions import additive, multiplicative, round_distribution
 from helpers.toys import neighbours
 
 from lanternpp.accept.base import Acceptance
@@ -42,28 +42,28 @@ def toys(count: int):
 
 
 def enumerate_node(rule: Acceptance, p, q, tries: int):
-    """The law [V] of the code decided, the mean of what was spent, and the mass let out by acceptance [V]."""
+    """The distribution [V] of the code decided, the mean of what was spent, and the mass let out by acceptance [V]."""
     if not tries or not q.sum():
         return p[0], 0.0, torch.zeros_like(p[0])
-    law, spent, let_out = torch.zeros_like(p[0]), float(tv_cost(rule, p, q)), torch.zeros_like(p[0])
+    distribution, spent, let_out = torch.zeros_like(p[0]), float(tv_cost(rule, p, q)), torch.zeros_like(p[0])
     for x in q[0].nonzero()[:, 0].tolist():
         code, chance = torch.tensor([x]), float(q[0, x])
         bent = rule.relax(p, code)
         kept = chance * min(1.0, float(bent[0, x]) / chance)
-        law[x] += kept
+        distribution[x] += kept
         let_out[x] += kept
         if kept < chance:
             left = rule.residual(p, bent, q, code)
             below = enumerate_node(rule, left, without(q, code), tries - 1)
-            law += (chance - kept) * below[0]
+            distribution += (chance - kept) * below[0]
             spent += (chance - kept) * below[1]
             let_out += (chance - kept) * below[2]
-    return law, spent, let_out
+    return distribution, spent, let_out
 
 
 @cache
 def nodes(rule: str, residual: str, children: int):
-    """(p, law, spent, let out) of every toy node."""
+    """(p, distribution, spent, let out) of every toy node."""
     found = []
     for p, q, table in toys(CASES):
         found.append((p[0], *enumerate_node(MAKE[rule](table, residual), p, q, children)))
@@ -78,28 +78,30 @@ several = pytest.mark.parametrize("children", [1, 2, 3])
 @several
 @both
 @pytest.mark.parametrize("rule", WRITTEN_AGAIN)
-def test_the_law_is_that_of_the_paper(rule, residual, children):
-    for (p, q, table), (_, law, _, _) in zip(toys(CASES), nodes(rule, residual, children), strict=True):
+def test_the_distribution_is_that_of_the_paper(rule, residual, children):
+    for (p, q, table), (_, distribution, _, _) in zip(
+        toys(CASES), nodes(rule, residual, children), strict=True
+    ):
         relax = WRITTEN_AGAIN[rule](table.tolist())
-        again = round_law(p[0].tolist(), q[0].tolist(), children, relax, residual == "optimal")
-        assert law.tolist() == pytest.approx(again, abs=1e-12)
+        again = round_distribution(p[0].tolist(), q[0].tolist(), children, relax, residual == "optimal")
+        assert distribution.tolist() == pytest.approx(again, abs=1e-12)
 
 
 @several
 @both
 @every_rule
 def test_what_is_spent_bounds_the_distance_and_is_it_for_one_child(rule, residual, children):
-    for p, law, spent, _ in nodes(rule, residual, children):
-        assert law.sum().item() == pytest.approx(1)
-        assert distance(law, p) <= spent + 1e-12
-        assert children > 1 or distance(law, p) == pytest.approx(spent, abs=1e-12)
+    for p, distribution, spent, _ in nodes(rule, residual, children):
+        assert distribution.sum().item() == pytest.approx(1)
+        assert distance(distribution, p) <= spent + 1e-12
+        assert children > 1 or distance(distribution, p) == pytest.approx(spent, abs=1e-12)
 
 
 @both
 def test_lantern_pp_lets_no_code_out_beyond_lambda_times_its_share(residual):
-    """So of one child's law at least 1 / lambda is p's own."""
-    for p, law, _, let_out in nodes("lantern++", residual, 1):
-        assert (let_out <= 5.0 * p + 1e-12).all() and distance(law, p) <= 1 - 1 / 5.0 + 1e-12
+    """So of one child's distribution at least 1 / lambda is p's own."""
+    for p, distribution, _, let_out in nodes("lantern++", residual, 1):
+        assert (let_out <= 5.0 * p + 1e-12).all() and distance(distribution, p) <= 1 - 1 / 5.0 + 1e-12
 
 
 @every_rule
@@ -107,7 +109,11 @@ def test_lantern_pp_lets_no_code_out_beyond_lambda_times_its_share(residual):
 def test_the_papers_residual_is_near_the_least_that_its_acceptance_leaves(rule, children):
     """So what a better residual could still gain is little; the optimal one keeps more codes, and costs more."""
     paper, best = nodes(rule, "paper", children), nodes(rule, "optimal", children)
-    over = [distance(law, p) - float((out - p).clamp(min=0).sum()) for p, law, _, out in paper]
+    over = [
+        distance(distribution, p) - float((out - p).clamp(min=0).sum()) for p, distribution, _, out in paper
+    ]
     assert min(over) > -1e-12 and sum(over) / CASES < 1e-3
-    assert sum(distance(law, p) for p, law, _, _ in paper) <= sum(distance(law, p) for p, law, _, _ in best)
+    assert sum(distance(distribution, p) for p, distribution, _, _ in paper) <= sum(
+        distance(distribution, p) for p, distribution, _, _ in best
+    )
     assert sum(float(out.sum()) for *_, out in paper) <= sum(float(out.sum()) for *_, out in best)

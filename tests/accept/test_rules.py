@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers.laws import additive, multiplicative
+from helpers.distributions import additive, multiplicative
 
 from lanternpp.accept import RULES as NAMED
 from lanternpp.accept import neighbours
@@ -25,12 +25,14 @@ DELTAS = [0.0, 0.05, 0.2, 0.6, 1.0]
 LAMBDAS = [1.0, 1.5, 3.0, 20.0]
 
 
-def laws(count: int, sharp: float) -> torch.Tensor:
+def distributions(count: int, sharp: float) -> torch.Tensor:
     generator = torch.Generator().manual_seed(int(sharp * 10))
     return (torch.randn(count, VOCAB, dtype=torch.float64, generator=generator) * sharp).softmax(-1)
 
 
-P = torch.cat((laws(40, 0.1), laws(40, 1.0), laws(40, 4.0), torch.eye(VOCAB).double()))
+P = torch.cat(
+    (distributions(40, 0.1), distributions(40, 1.0), distributions(40, 4.0), torch.eye(VOCAB).double())
+)
 CODE = torch.arange(len(P)) * 7 % VOCAB
 RULES = {f"delta {d}": (Lantern(TABLE, d), additive(TABLE.tolist(), d)) for d in DELTAS} | {
     f"lambda {lam}": (LanternPlusPlus(TABLE, lam), multiplicative(TABLE.tolist(), lam)) for lam in LAMBDAS
@@ -46,7 +48,7 @@ def test_relaxing_is_what_the_paper_says(rule):
 
 
 def test_a_code_the_target_rules_out_stays_out_under_lantern_pp():
-    p = laws(1, 1.0)
+    p = distributions(1, 1.0)
     p[0, 3] = 0
     assert LanternPlusPlus(TABLE, 1e6).relax(p, torch.tensor([3]))[0, 3] == 0
     assert Lantern(TABLE, 0.5).relax(p, torch.tensor([3]))[0, 3] > 0
@@ -61,7 +63,7 @@ def test_a_code_the_format_forces_is_never_relaxed(name, delta):
         for x in range(VOCAB):
             for at in (rule.at(0), rule.at(3)):
                 assert torch.equal(at.relax(forced, torch.full((VOCAB,), x)), forced)
-        assert tv_cost(rule, forced, laws(VOCAB, 0.1)).max() < 1e-12
+        assert tv_cost(rule, forced, distributions(VOCAB, 0.1)).max() < 1e-12
 
 
 NOTHING = [Exact(), Lantern(TABLE, 0.0), LanternPlusPlus(TABLE, 1.0), Cactus(0.0), DraftMixture(0.0)]
@@ -70,7 +72,7 @@ NOTHING = [Exact(), Lantern(TABLE, 0.0), LanternPlusPlus(TABLE, 1.0), Cactus(0.0
 @pytest.mark.parametrize("rule", NOTHING, ids=lambda rule: type(rule).__name__)
 def test_a_budget_of_nothing_changes_nothing(rule):
     assert torch.allclose(rule.relax(P, CODE), P, atol=1e-15)
-    assert torch.allclose(rule.output_distribution(P, laws(len(P), 2.0)), P, atol=1e-15)
+    assert torch.allclose(rule.output_distribution(P, distributions(len(P), 2.0)), P, atol=1e-15)
 
 
 @pytest.mark.parametrize("delta", [1e-4, 1e-2, 0.3])
@@ -91,7 +93,7 @@ def test_cactus_keeps_within_its_divergence_where_a_code_stays_below_a_half(delt
 
 
 def test_a_mixture_is_one_and_costs_its_share_of_the_distance():
-    q = laws(len(P), 2.0)
+    q = distributions(len(P), 2.0)
     q[0, :30] = 0
     q[0] /= q[0].sum()
     for level, share in ((0, 0.3), (2, 0.3 * math.exp(-0.8))):
@@ -106,7 +108,7 @@ def test_a_mixture_is_one_and_costs_its_share_of_the_distance():
 @pytest.mark.parametrize("name", ["lantern", "lantern++", "cool", "cactus", "mixture"])
 def test_every_relaxation_can_fall_with_the_level(name):
     made = Dials(lambda k: TABLE[:, :k], neighbours=12, delta={"cool": 2.0}.get(name, 0.6), lam=3.0, nu=0.5)
-    rule, p, q = NAMED[name].build(made), P[:120], laws(120, 2.0)
+    rule, p, q = NAMED[name].build(made), P[:120], distributions(120, 2.0)
     spent = [tv_cost(rule.at(level), p, q).mean() for level in range(5)]
     assert rule.at(0).relax(p, CODE[:120]).equal(rule.relax(p, CODE[:120]))
     assert all(b <= a for a, b in pairwise(spent)) and spent[4] < 0.6 * spent[0]
@@ -124,7 +126,7 @@ def test_every_relaxation_can_fall_with_the_level(name):
 
 def test_all_neighbours_are_heard_where_there_are_many(monkeypatch):
     """In pieces, and on a CPU for those codes alone that want more."""
-    rule, q = Lantern(TABLE, 0.6), laws(len(P), 1.0)
+    rule, q = Lantern(TABLE, 0.6), distributions(len(P), 1.0)
     whole = torch.minimum(q, rule.accept_mass(P, q))
     monkeypatch.setattr(neighbours, "FIRST", 2)
     monkeypatch.setattr(neighbours, "MORE", 3)
@@ -148,7 +150,7 @@ def test_relaxing_leaves_its_argument_alone_and_takes_any_leading_shape(rule):
 @every_rule
 def test_the_residual_is_what_the_draft_did_not_cover(rule):
     ours = RULES[rule][0]
-    bent, q = ours.relax(P, CODE), laws(len(P), 2.0)
+    bent, q = ours.relax(P, CODE), distributions(len(P), 2.0)
     left = ours.residual(P, bent, q, CODE)
     over = (bent - q).clamp(min=0)
     assert torch.allclose(left, over / over.sum(-1, keepdim=True))
@@ -156,7 +158,7 @@ def test_the_residual_is_what_the_draft_did_not_cover(rule):
 
 
 @every_rule
-def test_an_empty_residual_is_the_relaxed_law_and_never_uniform(rule):
+def test_an_empty_residual_is_the_relaxed_distribution_and_never_uniform(rule):
     ours = RULES[rule][0]
     bent = ours.relax(P, CODE)
     left = ours.residual(P, bent, bent.clone(), CODE)

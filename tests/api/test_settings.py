@@ -105,7 +105,7 @@ def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
         ("ar", {}, "would change nothing"),
     ],
 )
-def test_block_verification_is_refused_where_the_law_would_change_or_nothing_be_gained(
+def test_block_verification_is_refused_where_the_distribution_would_change_or_nothing_be_gained(
     method, given, why
 ) -> None:
     with pytest.raises(InputError, match=why):
@@ -135,7 +135,9 @@ class Drawn(StaticTree):
         ("eagle", {"tree": Drawn}, "the shape of the tree is decided while it is drawn; use verify token"),
     ],
 )
-def test_traversal_is_refused_where_the_law_would_change_or_nothing_be_gained(method, given, why) -> None:
+def test_traversal_is_refused_where_the_distribution_would_change_or_nothing_be_gained(
+    method, given, why
+) -> None:
     with pytest.raises(InputError, match=why):
         resolve(method, {}, given | {"verify": "traversal"})
     assert resolve(method, {}, given).verify == "token"

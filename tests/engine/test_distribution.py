@@ -1,17 +1,17 @@
-"""The law of what is drawn: the target's own for exact rules, the enumerated one for relaxed rules."""
+"""The distribution of what is drawn: the target's own for exact rules, the enumerated one for relaxed rules."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers.laws import (
+from helpers.distributions import (
     additive,
     chi_square,
     drawn,
     multiplicative,
     no_relax,
-    point_round_law,
-    round_law,
+    point_round_distribution,
+    round_distribution,
     tally,
 )
 from helpers.toys import MarkovTarget, NoisyMarkovDrafter, OtherMarkovDrafter, admit_all, parallel
@@ -96,19 +96,19 @@ def images(target, proposer, rule, sampling, guidance, draws=DRAWS, batch=50_000
 @pytest.mark.parametrize(
     ("case", "verifier"), [(case, verifier) for case, row in CASES.items() for verifier in row[0]]
 )
-def test_the_whole_loop_follows_the_targets_law_however_a_draft_is_verified(case, verifier):
+def test_the_whole_loop_follows_the_targets_distribution_however_a_draft_is_verified(case, verifier):
     target, (_, proposer, draws) = MarkovTarget(CHAIN), CASES[case]
     parts = (proposer(target), Exact(), Sampling(), Guidance())
     made = images(target, *parts, draws, min(draws, 50_000), VERIFIERS[verifier])
-    assert chi_square(tally(made, 3), target.law()) > UNLIKELY
+    assert chi_square(tally(made, 3), target.distribution()) > UNLIKELY
 
 
-def test_the_whole_loop_follows_the_law_that_is_left_after_temperature_and_top_k():
+def test_the_whole_loop_follows_the_distribution_that_is_left_after_temperature_and_top_k():
     target = MarkovTarget(CHAIN)
     warped = MarkovTarget(Sampling(0.7, top_k=2).probs(CHAIN.log()))
     proposer = TreeProposer(NoisyMarkovDrafter(target), StaticTree(BUSHY))
     made = images(target, proposer, Exact(), Sampling(0.7, top_k=2), Guidance(), FEWER)
-    assert chi_square(tally(made, 3), warped.law()) > UNLIKELY
+    assert chi_square(tally(made, 3), warped.distribution()) > UNLIKELY
 
 
 ADMITTED = {
@@ -189,38 +189,38 @@ def round_codes(rule, p, q, children, draws=DRAWS, dtype=torch.float64):
 @pytest.mark.parametrize("children", [1, 2, 3])
 @pytest.mark.parametrize("q", QS)
 @pytest.mark.parametrize("rule", RULES)
-def test_a_round_follows_its_enumerated_law(rule, q, children):
+def test_a_round_follows_its_enumerated_distribution(rule, q, children):
     ours, written_again = RULES[rule]
-    law = torch.tensor(
-        round_law(P, QS[q], children, written_again, ours.optimal_residual), dtype=torch.float64
+    distribution = torch.tensor(
+        round_distribution(P, QS[q], children, written_again, ours.optimal_residual), dtype=torch.float64
     )
-    assert law.sum().item() == pytest.approx(1)
+    assert distribution.sum().item() == pytest.approx(1)
     draws = DRAWS if rule == "exact" and children > 1 else FEWER
     if ours.lossless:
-        assert law.tolist() == pytest.approx(P)
-    assert chi_square(tally(round_codes(ours, P, QS[q], children, draws), 4), law) > UNLIKELY
+        assert distribution.tolist() == pytest.approx(P)
+    assert chi_square(tally(round_codes(ours, P, QS[q], children, draws), 4), distribution) > UNLIKELY
 
 
 @pytest.mark.parametrize("rule", ["lantern 0.5", "lantern++ 4"])
-def test_the_relaxed_rules_under_test_do_bend_the_law(rule):
-    law = round_law(P, QS["near"], 2, RULES[rule][1])
-    assert max(abs(a - b) for a, b in zip(law, P, strict=True)) > 0.01
+def test_the_relaxed_rules_under_test_do_bend_the_distribution(rule):
+    distribution = round_distribution(P, QS["near"], 2, RULES[rule][1])
+    assert max(abs(a - b) for a, b in zip(distribution, P, strict=True)) > 0.01
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("children", [(2,), (3, 0), (1, 0, 2)])
-def test_point_mass_drafts_follow_their_enumerated_law(rule, children):
+def test_point_mass_drafts_follow_their_enumerated_distribution(rule, children):
     ours, written_again = RULES[rule]
     codes = torch.tensor((0, *children)).expand(FEWER, -1)
     logits = torch.tensor(P).double().log().expand(FEWER, len(children) + 1, -1)
     draft = Draft(star(FEWER, len(children)), codes, None)
     made = verify_tokenwise(draft, logits, Sampling(), ours, noise(FEWER)).next_codes[:, :1]
-    law = torch.tensor(
-        point_round_law(P, children, written_again, ours.optimal_residual), dtype=torch.float64
+    distribution = torch.tensor(
+        point_round_distribution(P, children, written_again, ours.optimal_residual), dtype=torch.float64
     )
     if ours.lossless:
-        assert law.tolist() == pytest.approx(P)
-    assert chi_square(tally(made, 4), law) > UNLIKELY
+        assert distribution.tolist() == pytest.approx(P)
+    assert chi_square(tally(made, 4), distribution) > UNLIKELY
 
 
 def test_a_target_with_forbidden_codes_never_draws_one():
@@ -229,7 +229,7 @@ def test_a_target_with_forbidden_codes_never_draws_one():
         assert chi_square(tally(round_codes(Exact(), p, q, 2), 4), torch.tensor(p)) > UNLIKELY
 
 
-def test_single_precision_follows_the_law_too():
+def test_single_precision_follows_the_distribution_too():
     made = round_codes(Exact(), P, QS["far"], 3, dtype=torch.float32)
     assert chi_square(tally(made, 4), torch.tensor(P)) > UNLIKELY
 
@@ -246,7 +246,7 @@ def test_a_child_the_drafter_could_not_have_drawn_is_never_kept():
 
 @pytest.mark.parametrize("verifier", ["token", "traversal"])
 @pytest.mark.parametrize("children", [1, 2, 3])
-def test_two_levels_follow_the_joint_law(children, verifier):
+def test_two_levels_follow_the_joint_distribution(children, verifier):
     """p and q depend on the code above; the path and its bonus are completed by the target itself."""
     generator = torch.Generator().manual_seed(0)
     p = torch.rand(4, 4, dtype=torch.float64, generator=generator).pow(2) + 0.01

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from helpers.laws import chi_square, tally
+from helpers.distributions import chi_square, tally
 
 from lanternpp.engine import noise as module
 from lanternpp.engine.noise import Noise
@@ -115,7 +115,7 @@ def test_a_code_of_no_probability_is_not_drawn_at_either_end(monkeypatch, bits):
         assert Sampling().children(p[None].to(dtype), 1, at([1]), Noise.DRAFT).item() in (1, 3)
 
 
-def test_exponential_has_the_law_of_one():
+def test_exponential_has_the_distribution_of_one():
     e = at([3]).exponential(Noise.DRAFT, 1 << 18)
     assert even(1 - (-e).exp()) > UNLIKELY
 
@@ -135,7 +135,7 @@ def test_a_tail_of_improbable_codes_keeps_its_share():
     assert chi_square(torch.bincount((draws + 1023) // 1024, minlength=17), cells) > UNLIKELY
 
 
-def test_draws_follow_their_law():
+def test_draws_follow_their_distribution():
     p = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.0499, 0.0001])
     draws = Sampling().draw(p.expand(400_000, -1), at(torch.arange(400_000)))
     assert chi_square(torch.bincount(draws, minlength=6), p) > UNLIKELY
@@ -168,8 +168,8 @@ def test_codes_that_can_be_drawn_come_before_those_that_are_never_tried():
 def test_the_nodes_of_a_level_draw_their_children_independently():
     rows = torch.tensor([0.5, 0.3, 0.2]).expand(200_000, 2, -1)
     picked = Sampling().children(rows, 1, at(torch.arange(200_000)), Noise.DRAFT)[..., 0]
-    law = rows[0, 0][:, None] * rows[0, 0]
-    assert chi_square(tally(picked, 3), law) > UNLIKELY
+    distribution = rows[0, 0][:, None] * rows[0, 0]
+    assert chi_square(tally(picked, 3), distribution) > UNLIKELY
 
 
 def test_greedy_children_are_the_most_probable_in_order():

@@ -1,4 +1,4 @@
-"""Observers: what they are shown, and acceptances counted on a tree whose law is known."""
+"""Observers: what they are shown, and acceptances counted on a tree whose distribution is known."""
 
 from __future__ import annotations
 

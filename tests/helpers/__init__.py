@@ -5,12 +5,12 @@
 * `checkpoints`: tiny checkpoints in the layouts that others publish, with weights that a formula gives.
 * `classifiers`: a classifier with random weights, small enough to be made in a moment, and pictures for it.
 * `documents`: the project's Markdown pages, and what is in them.
-* `drafts`: every draft of a small tree, siblings drawn without replacement, and the law that verifying all of them has.
+* `drafts`: every draft of a small tree, siblings drawn without replacement, and the distribution that verifying all of them has.
 * `families`: tiny random checkpoints in the layouts of published models, written by transformers' own classes.
 * `hub`: a stand-in for the hub on this machine: repositories are folders, and every request is written down.
 * `killed`: commands of a process that may be killed, on a tiny model: states after every step, shards of a few pictures.
 * `latents`: tiny targets over latents, drafters that know nothing of them, and the distance between two samples of pictures.
-* `laws`: the laws the library must follow, written a second time, in plain Python, from the papers alone.
+* `distributions`: the distributions the library must follow, written a second time, in plain Python, from the papers alone.
 * `models`: model folders with random weights, small enough to be made in a moment.
 * `photos`: fixtures: captioned pictures, a tokenizer for them, and the commands that train on them.
 * `processes`: processes that a test started, to kill some of them.

@@ -1,4 +1,4 @@
-"""Every draft of a small tree, siblings drawn without replacement, and the law that verifying all of them has."""
+"""Every draft of a small tree, siblings drawn without replacement, and the distribution that verifying all of them has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from helpers.laws import Contexts
+from helpers.distributions import Contexts
 from lanternpp.trees.shapes import Shape
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft, Tree
@@ -58,12 +58,14 @@ def tree_drafts(shape: Shape, p: Contexts, q: Contexts, draws: Tensor | None = N
     return Drafts(Draft(like.tree, codes, qs), at, ps, chance)
 
 
-def tree_law(stops: Stops, drafts: Drafts, law: Tensor, p: Contexts) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Verification of all drafts against law [D, N, V]: the law of all sequences, the target p going on where a draft
+def tree_distribution(
+    stops: Stops, drafts: Drafts, distribution: Tensor, p: Contexts
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Verification of all drafts against distribution [D, N, V]: the distribution of all sequences, the target p going on where a draft
     ended; how often every node is kept, [N]; and of every node the mass of each code decided behind it, [contexts, V].
     """
-    tree, vocab = drafts.draft.tree, law.shape[-1]
-    behind, left = stops(law, drafts.draft.probs, drafts.draft.codes, tree)
+    tree, vocab = drafts.draft.tree, distribution.shape[-1]
+    behind, left = stops(distribution, drafts.draft.probs, drafts.draft.codes, tree)
     zero, one = torch.zeros_like(behind[:, :1]), torch.ones_like(behind[:, :1])
     ends = torch.zeros(drafts.at.shape, dtype=torch.float64)
     ends[:, tree.layout.order] = torch.cat((zero, behind, one), 1).diff(dim=1) * drafts.chance[:, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from helpers.laws import Contexts
+from helpers.distributions import Contexts
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.mixture import DraftMixture
 from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
@@ -22,6 +22,6 @@ RULES = {
 }
 
 
-def laws_of(p: Contexts, q: Contexts, rule: Acceptance) -> Contexts:
-    """The law of every context under a relaxed rule; behind the last guess the target's own."""
+def distributions_of(p: Contexts, q: Contexts, rule: Acceptance) -> Contexts:
+    """The distribution of every context under a relaxed rule; behind the last guess the target's own."""
     return [rule.at(level).output_distribution(p[level], q[level]) for level in range(len(q))] + [p[-1]]

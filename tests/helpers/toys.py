@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from helpers.laws import tally
+from helpers.distributions import tally
 from lanternpp.drafters.base import Drafter
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
@@ -88,12 +88,12 @@ class MarkovTarget(ToyTarget):
         self.logp = self.chain.log().clamp(min=-1e30)  # of 0 too: 0 x inf is NaN
         self.table = torch.nn.Parameter(torch.eye(len(table), 4, dtype=torch.float64), requires_grad=False)
 
-    def law(self, codes: int | None = None) -> Tensor:
+    def distribution(self, codes: int | None = None) -> Tensor:
         """The probability of every image, or start of `codes` codes, [V ** codes], first code slowest."""
-        law = self.chain[0]
+        distribution = self.chain[0]
         for _ in range((codes or self.length) - 1):
-            law = (law.view(-1, self.vocab, 1) * self.chain).flatten()
-        return law
+            distribution = (distribution.view(-1, self.vocab, 1) * self.chain).flatten()
+        return distribution
 
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
         rows = len(conditions) * branches

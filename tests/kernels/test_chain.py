@@ -1,4 +1,4 @@
-"""The guesses of a chain, the laws of neighbours and block verification in C, beside PyTorch in float64."""
+"""The guesses of a chain, the distributions of neighbours and block verification in C, beside PyTorch in float64."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.laws import KINDS, chain_law, contexts, distance, sequences
+from helpers.distributions import KINDS, chain_distribution, contexts, distance, sequences
 from helpers.relaxed import RULES as SMALL_RULES
-from helpers.relaxed import laws_of
+from helpers.relaxed import distributions_of
 from helpers.toys import stored_in_8_bits
 from kernels.rounding import multiplied
 from torch import Tensor
@@ -241,7 +241,7 @@ def rows_of(vocab: int, batch: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize(("vocab", "k"), [(40, 12), (300, 90), (9, 8)])
-def test_laws_of_neighbours(library: object, vocab: int, k: int, batch: int) -> None:
+def test_distributions_of_neighbours(library: object, vocab: int, k: int, batch: int) -> None:
     torch.manual_seed(0)
     table = torch.stack([torch.randperm(vocab - 1)[:k] for _ in range(vocab)])
     table = (table + (table >= torch.arange(vocab)[:, None])).int()
@@ -274,8 +274,10 @@ def in_c(
     logits = p.log().clamp(min=-200).float()  # below -87 a probability is 0, and yet not forbidden
     verdict, nodes = verifier(draft, logits, Sampling().warp, budget, False, u, u)
     assert verdict.distribution is not None
-    law = verdict.distribution.double()
-    return nodes[:, 1:, BEHIND], (law * node_weights(law, q, codes)[..., None] - q).clamp_(min=0)
+    distribution = verdict.distribution.double()
+    return nodes[:, 1:, BEHIND], (distribution * node_weights(distribution, q, codes)[..., None] - q).clamp_(
+        min=0
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -293,14 +295,14 @@ def test_where_a_chain_ends(library: object, vocab: int, batch: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("vocab", "depth"), [(3, 4), (4, 3), (5, 2)])
-def test_enumerated_the_law_is_the_targets(kind: str, vocab: int, depth: int) -> None:
+def test_enumerated_the_distribution_is_the_targets(kind: str, vocab: int, depth: int) -> None:
     p, q = contexts(vocab, depth, kind)
-    assert distance(chain_law(in_c, p, q)[0], sequences(p)) < 1e-6
+    assert distance(chain_distribution(in_c, p, q)[0], sequences(p)) < 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["lantern", "lantern++", "lantern++, falling"])
-def test_enumerated_the_law_is_that_of_the_rule(kind: str, name: str) -> None:
+def test_enumerated_the_distribution_is_that_of_the_rule(kind: str, name: str) -> None:
     p, q = contexts(4, 3, kind)
     rule, targets = SMALL_RULES[name](4), list[Tensor]()
 
@@ -308,10 +310,10 @@ def test_enumerated_the_law_is_that_of_the_rule(kind: str, name: str) -> None:
         targets.append(p)
         return chain_tails(p, q, codes)
 
-    chain_law(recorded, p, q)  # the target's rows of every draft, in the order in which C gets them
-    law = laws_of(p, q, rule)
-    found, _ = chain_law(lambda _, q, codes: in_c(targets[0], q, codes, rule), law, q)
-    assert distance(found, sequences(law)) < 1e-6
+    chain_distribution(recorded, p, q)  # the target's rows of every draft, in the order in which C gets them
+    distribution = distributions_of(p, q, rule)
+    found, _ = chain_distribution(lambda _, q, codes: in_c(targets[0], q, codes, rule), distribution, q)
+    assert distance(found, sequences(distribution)) < 1e-6
 
 
 class Own(LanternPlusPlus):

@@ -1,4 +1,4 @@
-"""A smaller target as drafter: what it guesses, the law of what is drawn, and what it refuses."""
+"""A smaller target as drafter: what it guesses, the distribution of what is drawn, and what it refuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers.laws import chi_square
+from helpers.distributions import chi_square
 from helpers.toys import MarkovTarget, ToyTarget, counts, smaller
 
 from lanternpp.accept.exact import Exact
@@ -61,12 +61,12 @@ def test_children_are_drawn_from_what_the_smaller_target_says_there(cfg, steps):
     ],
     ids=["chain", "tree", "ddd"],
 )
-def test_the_first_codes_follow_the_targets_law(table, builder):
+def test_the_first_codes_follow_the_targets_distribution(table, builder):
     target = MarkovTarget(CHAIN)
     engine = Engine(
         target, DraftModel(MarkovTarget(table), builder()), Exact(), Sampling(), Guidance(), 50_000
     )
-    assert chi_square(counts(engine, 3, 100_000), target.law(3)) > 1e-3
+    assert chi_square(counts(engine, 3, 100_000), target.distribution(3)) > 1e-3
 
 
 class RowsEnd(ToyTarget):

@@ -1,10 +1,10 @@
-"""Jacobi drafting: its law, greedy identity, independence of the batch, and what its couplings promise."""
+"""Jacobi drafting: its distribution, greedy identity, independence of the batch, and what its couplings promise."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers.laws import chi_square
+from helpers.distributions import chi_square
 from helpers.toys import MarkovTarget, ToyTarget, counts, neighbours
 
 from lanternpp.accept.exact import Exact
@@ -36,9 +36,9 @@ def engine_of(
 
 
 @every_way
-def test_the_image_follows_the_targets_law(coupling, init):
+def test_the_image_follows_the_targets_distribution(coupling, init):
     engine = engine_of(CHAIN, 2, coupling, init, Sampling())
-    assert chi_square(counts(engine, 4, 200_000), engine.target.law()) > 1e-3
+    assert chi_square(counts(engine, 4, 200_000), engine.target.distribution()) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_the_image_follows_the_targets_law(coupling, init):
 )
 def test_with_siblings_too(coupling, verify):
     engine = engine_of(CHAIN, 2, coupling, "mixed", Sampling(), 50_000, 2, verify)
-    assert chi_square(counts(engine, 4, 200_000), engine.target.law()) > 1e-3
+    assert chi_square(counts(engine, 4, 200_000), engine.target.distribution()) > 1e-3
 
 
 def forked(target, condition, batch):
@@ -61,13 +61,13 @@ def forked(target, condition, batch):
     return engine
 
 
-def test_windows_at_the_next_rows_see_what_is_before_them_and_change_no_law():
+def test_windows_at_the_next_rows_see_what_is_before_them_and_change_no_distribution():
     """A target that looks at all codes and at their places: every image of 3 x 3 codes of 2 kinds, by its own probabilities."""
     target, images = ToyTarget(2, 3), 20_000
     every = torch.cartesian_prod(*[torch.arange(2)] * 9)
     embeds = target.prompt([None], 1).embeds.expand(512, -1, -1)
     logits = target.head(target.forward_sequence(embeds, every))
-    law = logits.log_softmax(-1).gather(-1, every[..., None]).sum((1, 2)).exp()
+    distribution = logits.log_softmax(-1).gather(-1, every[..., None]).sum((1, 2)).exp()
     engine = forked(target, None, 5000)
     seen = torch.zeros(512)
     root = logits[0, 0].softmax(-1)
@@ -85,7 +85,7 @@ def test_windows_at_the_next_rows_see_what_is_before_them_and_change_no_law():
         while engine.done() != list(range(engine.batch)):
             engine.step()
         seen += (engine.codes[:, :9] * 2 ** torch.arange(9).flip(0)).sum(1).bincount(minlength=512)
-    assert chi_square(seen, law) > 1e-3
+    assert chi_square(seen, distribution) > 1e-3
 
 
 @pytest.mark.parametrize("codebook", [True, False])
@@ -111,11 +111,11 @@ def test_behind_refused_guesses_the_next_follows_what_is_behind_codes_that_look_
 
 
 @pytest.mark.parametrize("coupling", ["maximal", "gumbel"])
-def test_a_window_wider_than_the_image_and_warped_laws(coupling):
+def test_a_window_wider_than_the_image_and_warped_distributions(coupling):
     sampling = Sampling(0.7, 2)
     engine = engine_of(CHAIN, 4, coupling, "mixed", sampling)
     warped = MarkovTarget(sampling.probs(CHAIN.double().log()))
-    assert chi_square(counts(engine, 3, 200_000), warped.law(3)) > 1e-3
+    assert chi_square(counts(engine, 3, 200_000), warped.distribution(3)) > 1e-3
 
 
 def drawn(target, proposer, sampling, cfg, batch, rule=None, count=4):
@@ -202,7 +202,7 @@ def test_coupled_guesses_survive_more_often_and_siblings_keep_more(init):
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
-def test_a_guess_follows_the_newest_law_of_its_place(coupling):
+def test_a_guess_follows_the_newest_distribution_of_its_place(coupling):
     """And a coupled one stays with the likelihood 1 - TV(old, new), or (Gumbel) nearly that."""
     batch, target = 100_000, MarkovTarget(CHAIN)
     proposer = Jacobi(1, coupling)

@@ -1,4 +1,4 @@
-"""The law of Jacobi decoding, enumerated: every outcome of every random choice of a pass, in float64, pass after pass."""
+"""The distribution of Jacobi decoding, enumerated: every outcome of every random choice of a pass, in float64, pass after pass."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ class Outcomes:
     def __init__(self, number: Tensor, weight: Tensor):
         self.number, self.weight = number, weight
 
-    def take(self, law: Tensor) -> Tensor:
-        """law [B, M], normalised here -> an outcome of each sample, [B]."""
-        digit = self.number % law.shape[-1]
-        self.number = self.number // law.shape[-1]
-        self.weight = self.weight * (law / law.sum(-1, keepdim=True)).gather(1, digit[:, None])[:, 0]
+    def take(self, distribution: Tensor) -> Tensor:
+        """distribution [B, M], normalised here -> an outcome of each sample, [B]."""
+        digit = self.number % distribution.shape[-1]
+        self.number = self.number // distribution.shape[-1]
+        self.weight = (
+            self.weight * (distribution / distribution.sum(-1, keepdim=True)).gather(1, digit[:, None])[:, 0]
+        )
         return digit
 
     def draw(self, probs: Tensor, u: Tensor) -> Tensor:
@@ -83,10 +85,10 @@ def choices(proposer: Jacobi, verify: str, vocab: int) -> int:
     return prod((vocab ** (window * proposer.window_rows + alternatives), tests, vocab))
 
 
-def law_of(
+def distribution_of(
     monkeypatch, table, proposer, verify, codes, rule: Acceptance | None = None, grid: int = 2
 ) -> Tensor:
-    """The law of the first `codes` codes of an image, [V ** codes]."""
+    """The distribution of the first `codes` codes of an image, [V ** codes]."""
     target, sampling = MarkovTarget(table, grid), Enumerated()
     vocab, rule = target.vocab, rule or Exact()
     each = choices(proposer, verify, vocab)
@@ -181,19 +183,21 @@ WINDOW_ROWS = [  # coupling, init, alternatives, window_rows, verifier, codes; w
 def test_guesses_that_wait_in_the_next_rows(
     monkeypatch, coupling, init, alternatives, window_rows, verify, codes
 ):
-    law = law_of(
+    distribution = distribution_of(
         monkeypatch, CHAIN, Jacobi(1, coupling, init, alternatives, window_rows), verify, codes, grid=3
     )
-    assert (law - MarkovTarget(CHAIN, 3).law(codes)).abs().sum() < 1e-12
+    assert (distribution - MarkovTarget(CHAIN, 3).distribution(codes)).abs().sum() < 1e-12
 
 
 @pytest.mark.parametrize("table", [CHAIN, HOLES], ids=["chain", "holes"])
 @pytest.mark.parametrize(("window", "coupling", "init", "alternatives", "verify", "codes"), CASES)
-def test_images_follow_the_targets_law(
+def test_images_follow_the_targets_distribution(
     monkeypatch, table, window, coupling, init, alternatives, verify, codes
 ):
-    law = law_of(monkeypatch, table, Jacobi(window, coupling, init, alternatives), verify, codes)
-    assert (law - MarkovTarget(table).law(codes)).abs().sum() < 1e-12
+    distribution = distribution_of(
+        monkeypatch, table, Jacobi(window, coupling, init, alternatives), verify, codes
+    )
+    assert (distribution - MarkovTarget(table).distribution(codes)).abs().sum() < 1e-12
 
 
 def wrong_kept(monkeypatch):
@@ -217,8 +221,8 @@ def wrong_q(monkeypatch):
 )
 def test_what_is_nearly_right_is_found_out(monkeypatch, wrong, alternatives, verify):
     wrong(monkeypatch)
-    law = law_of(monkeypatch, CHAIN, Jacobi(2, "maximal", "last", alternatives), verify, 3)
-    assert (law - MarkovTarget(CHAIN).law(3)).abs().sum() > 1e-4
+    distribution = distribution_of(monkeypatch, CHAIN, Jacobi(2, "maximal", "last", alternatives), verify, 3)
+    assert (distribution - MarkovTarget(CHAIN).distribution(3)).abs().sum() > 1e-4
 
 
 def test_a_waiting_guess_with_another_q_than_its_own_is_found_out(monkeypatch):
@@ -231,5 +235,7 @@ def test_a_waiting_guess_with_another_q_than_its_own_is_found_out(monkeypatch):
         put(self, ring, place, value)
 
     monkeypatch.setattr(Jacobi, "_put", wrong)
-    law = law_of(monkeypatch, CHAIN, Jacobi(1, "maximal", "above", 0, 2), "block", 5, grid=3)
-    assert (law - MarkovTarget(CHAIN, 3).law(5)).abs().sum() > 1e-4
+    distribution = distribution_of(
+        monkeypatch, CHAIN, Jacobi(1, "maximal", "above", 0, 2), "block", 5, grid=3
+    )
+    assert (distribution - MarkovTarget(CHAIN, 3).distribution(5)).abs().sum() > 1e-4

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.laws import Contexts, chain_law, contexts
+from helpers.distributions import Contexts, chain_distribution, contexts
 from helpers.toys import ToyTarget, parallel
 
 from lanternpp.engine.guidance import Guidance
@@ -41,7 +41,7 @@ def test_the_estimate_from_the_targets_own_chains_is_what_drafts_keep(
     kind: str, vocab: int, depth: int
 ) -> None:
     p, q = contexts(vocab, depth, kind)
-    _, kept = chain_law(chain_tails, p, q)
+    _, kept = chain_distribution(chain_tails, p, q)
     assert estimates(p, q)[0].sum(0).tolist() == pytest.approx(kept.tolist(), abs=1e-12)
 
 
@@ -53,7 +53,7 @@ def test_along_its_gradient_drafts_keep_more(seed: int) -> None:
     found = []
     for _ in range(5):
         laws = [x.softmax(-1) for x in logits]
-        found.append(float(chain_law(chain_tails, p, [x.detach() for x in laws])[1].sum()))
+        found.append(float(chain_distribution(chain_tails, p, [x.detach() for x in laws])[1].sum()))
         grads = torch.autograd.grad(chain_gain(*estimates(p, laws)), logits)
         with torch.no_grad():
             for x, slope in zip(logits, grads, strict=True):

@@ -1,4 +1,4 @@
-"""Trees that follow the drafter: their shape, written a second time in plain Python, and their law."""
+"""Trees that follow the drafter: their shape, written a second time in plain Python, and their distribution."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers.laws import chi_square
+from helpers.distributions import chi_square
 from helpers.toys import (
     MarkovTarget,
     NoisyMarkovDrafter,
@@ -219,7 +219,7 @@ def test_an_oracles_likeliest_path_is_kept_when_greedy(cfg):
     ("name", "drafter"),
     [("full", "other"), ("narrow", "flatter"), ("narrow", "holes"), ("ddd, narrow", "other")],
 )
-def test_the_first_codes_follow_the_targets_law(name, drafter):
+def test_the_first_codes_follow_the_targets_distribution(name, drafter):
     target, batch = MarkovTarget(CHAIN), 50_000
     made = {
         "flatter": lambda: NoisyMarkovDrafter(target),
@@ -227,7 +227,7 @@ def test_the_first_codes_follow_the_targets_law(name, drafter):
         "holes": lambda: OtherMarkovDrafter(target, HOLES),
     }[drafter]()
     engine = Engine(target, TreeProposer(made, TREES_HERE[name]()), Exact(), Sampling(), Guidance(), batch)
-    assert chi_square(counts(engine, 3, 100_000), target.law(3)) > 1e-3
+    assert chi_square(counts(engine, 3, 100_000), target.distribution(3)) > 1e-3
 
 
 def test_they_are_named_and_their_numbers_checked():

@@ -64,7 +64,7 @@ def test_children_are_the_ones_drawn_at_their_parent_in_trial_order(shape):
 
 
 @every_shape
-def test_a_node_keeps_the_law_its_children_were_drawn_from(shape):
+def test_a_node_keeps_the_distribution_its_children_were_drawn_from(shape):
     draft, _, looks, root = recorded(shape)
     assert torch.equal(draft.probs[:, 0], root)
     seen = {0}

@@ -100,10 +100,10 @@ class DraftDials(TypedDict, total=False):
 class RuleDials(TypedDict, total=False):
     """The dials of an acceptance rule."""
 
-    neighbours: Annotated[int | None, Dial("Codebook neighbours that may lend a code their probability.", ge=1, le=MOST_CODES,
+    neighbours: Annotated[int | None, Dial("Codebook neighbours whose probability a code may get.", ge=1, le=MOST_CODES,
         remedy="1 or more, below the number of codes", metavar="K", short="k", label="Neighbours k", slider=(1, 1000, 1))]
     delta: Annotated[float | None, Dial("How far a relaxed rule may go.", ge=0, le=STRONGEST,
-        more="LANTERN: the most probability neighbours may lend, 0 (exact) to 1. COOL-SD: the weight at the first level; "
+        more="LANTERN: the most probability a code may get from neighbours, 0 (exact) to 1. COOL-SD: the weight at the first level; "
         "1 is exact. Cactus: the divergence a code may cost; 0 is exact. Mixture: the drafter's share, 0 (exact) to 1.",
         label="Delta", slider=(0, 3, 0.01))]
     lam: Annotated[float | None, Dial("LANTERN++: the factor by which a code's probability may grow; 1 is exact.", ge=1, le=STRONGEST,

@@ -9,9 +9,9 @@ from itertools import permutations
 
 import pytest
 import torch
-from helpers.drafts import Drafts, tree_drafts, tree_law
-from helpers.laws import KINDS, Contexts, chi_square, contexts, distance, sequences, tally
-from helpers.relaxed import RULES, TABLES, laws_of
+from helpers.distributions import KINDS, Contexts, chi_square, contexts, distance, sequences, tally
+from helpers.drafts import Drafts, tree_distribution, tree_drafts
+from helpers.relaxed import RULES, TABLES, distributions_of
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
@@ -46,11 +46,11 @@ def enumerated(vocab: int, shape: str, kind: str) -> tuple[Drafts, Contexts, Con
 
 @every_case
 @every_kind
-def test_the_law_is_the_targets(vocab: int, shape: str, kind: str) -> None:
+def test_the_distribution_is_the_targets(vocab: int, shape: str, kind: str) -> None:
     drafts, p, _ = enumerated(vocab, shape, kind)
     assert drafts.chance.sum().item() == pytest.approx(1)
-    law, _, after = tree_law(rejection_tails, drafts, drafts.p, p)
-    assert distance(law, sequences(p)) < 1e-12
+    distribution, _, after = tree_distribution(rejection_tails, drafts, drafts.p, p)
+    assert distance(distribution, sequences(p)) < 1e-12
     for depth, found in zip(drafts.draft.tree.depth[0].tolist(), after, strict=True):
         assert distance(found, found.sum(-1, keepdim=True) * p[depth]) < 1e-12, "at every node by itself"
 
@@ -59,20 +59,20 @@ def test_the_law_is_the_targets(vocab: int, shape: str, kind: str) -> None:
 @every_kind
 @pytest.mark.parametrize(("vocab", "shape"), [(3, "chain of 3"), (4, "chain of 2"), *TREES])
 def test_under_a_relaxed_rule_it_is_that_rules(rule: str, kind: str, vocab: int, shape: str) -> None:
-    """At a node that has children; elsewhere nothing is drafted and the law is the target's."""
+    """At a node that has children; elsewhere nothing is drafted and the distribution is the target's."""
     drafts, p, q = enumerated(vocab, shape, kind)
-    laws = laws_of(p, q, RULES[rule](vocab))
+    distributions = distributions_of(p, q, RULES[rule](vocab))
     tree, at = drafts.draft.tree, drafts.at
     inner, depths = (tree.children[0, :, 0] >= 0).tolist(), tree.depth[0].tolist()
-    tables = [laws[depth] if has else p[depth] for has, depth in zip(inner, depths, strict=True)]
-    law = torch.stack([table[at[:, node]] for node, table in enumerate(tables)], 1)
-    whole, _, after = tree_law(rejection_tails, drafts, law, laws)
+    tables = [distributions[depth] if has else p[depth] for has, depth in zip(inner, depths, strict=True)]
+    distribution = torch.stack([table[at[:, node]] for node, table in enumerate(tables)], 1)
+    whole, _, after = tree_distribution(rejection_tails, drafts, distribution, distributions)
     for found, table in zip(after, tables, strict=True):
         assert distance(found, found.sum(-1, keepdim=True) * table) < 1e-12
     if shape != "ragged":
-        assert distance(whole, sequences(laws)) < 1e-12
+        assert distance(whole, sequences(distributions)) < 1e-12
     if kind == "random":
-        assert distance(sequences(laws), sequences(p)) > 1e-3, "the rule does bend the distribution"
+        assert distance(sequences(distributions), sequences(p)) > 1e-3, "the rule does bend the distribution"
 
 
 # The same again in plain Python, a node after the other, and what each keeps.
@@ -161,11 +161,11 @@ WRONG = [
 @pytest.mark.parametrize("kind", ["random", "all of them"])
 def test_a_wrong_residual_or_weight_would_be_seen(shape: str, wrong, kind: str) -> None:
     drafts, p, _ = enumerated(4 if shape == CHAIN else 3, shape, kind)
-    assert distance(tree_law(wrong, drafts, drafts.p, p)[0], sequences(p)) > 1e-3
+    assert distance(tree_distribution(wrong, drafts, drafts.p, p)[0], sequences(p)) > 1e-3
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE])
-def test_single_precision_follows_the_law_too(shape: str) -> None:
+def test_single_precision_follows_the_distribution_too(shape: str) -> None:
     for kind in ("random", "equal", "all of them"):
         drafts, p, _ = enumerated(4, shape, kind)
 
@@ -173,7 +173,7 @@ def test_single_precision_follows_the_law_too(shape: str) -> None:
             behind, left = rejection_tails(p.float(), q.float(), codes, tree)
             return behind, left.double()
 
-        assert distance(tree_law(single, drafts, drafts.p, p)[0], sequences(p)) < 1e-6
+        assert distance(tree_distribution(single, drafts, drafts.p, p)[0], sequences(p)) < 1e-6
 
 
 Children = Iterator[tuple[float, float, int]]
@@ -232,7 +232,7 @@ def test_a_node_is_kept_with_its_weight_whatever_is_below_which_is_no_less_than_
 ) -> None:
     """The expectation of codes needs the siblings on a path alone; the enumeration goes through all drafts."""
     drafts, p, q = enumerated(vocab, shape, kind)
-    _, kept, _ = tree_law(rejection_tails, drafts, drafts.p, p)
+    _, kept, _ = tree_distribution(rejection_tails, drafts, drafts.p, p)
     codes = 1 + expected(p, q, SHAPES[shape], (), 0, 1.0, False)
     assert kept.sum().item() == pytest.approx(codes, abs=1e-12)
     walk = 1 + expected(p, q, SHAPES[shape], (), 0, 1.0, True)
@@ -261,8 +261,8 @@ def test_a_sibling_that_was_not_found_in_time_is_no_refused_one(kind: str) -> No
     missing = 0.3 + 0.1 * codes[:, 1].double()
     repeated = replace(drafts, draft=replace(drafts.draft, codes=codes), chance=drafts.chance * missing)
     found = replace(drafts, chance=drafts.chance * (1 - missing))
-    laws = [tree_law(rejection_tails, some, some.p, p)[0] for some in (repeated, found)]
-    assert distance(sum(laws), sequences(p)) < 1e-12
+    distributions = [tree_distribution(rejection_tails, some, some.p, p)[0] for some in (repeated, found)]
+    assert distance(sum(distributions), sequences(p)) < 1e-12
 
 
 # Through `verify_joint` itself.
@@ -286,10 +286,10 @@ def drawn(rule: Acceptance, shape: str, kind: str, draws: int, measure_tv: bool 
     ("rule", "kind"),
     [("exact", "with zeros"), ("exact", "forced"), *((rule, "random") for rule in ("exact", *RULES))],
 )
-def test_what_is_drawn_follows_the_law(rule: str, kind: str, shape: str) -> None:
+def test_what_is_drawn_follows_the_distribution(rule: str, kind: str, shape: str) -> None:
     made = Exact() if rule == "exact" else RULES[rule](VOCAB)
     verdict, p, q = drawn(made, shape, kind, DRAWS if rule == "exact" else DRAWS // 4)
-    tables = laws_of(p, q, made)
+    tables = distributions_of(p, q, made)
     codes = verdict.next_codes.clone()
     generator = torch.Generator().manual_seed(3)
     for level in range(1, 3):
@@ -298,10 +298,13 @@ def test_what_is_drawn_follows_the_law(rule: str, kind: str, shape: str) -> None
         codes[missing, level] = torch.multinomial(tables[level][at[missing]], 1, generator=generator)[:, 0]
     assert chi_square(tally(codes, VOCAB), sequences(tables)) > 1e-3
     drafts = tree_drafts(SHAPES[shape], p, q)
-    law = torch.stack(
+    distribution = torch.stack(
         [tables[d][drafts.at[:, i]] for i, d in enumerate(drafts.draft.tree.depth[0].tolist())], 1
     )
-    kept, depth = tree_law(rejection_tails, drafts, law, tables)[1], drafts.draft.tree.depth[0]
+    kept, depth = (
+        tree_distribution(rejection_tails, drafts, distribution, tables)[1],
+        drafts.draft.tree.depth[0],
+    )
     levels = [kept[depth == level].sum() for level in range(3)]
     lengths = torch.stack((*levels, torch.zeros(()))).double().diff().neg()
     assert chi_square((verdict.kept - 1).bincount(minlength=3), lengths) > 1e-3
@@ -312,7 +315,7 @@ def test_what_is_drawn_follows_the_law(rule: str, kind: str, shape: str) -> None
 def test_the_measured_cost_is_the_distance_at_every_kept_node(rule: str, shape: str) -> None:
     made = RULES[rule](VOCAB)
     verdict, p, q = drawn(made, shape, "random", 2000, measure_tv=True)
-    spent = [(one - own).abs().sum(-1) / 2 for one, own in zip(laws_of(p, q, made), p, strict=True)]
+    spent = [(one - own).abs().sum(-1) / 2 for one, own in zip(distributions_of(p, q, made), p, strict=True)]
     deeper = verdict.kept > 1
     assert torch.allclose(verdict.tv_cost[:, 0], spent[0][0].expand(2000))
     assert torch.allclose(verdict.tv_cost[deeper, 1], spent[1][verdict.next_codes[deeper, 0]])

@@ -1,4 +1,4 @@
-"""Latents follow the target's law exactly, however bad the drafter: one dimension by its density, two by energy distance."""
+"""Latents follow the target's distribution exactly, however bad the drafter: one dimension by its density, two by energy distance."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
+from helpers.distributions import chi_square
 from helpers.latents import eagle, energies, first_latents, same_in_any_batch, tiny
-from helpers.laws import chi_square
 from torch import Tensor
 
 from lanternpp.accept.exact import Exact
@@ -33,9 +33,9 @@ Q = torch.tensor([0.0, 0.8, -1.0, -1.0, 0.9, 1.0, 0.2, -0.5, 0.3], dtype=torch.f
 
 def cells(params: Tensor, edges: Tensor) -> Tensor:
     """The probability of each cell of a line between edges [n], and beyond them: [n + 1]."""
-    law = GaussianMixture.of(params, 1)
-    z = (edges[:, None] - law.mean[:, 0]) / law.log_std[:, 0].exp()
-    below = (torch.special.ndtr(z) * law.log_weight.exp()).sum(-1)
+    distribution = GaussianMixture.of(params, 1)
+    z = (edges[:, None] - distribution.mean[:, 0]) / distribution.log_std[:, 0].exp()
+    below = (torch.special.ndtr(z) * distribution.log_weight.exp()).sum(-1)
     ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
     return torch.cat((ends[:1], below, ends[1:])).diff()
 
@@ -43,10 +43,10 @@ def cells(params: Tensor, edges: Tensor) -> Tensor:
 def decided(p: Tensor, q: Tensor, depth: int = 1) -> tuple[Tensor, Tensor]:
     """DRAWS latents decided behind the root by verifying a chain, and how many levels were kept."""
     sampling, noise = MixtureSampling(), Noise(torch.arange(DRAWS), torch.ones(DRAWS, dtype=torch.int64))
-    law = q.expand(DRAWS, 1, -1)
-    drafted = [sampling.children(law, 1, noise, Noise.DRAFT + level)[:, 0] for level in range(depth)]
+    distribution = q.expand(DRAWS, 1, -1)
+    drafted = [sampling.children(distribution, 1, noise, Noise.DRAFT + level)[:, 0] for level in range(depth)]
     codes = torch.cat((torch.zeros(DRAWS, 1, 1), *drafted), 1)
-    draft = Draft(chain_tree(DRAWS, depth, codes.device), codes, law.expand(-1, depth + 1, -1))
+    draft = Draft(chain_tree(DRAWS, depth, codes.device), codes, distribution.expand(-1, depth + 1, -1))
     verdict = verify_latents(draft, p.expand(DRAWS, depth + 1, -1), sampling, Exact(), noise)
     return verdict.next_codes[:, 0, 0], verdict.kept
 
@@ -58,13 +58,15 @@ def test_one_latent_follows_the_density() -> None:
     assert chi_square(counts, cells(P, edges)) > 1e-3
     assert chi_square(counts, cells(Q, edges)) < 1e-12  # the test can tell the two apart
     line = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
-    least = torch.minimum(*(GaussianMixture.of(law, 1).log_prob(line[:, None]).exp() for law in (P, Q)))
+    least = torch.minimum(
+        *(GaussianMixture.of(distribution, 1).log_prob(line[:, None]).exp() for distribution in (P, Q))
+    )
     accepted = (kept == 2).double().mean().item()
     assert accepted == pytest.approx(torch.trapezoid(least, line).item(), abs=4 * 0.5 / math.sqrt(DRAWS))
 
 
 def fresh(p: Tensor, q: Tensor, refused: Tensor, noise: Noise, channels: int) -> Tensor:
-    """The wrong residual: the target's own law."""
+    """The wrong residual: the target's own distribution."""
     return draw_residual(p, q, torch.zeros_like(refused), noise, channels)
 
 
@@ -100,13 +102,13 @@ def test_densities_are_those_of_pytorch() -> None:
     assert torch.allclose(mine.log_prob(x), torch.distributions.MixtureSameFamily(weights, parts).log_prob(x))
 
 
-def test_guided_parameters_of_one_component_are_the_usual_law() -> None:
+def test_guided_parameters_of_one_component_are_the_usual_distribution() -> None:
     scale, std = 2.5, -0.4
     rows = torch.tensor([[[0.7, 1.0, std]], [[0.1, -0.5, std]]], dtype=torch.float64)
     x = torch.linspace(-3, 4, 8, dtype=torch.float64)[:, None]
     guided, own, null = (
-        GaussianMixture.of(law, 1).log_prob(x)
-        for law in (MixtureGuidance(scale, channels=1).merge(rows)[0, 0], rows[0, 0], rows[1, 0])
+        GaussianMixture.of(distribution, 1).log_prob(x)
+        for distribution in (MixtureGuidance(scale, channels=1).merge(rows)[0, 0], rows[0, 0], rows[1, 0])
     )
     usual = scale * own + (1 - scale) * null
     assert torch.allclose((guided - usual).diff(), torch.zeros(7, dtype=torch.float64), atol=1e-12)
@@ -119,7 +121,7 @@ def latent_engine(target: ContinuousTarget, batch: int, drafted: bool, cfg: floa
     return made
 
 
-def test_drafted_latents_follow_the_law_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafted_latents_follow_the_distribution_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny(ContinuousTarget, "latent_out", components=3)
     plain = first_latents(latent_engine(target, 1500, False), 0)
     found, chance = energies(plain, first_latents(latent_engine(target, 1500, True), 10_000))

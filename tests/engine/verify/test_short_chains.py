@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers.laws import Stops, chain_law, chi_square, contexts, distance, sequences
-from helpers.relaxed import RULES, laws_of
+from helpers.distributions import Stops, chain_distribution, chi_square, contexts, distance, sequences
+from helpers.relaxed import RULES, distributions_of
 from helpers.toys import MarkovTarget, ToyTarget, counts, parallel
 from torch import Tensor
 
@@ -129,40 +129,40 @@ def tokenwise(ends: Ends) -> Stops:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("vocab", "depth"), CASES)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_chain_that_ends_by_what_was_drafted_keeps_the_targets_law(
+def test_a_chain_that_ends_by_what_was_drafted_keeps_the_targets_distribution(
     vocab: int, depth: int, kind: str, seed: int
 ) -> None:
     (p, q), ends = contexts(vocab, depth, kind), ends_of(vocab, depth, seed)
     whole = sequences(p)
-    assert distance(chain_law(jointly(ends), p, q)[0], whole) < 1e-12
-    assert distance(chain_law(tokenwise(ends), p, q)[0], whole) < 1e-12
+    assert distance(chain_distribution(jointly(ends), p, q)[0], whole) < 1e-12
+    assert distance(chain_distribution(tokenwise(ends), p, q)[0], whole) < 1e-12
 
 
 @pytest.mark.parametrize("kind", ["random", "with zeros"])
 def test_one_that_ends_by_the_guess_it_is_about_to_drop_would_not(kind: str) -> None:
     """So the test above can fail: the guess that decides must be verified too."""
     p, q = contexts(3, 3, kind)
-    law, _ = chain_law(jointly(ends_of(3, 3, peek=1), peek=1), p, q)
-    assert distance(law, sequences(p)) > 1e-3
+    distribution, _ = chain_distribution(jointly(ends_of(3, 3, peek=1), peek=1), p, q)
+    assert distance(distribution, sequences(p)) > 1e-3
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_under_a_relaxed_rule_the_law_is_the_rules_where_something_was_drafted(rule: str) -> None:
+def test_under_a_relaxed_rule_the_distribution_is_the_rules_where_something_was_drafted(rule: str) -> None:
     """And the target's behind the end: a chain that is cut relaxes less."""
     (p, q), ends = contexts(3, 3, "random"), ends_of(3, 3)
     made, every = RULES[rule](3), torch.cartesian_prod(*[torch.arange(3)] * 3)
     lengths = lengths_of(torch.cat((torch.zeros_like(every[:, :1]), every), 1), 3, ends)
     drafted = [table * (lengths > level).view(3**level, -1)[:, :1] for level, table in enumerate(q)]
-    law = laws_of(p, drafted, made)
+    distribution = distributions_of(p, drafted, made)
 
-    def of_the_target(law: Tensor, qs: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    def of_the_target(distribution: Tensor, qs: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
         at, ps = torch.zeros(len(codes), dtype=torch.int64), [p[0].expand(len(codes), -1)]
         for level in range(1, 4):
             at = at * 3 + codes[:, level]
             ps.append(p[level][at])
         return jointly(ends, rule=made)(torch.stack(ps, 1), qs, codes)
 
-    assert distance(chain_law(of_the_target, law, q)[0], sequences(law)) < 1e-12
+    assert distance(chain_distribution(of_the_target, distribution, q)[0], sequences(distribution)) < 1e-12
 
 
 # Through the proposer and the engine.
@@ -194,7 +194,7 @@ def engine(target: ToyTarget, batch: int, cut: float, verifier: Verifier, rule: 
 
 
 @pytest.mark.parametrize("verifier", [verify_joint, verify_tokenwise])
-def test_an_engine_that_cuts_draws_the_targets_law(verifier: Verifier) -> None:
+def test_an_engine_that_cuts_draws_the_targets_distribution(verifier: Verifier) -> None:
     target = MarkovTarget(TABLE)
     loop, lengths = engine(target, 20_000, 0.3, verifier)
     found = counts(loop, 4, 100_000)
@@ -202,7 +202,7 @@ def test_an_engine_that_cuts_draws_the_targets_law(verifier: Verifier) -> None:
     assert (seen[:2] > 500).all() and not seen[2:].any(), (
         "chains of one guess and of two, as three codes are left"
     )
-    assert chi_square(found, target.law()) > 1e-3
+    assert chi_square(found, target.distribution()) > 1e-3
 
 
 @pytest.mark.parametrize("verifier", [verify_joint, verify_tokenwise])

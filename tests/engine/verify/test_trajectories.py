@@ -1,4 +1,4 @@
-"""Latents of a diffusion head: its law, drafts along the same noise, what is published and is not exact, and what is refused."""
+"""Latents of a diffusion head: its distribution, drafts along the same noise, what is published and is not exact, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.distributions import chi_square
 from helpers.latents import eagle, energies, first_latents, same_in_any_batch, tiny
-from helpers.laws import chi_square
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
@@ -34,7 +34,7 @@ from lanternpp.types import Draft, Verdict
 DRAWS, STEPS = 60_000, 4
 EDGES = torch.linspace(-2.5, 3.5, 61, dtype=torch.float64)
 P, Q = (
-    torch.tensor(law, dtype=torch.float64) for law in ((0.4, 0.7), (0.3, 0.9))
+    torch.tensor(distribution, dtype=torch.float64) for distribution in ((0.4, 0.7), (0.3, 0.9))
 )  # mean, standard deviation
 
 
@@ -64,9 +64,9 @@ def noise(draws: int = DRAWS) -> Noise:
     return Noise(torch.arange(draws), torch.ones(draws, dtype=torch.int64))
 
 
-def p_value(drawn: Tensor, law: Tensor = P) -> float:
+def p_value(drawn: Tensor, distribution: Tensor = P) -> float:
     """How well latents [n] agree with a Gaussian."""
-    z = (EDGES - law[0]) / law[1]
+    z = (EDGES - distribution[0]) / distribution[1]
     ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
     cells = torch.cat((ends[:1], torch.special.ndtr(z), ends[1:])).diff()
     return chi_square(torch.bincount(torch.bucketize(drawn.double(), EDGES), minlength=62), cells)
@@ -81,8 +81,8 @@ def verified(
     last = head.last_step(q.expand(DRAWS, depth, -1), every)
     codes = torch.cat((torch.zeros(DRAWS, 1, 1), head.end(last, every)), 1)
     draft = Draft(chain_tree(DRAWS, depth, codes.device), codes, torch.cat((last, last[:, :1]), 1))
-    laws = p.expand(DRAWS, depth + 1, -1)
-    return verify_trajectories(draft, laws, head, rule or Exact(), noise(), aligned=aligned)
+    distributions = p.expand(DRAWS, depth + 1, -1)
+    return verify_trajectories(draft, distributions, head, rule or Exact(), noise(), aligned=aligned)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 8])
@@ -93,8 +93,8 @@ def test_any_number_of_steps_draws_from_a_gaussian_exactly(steps: int) -> None:
 
 
 def test_temperature_narrows_every_step() -> None:
-    law, warm = P.expand(20_000, 1, -1), noise(20_000)
-    one, cool = (sampling(1, t).children(law, 1, warm, Noise.DRAFT).std().item() for t in (1.0, 0.5))
+    distribution, warm = P.expand(20_000, 1, -1), noise(20_000)
+    one, cool = (sampling(1, t).children(distribution, 1, warm, Noise.DRAFT).std().item() for t in (1.0, 0.5))
     assert one == pytest.approx(0.7, abs=0.02) and cool == pytest.approx(one / 2, rel=1e-5)
 
 
@@ -110,7 +110,7 @@ def test_guidance_goes_from_the_unconditional_prediction_through_the_conditional
     assert torch.allclose(drawn, plain, atol=1e-6)
 
 
-def test_a_draft_leaves_the_law_of_the_target_and_alignment_keeps_more_of_it() -> None:
+def test_a_draft_leaves_the_distribution_of_the_target_and_alignment_keeps_more_of_it() -> None:
     together, apart = verified(P, Q), verified(P, Q, aligned=False)
     for verdict in (together, apart):
         assert p_value(verdict.next_codes[:, 0, 0]) > 1e-3
@@ -118,13 +118,13 @@ def test_a_draft_leaves_the_law_of_the_target_and_alignment_keeps_more_of_it() -
     assert kept > without + 0.1
 
 
-def test_the_law_of_the_latent_behind_a_draft_that_is_kept() -> None:
+def test_the_distribution_of_the_latent_behind_a_draft_that_is_kept() -> None:
     verdict = verified(P, P, depth=2)
     assert verdict.kept.min() == 3  # the drafter is the target
     assert p_value(verdict.bonus[:, 0]) > 1e-3
 
 
-def test_the_published_rule_keeps_more_and_has_another_law() -> None:
+def test_the_published_rule_keeps_more_and_has_another_distribution() -> None:
     exact, published = verified(P, Q), verified(P, Q, Cspd())
     assert (published.kept == 2).double().mean() > (exact.kept == 2).double().mean() + 0.05
     assert p_value(published.next_codes[:, 0, 0]) < 1e-12
@@ -141,7 +141,7 @@ def test_a_wrong_residual_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert p_value(verified(P, Q).next_codes[:, 0, 0]) < 1e-12
 
 
-def test_a_head_learns_a_law_of_two_modes() -> None:
+def test_a_head_learns_a_distribution_of_two_modes() -> None:
     torch.manual_seed(0)
     head, weight, mean, std = Denoiser(2, 1, 48, 2), 0.6, torch.tensor([-1.0, 1.2]), torch.tensor([0.4, 0.3])
     optimizer = torch.optim.AdamW(head.parameters(), 3e-3, weight_decay=0)
@@ -157,8 +157,13 @@ def test_a_head_learns_a_law_of_two_modes() -> None:
         denoising_loss(head, features, real(256), 4).mean().backward()
         optimizer.step()
     head.requires_grad_(False)
-    law = DiffusionSampling(1.0, 0, 1.0, 1, 12, denoiser=head)
-    drawn = law.children(torch.zeros(20_000, 1, 2), 1, noise(20_000), Noise.DRAFT).flatten().sort().values
+    distribution = DiffusionSampling(1.0, 0, 1.0, 1, 12, denoiser=head)
+    drawn = (
+        distribution.children(torch.zeros(20_000, 1, 2), 1, noise(20_000), Noise.DRAFT)
+        .flatten()
+        .sort()
+        .values
+    )
     shares = torch.tensor([weight, 1 - weight])
     true = (torch.special.ndtr((drawn[:, None] - mean) / std) * shares).sum(1)
     assert (true - (torch.arange(20_000) + 0.5) / 20_000).abs().max() < 0.05
@@ -192,7 +197,7 @@ def diffusion_for(target: DiffusionTarget, batch: int, tree: str | None) -> Late
     return made
 
 
-def test_drafted_pictures_follow_the_law_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafted_pictures_follow_the_distribution_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     target = diffusion(2)
 
     def drawn(tree: str | None, first: int) -> Tensor:

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.cases import CASES, Case, DrawingChameleon, emu3
+from helpers.distributions import chi_square
 from helpers.families import CODES, LANGUAGE, write_janus
-from helpers.laws import chi_square
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -123,26 +123,28 @@ SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "top_k": 3, "
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_law_of_the_first_codes_is_that_of_transformers(made: Callable[[str], Case], name: str) -> None:
+def test_the_distribution_of_the_first_codes_is_that_of_transformers(
+    made: Callable[[str], Case], name: str
+) -> None:
     """Temperature, top-k and top-p of a call, guidance, drafts that are kept and refused: three codes, enumerated."""
     case, count, depth = made(name), 400, 3
     given = case.inputs(1) | SAMPLING | case.negative(1)
     if name == "janus":
         given["guidance_scale"] = 2.0
-        law = dict(janus_law(case, depth))
+        distribution = dict(janus_distribution(case, depth))
     else:
         given["max_new_tokens"] = depth
         if name == "glm-image":
             given["suppress_tokens"] = list(range(CODES, CODES + 4))  # none ends the sequence
-        law = generate_law(case.model, given, depth)
+        distribution = generate_distribution(case.model, given, depth)
     lanternpp.accelerate(case.model, method="jacobi", window=4)
     torch.manual_seed(5)
     drawn = case.model.generate(**repeated(given, count))
     assert case.model.generate.codes_per_pass > 1  # some guesses were kept
     codes = drawn[:, :depth] if name == "janus" else drawn[:, -depth:]
-    counts = torch.tensor([int((codes == torch.tensor(path)).all(1).sum()) for path in law])
-    assert int(counts.sum()) == count and len(law) > 9
-    assert chi_square(counts, torch.tensor(list(law.values()))) > 1e-3
+    counts = torch.tensor([int((codes == torch.tensor(path)).all(1).sum()) for path in distribution])
+    assert int(counts.sum()) == count and len(distribution) > 9
+    assert chi_square(counts, torch.tensor(list(distribution.values()))) > 1e-3
 
 
 def repeated(given: dict[str, Any], count: int) -> dict[str, Any]:
@@ -153,7 +155,7 @@ def repeated(given: dict[str, Any], count: int) -> dict[str, Any]:
     }
 
 
-def generate_law(model: Any, given: dict[str, Any], depth: int) -> dict[tuple[int, ...], float]:
+def generate_distribution(model: Any, given: dict[str, Any], depth: int) -> dict[tuple[int, ...], float]:
     """Every sequence of `depth` tokens that transformers' own `generate` may draw, and its probability.
 
     Its scores behind every start of a sequence, which `prefix_allowed_tokens_fn` forces, a row of the batch each.
@@ -162,9 +164,9 @@ def generate_law(model: Any, given: dict[str, Any], depth: int) -> dict[tuple[in
     if "image_grid_thw" in given:
         allowed = lambda row, tokens: range(model.lm_head.out_features)  # noqa: E731
     prompt = given["input_ids"].shape[1]
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for level in range(depth):
-        paths = list(law)
+        paths = list(distribution)
 
         def forced(row: int, tokens: Tensor, paths: list[tuple[int, ...]] = paths, level: int = level) -> Any:
             place = len(tokens) - prompt
@@ -176,15 +178,15 @@ def generate_law(model: Any, given: dict[str, Any], depth: int) -> dict[tuple[in
             return_dict_in_generate=True,
         )
         chances = out.scores[level].softmax(-1)
-        law = {
-            (*path, int(token)): law[path] * float(chances[row, token])
+        distribution = {
+            (*path, int(token)): distribution[path] * float(chances[row, token])
             for row, path in enumerate(paths)
             for token in chances[row].nonzero()
         }
-    return law
+    return distribution
 
 
-def janus_law(case: Case, depth: int) -> Iterator[tuple[tuple[int, ...], float]]:
+def janus_distribution(case: Case, depth: int) -> Iterator[tuple[tuple[int, ...], float]]:
     """The same for the first prompt of Janus, by a plain loop over its layers: its `generate` forces no tokens."""
     model, row = case.model, case.rows[0]
     inner, tokens = model.model, model.get_input_embeddings()

@@ -1,4 +1,4 @@
-"""The laws the library must follow, written a second time, in plain Python, from the papers alone."""
+"""The distributions the library must follow, written a second time, in plain Python, from the papers alone."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-Law = list[float]
-Relax = Callable[[Law, int], Law]
+Distribution = list[float]
+Relax = Callable[[Distribution, int], Distribution]
 
 
-def chi_square(counts: Tensor, law: Tensor) -> float:
-    """The p-value of `counts` under `law` (any shape, any scale). A code the law forbids must not occur."""
-    counts, law = counts.flatten().double(), law.flatten().double()
-    law = law / law.sum() * counts.sum()
-    assert not counts[law == 0].any(), "a code of probability 0 was drawn"
-    few = law < 5  # pooled into one cell
+def chi_square(counts: Tensor, distribution: Tensor) -> float:
+    """The p-value of `counts` under `distribution` (any shape, any scale). A code the distribution forbids must not occur."""
+    counts, distribution = counts.flatten().double(), distribution.flatten().double()
+    distribution = distribution / distribution.sum() * counts.sum()
+    assert not counts[distribution == 0].any(), "a code of probability 0 was drawn"
+    few = distribution < 5  # pooled into one cell
     counts = torch.cat((counts[~few], counts[few].sum()[None]))
-    law = torch.cat((law[~few], law[few].sum()[None]))
-    counts, law = counts[law > 0], law[law > 0]
-    excess = ((counts - law) ** 2 / law).sum()
-    return torch.special.gammaincc(torch.tensor((len(law) - 1) / 2).double(), excess / 2).item()
+    distribution = torch.cat((distribution[~few], distribution[few].sum()[None]))
+    counts, distribution = counts[distribution > 0], distribution[distribution > 0]
+    excess = ((counts - distribution) ** 2 / distribution).sum()
+    return torch.special.gammaincc(torch.tensor((len(distribution) - 1) / 2).double(), excess / 2).item()
 
 
 def two_samples(one: Tensor, other: Tensor) -> float:
-    """The p-value of two tensors of as many rows, of whole numbers [n, d]: do their rows follow one law?"""
+    """The p-value of two tensors of as many rows, of whole numbers [n, d]: do their rows follow one distribution?"""
     cells = torch.cat((one, other)).unique(dim=0, return_inverse=True)[1]
     counts = torch.stack([torch.bincount(half, minlength=int(cells.max()) + 1) for half in cells.chunk(2)])
     few = counts.sum(0) < 10  # pooled into one cell
@@ -46,7 +46,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().max().item()
 
 
-def no_relax(p: Law, x: int) -> Law:
+def no_relax(p: Distribution, x: int) -> Distribution:
     return list(p)
 
 
@@ -60,7 +60,7 @@ def multiplicative(near: Sequence[Sequence[int]], lam: float) -> Relax:
     return lambda p, x: _move(p, x, near[x], (lam - 1) * p[x])
 
 
-def _move(p: Law, x: int, near: Sequence[int], budget: float) -> Law:
+def _move(p: Distribution, x: int, near: Sequence[int], budget: float) -> Distribution:
     bent, lent = list(p), 0.0
     if 1.0 in p:  # forced by the format
         return bent
@@ -73,45 +73,49 @@ def _move(p: Law, x: int, near: Sequence[int], budget: float) -> Law:
     return bent
 
 
-def _normal(p: Law) -> Law:
+def _normal(p: Distribution) -> Distribution:
     return [v / sum(p) for v in p]
 
 
-def round_law(p: Law, q: Law, tries: int, relax: Relax = no_relax, optimal: bool = False) -> Law:
-    """The law of the code a round decides after the root: `tries` children drawn from q without replacement.
+def round_distribution(
+    p: Distribution, q: Distribution, tries: int, relax: Relax = no_relax, optimal: bool = False
+) -> Distribution:
+    """The distribution of the code a round decides after the root: `tries` children drawn from q without replacement.
 
     optimal: after a refusal what p has beyond q is drawn from, not what the relaxed p has.
     """
     if tries == 0 or sum(q) == 0:
         return list(p)
-    law = [0.0] * len(p)
+    distribution = [0.0] * len(p)
     for x, chance in enumerate(q):
         if chance == 0:
             continue
         bent = relax(p, x)
         accept = min(1.0, bent[x] / chance)
-        law[x] += chance * accept
+        distribution[x] += chance * accept
         if accept == 1:
             continue
         left = [max(b - c, 0.0) for b, c in zip(p if optimal else bent, q, strict=True)]
         left = _normal(left) if sum(left) > 0 else bent
         others = [0.0 if y == x else c for y, c in enumerate(q)]
         others = _normal(others) if sum(others) > 0 else others
-        for y, after in enumerate(round_law(left, others, tries - 1, relax, optimal)):
-            law[y] += chance * (1 - accept) * after
-    return law
+        for y, after in enumerate(round_distribution(left, others, tries - 1, relax, optimal)):
+            distribution[y] += chance * (1 - accept) * after
+    return distribution
 
 
-def point_round_law(p: Law, children: Sequence[int], relax: Relax = no_relax, optimal: bool = False) -> Law:
+def point_round_distribution(
+    p: Distribution, children: Sequence[int], relax: Relax = no_relax, optimal: bool = False
+) -> Distribution:
     """The same for children that are a top-k, not drawn: point masses."""
-    law, r, reach = [0.0] * len(p), list(p), 1.0
+    distribution, r, reach = [0.0] * len(p), list(p), 1.0
     for x in children:
         bent = relax(r, x)
-        law[x] += reach * bent[x]
+        distribution[x] += reach * bent[x]
         reach *= 1 - bent[x]
         left = [0.0 if y == x else b for y, b in enumerate(r if optimal else bent)]
         r = _normal(left) if sum(left) > 0 else bent
-    return [a + reach * b for a, b in zip(law, r, strict=True)]
+    return [a + reach * b for a, b in zip(distribution, r, strict=True)]
 
 
 def drawn(q: Tensor, count: int, seed: int = 0) -> Tensor:
@@ -166,16 +170,16 @@ def contexts(vocab: int, depth: int, kind: str, seed: int = 0) -> tuple[Contexts
 
 def sequences(p: Contexts) -> Tensor:
     """The probability of every sequence of len(p) codes."""
-    law = torch.ones(1, dtype=torch.float64)
+    distribution = torch.ones(1, dtype=torch.float64)
     for level in p:
-        law = (law[:, None] * level).flatten()
-    return law
+        distribution = (distribution[:, None] * level).flatten()
+    return distribution
 
 
-def chain_law(
+def chain_distribution(
     stops: Stops, p: Contexts, q: Contexts, drawn_from: Contexts | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Over all drafts of a chain: the law of all sequences, the target going on where a draft ended, and how often
+    """Over all drafts of a chain: the distribution of all sequences, the target going on where a draft ended, and how often
     guess 1, 2 .. is kept. drawn_from: what guesses are drawn from, if not q.
     """
     depth, vocab = len(q), p[0].shape[-1]
@@ -193,12 +197,12 @@ def chain_law(
     behind, left = stops(ps, qs, before)
     fewer = torch.cat((torch.zeros_like(chance[:, None]), behind, torch.ones_like(chance[:, None])), 1)
     ends = fewer.diff(dim=1) * chance[:, None]  # [D, g + 1]
-    law = torch.zeros(1, dtype=torch.float64)
+    distribution = torch.zeros(1, dtype=torch.float64)
     for level in range(depth + 1):
         mass = left[:, level].sum(-1, keepdim=True)
         bonus = (left[:, level] / mass).where(mass > 0, 0) * ends[:, level, None]
-        law = (law[:, None] * p[level]).index_add(0, at[:, level], bonus).flatten()
-    return law, (chance[:, None] * (1 - behind)).sum(0)
+        distribution = (distribution[:, None] * p[level]).index_add(0, at[:, level], bonus).flatten()
+    return distribution, (chance[:, None] * (1 - behind)).sum(0)
 
 
 def kept_of(p: Contexts, q: Contexts) -> Tensor:
