@@ -62,7 +62,7 @@ NAMES_KERNELS = {
     "serve.fresh_thread": "ctypes",  # of Python's own threads
 }
 # Rooms and modules that are loaded before help is shown.
-QUICK = {"cli", "errors", "util", "api.options", "serve.config", "tuning.options"}
+QUICK = {"cli", "errors", "util", "api.options", "serve.config", "training.options", "tuning.options"}
 SLOW = {"util.devices"}
 HEAVY = {"torch", "transformers", "numpy", "PIL", "safetensors", "huggingface_hub"}
 

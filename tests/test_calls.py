@@ -86,7 +86,7 @@ def test_a_type_checker_takes_a_typed_use_and_refuses_a_misspelt_dial(tmp_path: 
     script = tmp_path / "use.py"
     script.write_text(TYPED + "\n".join(line for line, _ in MISTAKES) + "\n")
     config = tmp_path / "mypy.ini"
-    skipped = "torch.*,transformers.*,safetensors.*,huggingface_hub.*,tokenizers.*,PIL.*,rich.*,typer.*"
+    skipped = "torch.*,transformers.*,safetensors.*,huggingface_hub.*,tokenizers.*,PIL.*,rich.*"
     config.write_text(f"[mypy]\n[mypy-{skipped}]\nfollow_imports = skip\nignore_missing_imports = true\n")
     options = ["--config-file", config, "--cache-dir", tmp_path / "cache", "--no-error-summary"]
     run = subprocess.run([sys.executable, "-m", "mypy", *options, script], capture_output=True, text=True)

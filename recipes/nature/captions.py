@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.models.prompted import SILENT, PromptedTarget
-from lanternpp.training.material.codes import Codes, Split
+from lanternpp.training.codes import Codes, Split
 
 
 def one_per_subject(prompts: list[str], subjects: tuple[str, ...], most: int) -> list[str]:

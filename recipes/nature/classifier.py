@@ -13,7 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import Data, Flat, Limit, Model, Run, about, script
+from common import (
+    Data,
+    Decay,
+    Limit,
+    Model,
+    Rate,
+    Seed,
+    Training,
+    Warmup,
+    options_of,
+    script,
+    share,
+    tokenizer_of,
+    verb,
+)
 from labelled import LabelledPictures, augment, label_pictures, vocabulary
 from lanternpp.api.picture import Panel, comparison
 from lanternpp.errors import InputError
@@ -28,13 +42,14 @@ from lanternpp.evaluation.pictures import Gallery, Item, squares
 from lanternpp.models.vq.model import channels_last
 from lanternpp.nn import checkpoints
 from lanternpp.nn.stores import Store, pack, unpack
-from lanternpp.training import hardware
-from lanternpp.training.data import BatchSampler, Pictures, describe, read_rows
-from lanternpp.training.material.codes import named, tokenizer_of
-from lanternpp.training.pictures import to_bytes
-from lanternpp.training.run import Task, TrainingOptions, averaged, run
-from lanternpp.training.task import check_rates
+from lanternpp.training.codes import Sampler
+from lanternpp.training.loop import autocast, run, team
+from lanternpp.training.options import TrainingOptions, check_options
+from lanternpp.training.pictures import read_rows
+from lanternpp.training.state import Task, averaged
 from lanternpp.util import files
+from lanternpp.util.options import Option
+from pictures import Pictures, describe, to_bytes
 from redrawn import redrawn
 
 SMALL_SIDE = 0.75  # of the side: half the work, so more pictures are seen in the same time
@@ -45,25 +60,18 @@ SAMPLE_PICTURES = 8  # pictures of a sample sheet
 class ClassifierSettings:
     """Hyperparameters: all that decides the result, except the budget and the machine."""
 
-    batch_size: Annotated[int, about("Pictures a step.")] = 64
-    lr: Annotated[float, about("Peak learning rate.")] = 3e-3
-    redrawn: Annotated[int, about("Training pictures that it also sees as the tokenizer draws them.")] = 4096
-    share: Annotated[float, about("Share of a step's pictures that are redrawn.")] = 0.33
-    words: Annotated[float, about("Weight of the caption words beside the label.")] = 1.0
-    small: Annotated[float, about("Share of the budget that trains on smaller pictures.")] = 0.6
-    weight_decay: Annotated[float, about("Weight decay of the matrices.")] = 0.05
-    decay: Annotated[float, about("Of the moving average of the weights, per step.")] = 0.998
-    warmup: Annotated[int, about("Steps of linear warm-up.")] = 100
-    seed: Annotated[int, about("Seed of weights, data order and noise.")] = 0
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 2:
-            raise InputError(f"batch size {self.batch_size} must be at least 2.")
-        check_rates(lr=self.lr)
-        if not 0 <= self.small < 1:
-            raise InputError(f"small {self.small} is a share of the budget: 0 or more, and below 1.")
-        if self.redrawn < 0:
-            raise InputError(f"redrawn {self.redrawn} is a number of pictures: 0 or more.")
+    batch_size: Annotated[int, Option("Pictures a step.", ge=2)] = 64
+    lr: Rate = 3e-3
+    redrawn: Annotated[
+        int, Option("Training pictures that it also sees as the tokenizer draws them.", ge=0)
+    ] = 4096
+    share: Annotated[float, share("Share of a step's pictures that are redrawn.")] = 0.33
+    words: Annotated[float, Option("Weight of the caption words beside the label.", ge=0)] = 1.0
+    small: Annotated[float, share("Share of the budget that trains on smaller pictures.")] = 0.6
+    weight_decay: Annotated[float, Option("Weight decay of the matrices.", ge=0)] = 0.05
+    decay: Decay = 0.998
+    warmup: Warmup = 100
+    seed: Seed = 0
 
 
 class ClassifierTask(Task):
@@ -92,7 +100,7 @@ class ClassifierTask(Task):
             "redrawn_data": data["redrawn"],
         }
         self.model: Classifier = channels_last(Classifier(config).to(device)).train()
-        self.average: Classifier = averaged(self.model)  # type: ignore[assignment]
+        self.average: Classifier = averaged(self.model)
         shrinking = [p for p in self.model.parameters() if p.ndim > 1]
         free = [p for p in self.model.parameters() if p.ndim <= 1]
         groups = [
@@ -102,22 +110,22 @@ class ClassifierTask(Task):
         self.optimizers = {"adamw": torch.optim.AdamW(groups, settings.lr, (0.9, 0.99))}
         again = min(round(settings.share * settings.batch_size), len(splits["redrawn"]))
         self.samplers = {
-            "train": BatchSampler(len(splits["train"]), settings.batch_size - again, settings.seed)
+            "train": Sampler(len(splits["train"]), 1, settings.batch_size - again, settings.seed)
         }
         if again:
-            self.samplers["redrawn"] = BatchSampler(len(splits["redrawn"]), again, settings.seed + 1)
+            self.samplers["redrawn"] = Sampler(len(splits["redrawn"]), 1, again, settings.seed + 1)
 
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
         """One update."""
         side = self.config.size if progress >= self.hparams.small else round(self.config.size * SMALL_SIDE)
         parts, labels, words = [], [], []
         for name, sampler in self.samplers.items():
-            index, generator = sampler(step)
+            index, _, generator = sampler(step)
             split = self.splits[name]
             parts.append(augment(split.pictures.random(generator, index), generator, side))
             labels.append(split.labels[index])
             words.append(split.words[index])
-        with hardware.autocast(self.device):
+        with autocast(self.device):
             scores, word_logits = self.model(torch.cat(parts))
         loss = F.cross_entropy(scores.float(), torch.cat(labels))
         naming = binary(word_logits.float(), torch.cat(words))
@@ -130,7 +138,7 @@ class ClassifierTask(Task):
     @torch.no_grad()
     def predict(self, classifier: Classifier, split: LabelledPictures) -> tuple[Tensor, Tensor]:
         """Logits of labels [M, L] and words [M, W] at the centres of all pictures."""
-        with hardware.autocast(self.device):
+        with autocast(self.device):
             seen = [classifier(images) for images in split.pictures.centres(64)]
         scores, words = (torch.cat(parts).float() for parts in zip(*seen, strict=True))
         return scores, words
@@ -158,14 +166,14 @@ class ClassifierTask(Task):
         stored = averaged(self.average)
         tensors = unpack(pack(stored.state_dict(), self.store))
         stored.load_state_dict(tensors)
-        scores, _ = self.predict(stored, self.splits["val"])  # type: ignore[arg-type]
+        scores, _ = self.predict(stored, self.splits["val"])
         right = scores.argmax(-1) == self.splits["val"].labels
         each = {
             label: right[self.splits["val"].labels == i].double().mean().item()
             for i, label in enumerate(self.config.labels)
         }
         return {
-            **self.figures(stored),  # type: ignore[arg-type]
+            **self.figures(stored),
             "accuracy_of_each_label": {name: round(value, 4) for name, value in each.items()},
             "validation_pictures": len(self.splits["val"]),
         }
@@ -218,6 +226,7 @@ def train(
     It looks at pictures of the tokenizer's size. At the end the features of the validation photos are
     written beside it: what pictures are compared with by default.
     """
+    check_options(settings)
     tokenizer = checkpoints.load_config(tokenizer_of(model))
     rows = {split: read_rows(data, split) for split in ("train", "val")}
     unlabelled = [part.files[i] for part in rows.values() for i, label in enumerate(part.labels) if not label]
@@ -230,42 +239,41 @@ def train(
     words = vocabulary(list(rows["train"].texts), labels)
     config = ClassifierConfig(tuple(labels), words, tokenizer["size"], **shape)
     pictures = {split: Pictures.read(data, split, config.size, limit) for split in rows}
-    captions = {split: named(rows[split], pictures[split], limit) for split in rows}
-    splits = {split: label_pictures(pictures[split], captions[split], config) for split in rows}
-    index, *again = redrawn(model, pictures["train"], pictures["val"], settings.redrawn, options.device)
+    splits = {split: label_pictures(pictures[split], config) for split in rows}
+    device = team().device(options.device)
+    index, *again = redrawn(model, pictures["train"], pictures["val"], settings.redrawn, device)
     splits["redrawn"] = LabelledPictures(
         again[0], splits["train"].labels[index], splits["train"].words[index]
     )
     splits["redrawn val"] = replace(splits["val"], pictures=again[1])
     facts = describe(pictures["train"], pictures["val"], data) | {"redrawn": again[0].key}
-    finished = run(ClassifierTask(config, settings, splits, facts, options.device, options.store), options)
+    finished = run(ClassifierTask(config, settings, splits, facts, device, options.store), options)
     if finished:
-        skipped = set(pictures["val"].skipped)
-        files = [rows["val"].root / name for name in rows["val"].files[:limit] if name not in skipped]
-        write_features(model, files, captions["val"]["texts"])
+        write_features(model, pictures["val"])
     return finished
 
 
-def write_features(model: Path, files: list[Path], texts: list[str]) -> None:
+def write_features(model: Path, val: Pictures) -> None:
     """Write the reference of a trained classifier: its features of some pictures, and their captions."""
     classifier = read_classifier(model)
-    photos = Gallery(model, [Item(path, text) for path, text in zip(files, texts, strict=True)])
+    photos = Gallery(model, [Item(path, text) for path, text in zip(val.files, val.texts, strict=True)])
     parts = [
         classifier.features(part.float() / 127.5 - 1) for part in squares(photos, classifier.config.size, 64)
     ]
-    write_reference(model, classifier, torch.cat(parts), texts)
+    write_reference(model, classifier, torch.cat(parts), list(val.texts))
 
 
+@verb
 def main(
     *,
     data: Data,
     model: Model,
     limit: Limit = None,
-    settings: Annotated[ClassifierSettings, Flat] = ClassifierSettings(),
-    run: Annotated[Run, Flat] = Run(store="int8"),
+    settings: ClassifierSettings = ClassifierSettings(),
+    training: Training = TrainingOptions(store="int8"),
 ) -> bool:
     """Train a classifier of drawn pictures: it names their labels and gives features to compare them by. Needs a tokenizer."""
-    return train(data, model, {}, settings, run.options(model / CLASSIFIER), limit)
+    return train(data, model, {}, settings, options_of(training, model / CLASSIFIER), limit)
 
 
 if __name__ == "__main__":

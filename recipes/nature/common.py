@@ -1,62 +1,61 @@
-"""What the scripts of the stages share: the options of a run, and how a script ends."""
+"""What the scripts of the stages share: options, codes of pictures, and how a script ends."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter
+import torch
+from cyclopts import App, CycloptsError
 
+from lanternpp.cli import sentence
+from lanternpp.cli.options import Without, verb
 from lanternpp.cli.output import writable_folder
 from lanternpp.cli.terminal import one_line_warnings, say
 from lanternpp.errors import InputError
-from lanternpp.nn.stores import Store
-from lanternpp.training.hardware import pick
-from lanternpp.training.run import TrainingOptions
+from lanternpp.models.vq.folder import read_tokenizer
+from lanternpp.nn.checkpoints import CONFIG
+from lanternpp.training.codes import Codes, PictureCodes
+from lanternpp.training.options import TrainingOptions
+from lanternpp.util.devices import half_width
+from lanternpp.util.options import Option
 
-Flat = Parameter(name="*")
+Training = Annotated[TrainingOptions, Without(("folder", "log_steps", "stop_after"))]
+
+Data = Annotated[Path, Option("Imagefolder with train/ and val/, each with metadata.jsonl.", metavar="DIR")]
+Model = Annotated[Path, Option("Model folder to write to.", metavar="DIR")]
+Limit = Annotated[int | None, Option("Use only this many pictures of each split.", ge=1)]
+Crops = Annotated[int, Option("Crops of each training picture, each also mirrored; encoded once.", ge=1)]
+Rate = Annotated[float, Option("Peak learning rate.", gt=0, le=1)]
+Batch = Annotated[int, Option("Pictures a step.", ge=1)]
+Decay = Annotated[float, Option("Of the moving average of the weights, per step.", ge=0, le=1)]
+Warmup = Annotated[int, Option("Steps of linear warm-up.", ge=1)]
+Seed = Annotated[int, Option("Seed of weights, data order and noise.", ge=0, le=2**32)]
 
 
-def about(text: str) -> Parameter:
-    """The help of an option."""
-    return Parameter(help=text)
+def share(about: str) -> Option:
+    """An option that is a share, below 1."""
+    return Option(about, ge=0, le=0.999)
 
 
-Data = Annotated[Path, about("Imagefolder with train/ and val/, each with metadata.jsonl.")]
-Model = Annotated[Path, about("Model folder to write to.")]
-Limit = Annotated[int | None, about("Use only this many pictures of each split.")]
-Crops = Annotated[int, about("Crops of each training picture, each also mirrored; encoded once.")]
-
-
-@dataclass(frozen=True)
-class Run:
-    """How long, where and how to train: what may change between a run and its resumption."""
-
-    steps: Annotated[int | None, about("Budget in steps, earlier runs counted in.")] = None
-    minutes: Annotated[float | None, about("Budget in minutes, earlier runs and validations counted in.")] = (
-        None
-    )
-    device: Annotated[str, about("auto, cpu, cuda or cuda:N.")] = "auto"
-    compile: Annotated[bool, about("Compile the networks.")] = False
-    restart: Annotated[bool, about("Start over instead of going on from a saved state.")] = False
-    checks: Annotated[int, about("Validations, samples and saved states over the run.")] = 12
-    store: Annotated[Store, about("Weights on disk: float32, bfloat16, or 8 or 6 bits a number.")] = "float32"
-
-    def options(self, folder: Path) -> TrainingOptions:
-        """The options of a training that writes to `folder`."""
-        return TrainingOptions(
-            writable_folder(folder),
-            self.steps,
-            self.minutes,
-            self.restart,
-            pick(self.device),
-            self.compile,
-            self.checks,
-            store=self.store,
+def tokenizer_of(model: Path) -> Path:
+    """The tokenizer's folder; an error that names the script to run first where there is none yet."""
+    folder = model / "tokenizer"
+    if not (folder / CONFIG).is_file():
+        raise InputError(
+            f"{folder} holds no tokenizer: run recipes/nature/tokenizer.py --data DIR --model {model} first."
         )
+    return folder
+
+
+def read_codes(data: Path, model: Path, crops: int, device: torch.device, limit: int | None = None) -> Codes:
+    """The codes of `data` under the tokenizer of `model`, from `model/codes` or encoded now into it."""
+    dtype = torch.bfloat16 if half_width(device) is torch.bfloat16 else torch.float32
+    reader = read_tokenizer(tokenizer_of(model), dtype).to(device).reader()
+    return PictureCodes(data, reader, model / "codes", crops, limit).build()
 
 
 def script(stage: Callable[..., bool], args: list[str] | None = None) -> None:
@@ -67,6 +66,15 @@ def script(stage: Callable[..., bool], args: list[str] | None = None) -> None:
         with one_line_warnings():
             finished: Any = app(args, exit_on_error=False, print_error=False)
     except (InputError, CycloptsError) as error:
-        say("error", error)
+        say("error", sentence(error))
         sys.exit(2)
     sys.exit(130 if finished is False else 0)
+
+
+def options_of(training: TrainingOptions, folder: Path) -> TrainingOptions:
+    """The options of a training that writes to `folder`. InputError where there is no budget, or it cannot be a folder."""
+    training.check()
+    return replace(training, folder=writable_folder(folder))
+
+
+__all__ = ["verb"]

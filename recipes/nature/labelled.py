@@ -12,7 +12,7 @@ from torch import Tensor
 from captions import split_words
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import ClassifierConfig
-from lanternpp.training.data import Pictures
+from pictures import Pictures
 
 COMMON = 0.01  # a word is learned where at least this share of the captions says it
 
@@ -40,11 +40,9 @@ def vocabulary(texts: list[str], labels: list[str]) -> tuple[str, ...]:
     return tuple(sorted(w for w, n in said.items() if n >= COMMON * len(texts) and w not in label_words))
 
 
-def label_pictures(
-    pictures: Pictures, captions: dict[str, list[str]], config: ClassifierConfig
-) -> LabelledPictures:
+def label_pictures(pictures: Pictures, config: ClassifierConfig) -> LabelledPictures:
     """Pictures and what their captions and labels say. Raises InputError where a label is not known."""
-    texts, labels = captions["texts"], captions["labels"]
+    texts, labels = pictures.texts, pictures.labels
     unknown = sorted(set(labels) - set(config.labels))
     if unknown:
         raise InputError(f"val/ has labels that train/ lacks: {', '.join(unknown[:10])}")

@@ -12,16 +12,28 @@ from typing import Annotated, Any, Literal
 import torch
 
 from captions import vocabulary
-from common import Crops, Data, Flat, Limit, Model, Run, about, script
+from common import (
+    Crops,
+    Data,
+    Limit,
+    Model,
+    Training,
+    options_of,
+    read_codes,
+    script,
+    share,
+    tokenizer_of,
+    verb,
+)
 from lanternpp.api.model import model_folder, read_target
 from lanternpp.errors import InputError
 from lanternpp.models.latents.target import ContinuousConfig, DiffusionConfig
 from lanternpp.models.prompted import PromptedTarget
 from lanternpp.models.vq.folder import read_kl, read_vq
 from lanternpp.models.words import WordsConfig, WordsTarget
-from lanternpp.training.material.codes import read_codes, tokenizer_of
-from lanternpp.training.run import TrainingOptions, run
-from lanternpp.util.schema import checked, hints
+from lanternpp.training.loop import run, team
+from lanternpp.training.options import TrainingOptions, check_options
+from lanternpp.util.options import Option
 from latents import ContinuousTask, DiffusionTask
 from words import TargetSettings, TargetTask
 
@@ -38,34 +50,32 @@ OF_HEAD = {
 class Shape:
     """The shape of the network."""
 
-    dim: Annotated[int, about("Width.")] = 384
-    layers: Annotated[int, about("Blocks.")] = 14
-    heads: Annotated[int, about("Attention heads.")] = 6
-    hidden: Annotated[int, about("Width inside a block's SwiGLU.")] = 1024
-    dropout: Annotated[float, about("Dropout inside the blocks.")] = 0.0
+    dim: Annotated[int, Option("Width.", ge=1)] = 384
+    layers: Annotated[int, Option("Blocks.", ge=1)] = 14
+    heads: Annotated[int, Option("Attention heads.", ge=1)] = 6
+    hidden: Annotated[int, Option("Width inside a block's SwiGLU.", ge=1)] = 1024
+    dropout: Annotated[float, share("Dropout inside the blocks.")] = 0.0
 
-    def __post_init__(self) -> None:
-        for name in ("dim", "layers", "heads", "hidden"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} {getattr(self, name)} must be at least 1.")
+    def check(self) -> None:
+        """InputError where no decoder has this shape."""
+        check_options(self)
         if self.dim % (4 * self.heads):
             raise InputError(
                 f"dim {self.dim} over {self.heads} heads: a head's channels must be a multiple of 4."
             )
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"dropout {self.dropout} is a share: 0 or more, and below 1.")
 
 
 @dataclass(frozen=True)
 class Head:
     """What predicts a latent."""
 
-    components: Annotated[int | None, about("mixture: Gaussians at every place. [default: 16]")] = None
+    components: Annotated[int | None, Option("mixture: Gaussians at every place. [default: 16]", ge=1)] = None
     denoising_steps: Annotated[
-        int | None, about("diffusion: steps that a latent is drawn in; 8 to 25 are usual. [default: 10]")
+        int | None,
+        Option("diffusion: steps that a latent is drawn in; 8 to 25 are usual. [default: 10]", ge=1),
     ] = None
-    denoiser_width: Annotated[int | None, about("diffusion: width of the head. [default: 256]")] = None
-    denoiser_blocks: Annotated[int | None, about("diffusion: layers of the head. [default: 3]")] = None
+    denoiser_width: Annotated[int | None, Option("diffusion: width of the head. [default: 256]", ge=1)] = None
+    denoiser_blocks: Annotated[int | None, Option("diffusion: layers of the head. [default: 3]", ge=1)] = None
 
     def given(self, head: str) -> dict[str, int]:
         """The options given. InputError where one is of another head."""
@@ -93,6 +103,9 @@ def train(
 
     weights_of: the folder of a model of that shape, with whose target's weights it begins.
     """
+    shape.check()
+    check_options(settings)
+    check_options(own)
     given = own.given(head)
     of_codes = head == "softmax"
     if settings.corrupt and not of_codes:
@@ -100,8 +113,6 @@ def train(
             f"corrupt {settings.corrupt} replaces codes, and this head reads latents: leave it out."
         )
     config: Any = {"softmax": WordsConfig, "mixture": ContinuousConfig, "diffusion": DiffusionConfig}[head]
-    for name, value in given.items():
-        checked(name.replace("_", " "), value, hints(config)[name])
     start: PromptedTarget | None = None
     if weights_of is not None:
         found = read_target(weights_of, torch.float32)
@@ -118,35 +129,37 @@ def train(
     else:
         vq = read_kl(place)
         fields |= {"channels": vq.config.dim}
-    codes = read_codes(data, model, crops, options.device, limit)
+    device = team().device(options.device)
+    codes = read_codes(data, model, crops, device, limit)
     task: Any = {"softmax": TargetTask, "mixture": ContinuousTask, "diffusion": DiffusionTask}[head]
     made = config(**fields, **vocabulary(codes, SLOTS), grid=vq.config.grid)
-    return run(task(made, settings, codes, vq, options.device, start), options)
+    return run(task(made, settings, codes, vq, device, start), options)
 
 
+@verb
 def main(
     *,
     data: Data,
     model: Model,
     head: Annotated[
         Literal["softmax", "mixture", "diffusion"],
-        about(
+        Option(
             "softmax: over codes; mixture: of Gaussians, over latents of a tokenizer of --kind kl; diffusion: over such "
             "latents too, each drawn in some denoising steps."
         ),
     ] = "softmax",
     weights_of: Annotated[
-        str | None, about("A model of the same width and depth whose weights it begins with.")
+        str | None, Option("A model of the same width and depth whose weights it begins with.")
     ] = None,
     crops: Crops = 2,
     limit: Limit = None,
-    shape: Annotated[Shape, Flat] = Shape(),
-    own: Annotated[Head, Flat] = Head(),
-    settings: Annotated[TargetSettings, Flat] = TargetSettings(),
-    run: Annotated[Run, Flat] = Run(),
+    shape: Shape = Shape(),
+    own: Head = Head(),
+    settings: TargetSettings = TargetSettings(),
+    training: Training = TrainingOptions(),
 ) -> bool:
     """Train a target: codes or latents from captions, one after another. Needs a trained tokenizer."""
-    options = run.options(model / "target")
+    options = options_of(training, model / "target")
     start = None if weights_of is None else model_folder(weights_of)
     return train(data, model, shape, settings, options, crops, limit, start, head, own)
 

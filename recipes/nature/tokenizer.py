@@ -12,7 +12,22 @@ from typing import Annotated, Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from common import Data, Flat, Limit, Model, Run, about, script
+from common import (
+    Batch,
+    Data,
+    Decay,
+    Limit,
+    Model,
+    Rate,
+    Seed,
+    Training,
+    Warmup,
+    options_of,
+    script,
+    share,
+    tokenizer_of,
+    verb,
+)
 from lanternpp.api.model import model_folder
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import Classifier, fingerprint, has_classifier, read_classifier
@@ -20,14 +35,13 @@ from lanternpp.models.vq.folder import KIND, read_tokenizer, read_vq
 from lanternpp.models.vq.kl import KL, KLConfig
 from lanternpp.models.vq.model import VQ, Autoencoder, Stacks, VQConfig, channels_last
 from lanternpp.nn.checkpoints import checksum
-from lanternpp.training import hardware
-from lanternpp.training.data import BatchSampler, Pictures, describe
-from lanternpp.training.material.codes import tokenizer_of
-from lanternpp.training.pictures import sheet
-from lanternpp.training.run import Task, TrainingOptions, averaged, run
-from lanternpp.training.task import check_rates
+from lanternpp.training.codes import Sampler
+from lanternpp.training.loop import autocast, run, team
+from lanternpp.training.options import TrainingOptions, check_options
+from lanternpp.training.state import Task, averaged
 from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import read_object
+from lanternpp.util.options import Option
 from losses import (
     Discriminator,
     Perceptual,
@@ -38,6 +52,7 @@ from losses import (
     psnr,
     reconstruction,
 )
+from pictures import Pictures, describe, sheet
 from weights import begin_tokenizer
 
 
@@ -79,25 +94,22 @@ USAGE_PICTURES = 2048  # training pictures whose codes are counted at the end
 class TokenizerSettings:
     """Hyperparameters: all that decides the result, except the budget and the machine."""
 
-    batch_size: Annotated[int, about("Pictures a step.")] = 32
-    lr: Annotated[float, about("Peak learning rate.")] = 5e-4
-    adversarial: Annotated[bool, about("Sharpen the decoder against a discriminator.")] = True
-    adversarial_start: Annotated[float, about("Share of the budget before that.")] = 0.5
-    adversarial_weight: Annotated[float, about("Its gradient, in lengths of the reconstruction's.")] = 0.3
-    matching: Annotated[float, about("Weight of feature matching inside the adversarial loss.")] = 10.0
-    discriminator_lr: Annotated[float, about("Learning rate of the discriminator.")] = 2e-4
-    perceptual: Annotated[float, about("Weight of the distance in the features of a classifier.")] = 0.1
-    decay: Annotated[float, about("Of the moving average of the weights, per step.")] = 0.999
-    warmup: Annotated[int, about("Steps of linear warm-up.")] = 200
-    cooldown: Annotated[float, about("Last share of the budget, over which the rate falls to zero.")] = 0.2
-    seed: Annotated[int, about("Seed of weights, data order and noise.")] = 0
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise InputError(f"batch size {self.batch_size} must be at least 1.")
-        check_rates(lr=self.lr)
-        if self.perceptual < 0:
-            raise InputError(f"perceptual {self.perceptual} is a weight: 0 or more.")
+    batch_size: Batch = 32
+    lr: Rate = 5e-4
+    adversarial: Annotated[bool, Option("Sharpen the decoder against a discriminator.", negative=True)] = True
+    adversarial_start: Annotated[float, share("Share of the budget before that.")] = 0.5
+    adversarial_weight: Annotated[
+        float, Option("Its gradient, in lengths of the reconstruction's.", ge=0)
+    ] = 0.3
+    matching: Annotated[float, Option("Weight of feature matching inside the adversarial loss.", ge=0)] = 10.0
+    discriminator_lr: Rate = 2e-4
+    perceptual: Annotated[float, Option("Weight of the distance in a classifier's features.", ge=0)] = 0.1
+    decay: Decay = 0.999
+    warmup: Warmup = 200
+    cooldown: Annotated[
+        float, Option("Last share of the budget, over which the rate falls to zero.", gt=0, le=1)
+    ] = 0.2
+    seed: Seed = 0
 
 
 class TokenizerTask(Task):
@@ -130,7 +142,7 @@ class TokenizerTask(Task):
         self.model = channels_last(self.make().to(device)).train()
         if start is not None:
             self.first_weights = begin_tokenizer(self.model, start)
-        self.average = averaged(self.model)  # type: ignore[assignment]
+        self.average = averaged(self.model)
         self.decay, self.warmup, self.cooldown = settings.decay, settings.warmup, settings.cooldown
         self.distance = Perceptual(channels_last(classifier.to(device))) if classifier else None
         self.discriminator = channels_last(Discriminator().to(device))
@@ -147,7 +159,7 @@ class TokenizerTask(Task):
                 fused=fused,
             ),
         }
-        self.sampler = BatchSampler(len(train), settings.batch_size, settings.seed)
+        self.sampler = Sampler(len(train), 1, settings.batch_size, settings.seed)
         self.since: float | None = None  # progress at which the adversarial part began
 
     def make(self) -> Autoencoder:
@@ -174,7 +186,7 @@ class TokenizerTask(Task):
 
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
         """One update, of everything or, in the adversarial part, of the decoder."""
-        index, generator = self.sampler(step)
+        index, _, generator = self.sampler(step)
         images = self.train.random(generator, index)
         if not self.hparams.adversarial or progress < self.hparams.adversarial_start:
             return self.reconstruction_step(images)
@@ -185,7 +197,7 @@ class TokenizerTask(Task):
 
     def reconstruction_step(self, images: Tensor) -> dict[str, Tensor]:
         """Encoder, codebook and decoder together; or the decoder alone, where the codes are kept."""
-        with hardware.autocast(self.device):
+        with autocast(self.device):
             if self.keep_codes:
                 output, commitment = self.model.render(self.quantised(images)), images.new_zeros(())
             else:
@@ -199,13 +211,13 @@ class TokenizerTask(Task):
         loss = reconstruction(output, images)
         if self.distance is None:
             return loss, {"loss": loss}
-        with hardware.autocast(self.device):
+        with autocast(self.device):
             perceptual = self.distance(output, images)
         return loss + self.hparams.perceptual * perceptual, {"loss": loss, "perceptual": perceptual}
 
     def adversarial_step(self, images: Tensor, ramp: float) -> dict[str, Tensor]:
         """One update of decoder and discriminator; the two gradients are balanced by their norms on the pixels (2012.09841)."""
-        with hardware.autocast(self.device):
+        with autocast(self.device):
             output = self.model.render(self.quantised(images))
             pixels = output.detach().requires_grad_()
             loss, figures = self.reconstruction_loss(pixels, images)
@@ -224,7 +236,7 @@ class TokenizerTask(Task):
         output.backward(reconstruction_gradient + weight * adversarial_gradient)
         torch.nn.utils.clip_grad_norm_(self.model.decoder.parameters(), 1.0)
         self.optimizers["model"].step()
-        with hardware.autocast(self.device):
+        with autocast(self.device):
             discriminator_loss = hinge_loss(
                 self.discriminator(images)[0], self.discriminator(pixels.detach())[0]
             )
@@ -251,7 +263,7 @@ class TokenizerTask(Task):
         detail: contrast of the finest detail, as a share of the pictures'; blurred ones have less than 1.
         """
         ratios, codes, fine = [], [], torch.zeros(2)
-        with hardware.autocast(self.device):
+        with autocast(self.device):
             for images in self.val.centres(64, CHECK_PICTURES):
                 codes.append(self.average.encode(images))
                 drawn = self.average.redraw(codes[-1])
@@ -264,7 +276,7 @@ class TokenizerTask(Task):
     @torch.no_grad()
     def final(self) -> dict[str, Any]:
         """What `describe` says of some training pictures."""
-        with hardware.autocast(self.device):
+        with autocast(self.device):
             codes = torch.cat(
                 [self.average.encode(images) for images in self.train.centres(64, USAGE_PICTURES)]
             )
@@ -283,7 +295,7 @@ class TokenizerTask(Task):
         rows = []
         for part in index.split(8):
             images = self.val.centre(part)
-            with hardware.autocast(self.device):
+            with autocast(self.device):
                 rows += [images, self.average.redraw(self.average.encode(images))]
         sheet(torch.cat(rows), min(8, len(index)), path)
 
@@ -332,6 +344,7 @@ def train(
     weights_of: a model with whose tokenizer's weights it begins, where `codes_of` is left out; of codes or of latents.
     classifier_of: a model whose classifier's features the perceptual loss compares; needed where that has a weight.
     """
+    check_options(settings)
     classifier = None
     if settings.perceptual:
         if classifier_of is None or not has_classifier(classifier_of):
@@ -349,7 +362,15 @@ def train(
         facts["codes_of"] = short_provenance(codes_of / "tokenizer")
     task = KLTask if isinstance(config, KLConfig) else TokenizerTask
     made = task(
-        config, settings, pictures, val, facts, options.device, start, classifier, codes_of is not None
+        config,
+        settings,
+        pictures,
+        val,
+        facts,
+        team().device(options.device),
+        start,
+        classifier,
+        codes_of is not None,
     )
     return run(made, options)
 
@@ -366,33 +387,34 @@ def short_provenance(folder: Path) -> dict[str, Any]:
     return {name: provenance[name] for name in ("command", "date", "git", "steps") if name in provenance}
 
 
+@verb
 def main(
     *,
     data: Data,
     model: Model,
     kind: Annotated[
         Literal["vq", "kl"],
-        about(
+        Option(
             "vq: codes of a codebook; kl: continuous latents, for a target with a mixture or diffusion head."
         ),
     ] = "vq",
-    size: Annotated[int | None, about("Pixels of a side. [default: 128, or that of --codes-of]")] = None,
-    down: Annotated[int | None, about("Pixels of a side per code: 4, 8 or 16. [default: 8]")] = None,
-    codes: Annotated[int | None, about("vq: entries of the codebook. [default: 4096]")] = None,
-    channels: Annotated[int | None, about("kl: numbers of a latent. [default: 16]")] = None,
+    size: Annotated[int | None, Option("Pixels of a side. [default: 128, or that of --codes-of]")] = None,
+    down: Annotated[int | None, Option("Pixels of a side per code: 4, 8 or 16. [default: 8]")] = None,
+    codes: Annotated[int | None, Option("vq: entries of the codebook. [default: 4096]")] = None,
+    channels: Annotated[int | None, Option("kl: numbers of a latent. [default: 16]")] = None,
     codes_of: Annotated[
-        str | None, about("A model whose codes are kept: only its decoder is trained further.")
+        str | None, Option("A model whose codes are kept: only its decoder is trained further.")
     ] = None,
     weights_of: Annotated[
         str | None,
-        about("A model with stages of the same shape, of either kind, whose weights it begins with."),
+        Option("A model with stages of the same shape, of either kind, whose weights it begins with."),
     ] = None,
     classifier_of: Annotated[
-        str, about("The model in whose classifier's features pictures are compared.")
+        str, Option("The model in whose classifier's features pictures are compared.")
     ] = "nature-128",
     limit: Limit = None,
-    settings: Annotated[TokenizerSettings, Flat] = TokenizerSettings(),
-    run: Annotated[Run, Flat] = Run(checks=20),
+    settings: TokenizerSettings = TokenizerSettings(),
+    training: Training = TrainingOptions(checks=20),
 ) -> bool:
     """Train a tokenizer: pictures <-> codes, or latents."""
     if codes_of is not None and not (down is codes is None):
@@ -414,7 +436,7 @@ def main(
     else:
         known = read_vq(tokenizer_of(model_folder(codes_of))).config
         config = known if size is None else replace(known, size=size)
-    options = run.options(model / "tokenizer")
+    options = options_of(training, model / "tokenizer")
     kept = None if codes_of is None else model_folder(codes_of)
     start = None if weights_of is None else model_folder(weights_of)
     judged = model_folder(classifier_of) if settings.perceptual else None

@@ -13,28 +13,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from captions import one_per_subject, word_ids
-from common import about
+from common import Batch, Decay, Seed, Warmup, share
 from lanternpp.accept.exact import Exact
 from lanternpp.api.model import pack_target
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import engine_class
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.errors import InputError
 from lanternpp.models.prompted import PromptedConfig, PromptedTarget
 from lanternpp.models.vq.model import VQ, Autoencoder
 from lanternpp.models.words import WordsConfig, WordsTarget
 from lanternpp.nn.checkpoints import checksum
 from lanternpp.nn.decoder import causal_mask
 from lanternpp.proposers.no_draft import NoDraft
-from lanternpp.training import hardware
-from lanternpp.training.data import BatchSampler, evenly_spaced
-from lanternpp.training.material.codes import Codes, VariantSampler, unigram
-from lanternpp.training.pictures import sheet
-from lanternpp.training.run import Task, averaged
-from lanternpp.training.task import check_rates, muon_and_adamw
+from lanternpp.training.codes import Codes, Sampler, evenly_spaced
+from lanternpp.training.loop import autocast, muon_and_adamw
+from lanternpp.training.state import Task, averaged
 from lanternpp.util.devices import half_width
 from lanternpp.util.files import digest
+from lanternpp.util.options import Option
+from pictures import sheet
 from weights import begin_target, init_tables, init_weights
 
 CHECK_PICTURES = 256  # validation pictures measured at a check; at the end all are
@@ -45,24 +43,18 @@ SAMPLE_PICTURES = 4  # pictures drawn at a check
 class TargetSettings:
     """Hyperparameters: all that decides the result, except the budget and the machine."""
 
-    batch_size: Annotated[int, about("Pictures a step.")] = 32
-    lr: Annotated[float, about("Peak rate of AdamW (tables, prefix, norms).")] = 1.5e-3
-    muon_lr: Annotated[float, about("Peak rate of Muon (matrices), in AdamW's scale.")] = 2e-3
-    corrupt: Annotated[float, about("Share of the codes it reads replaced by random ones.")] = 0.0
-    drop_captions: Annotated[float, about("Share of the captions that are hidden, for guidance.")] = 0.1
-    decay: Annotated[float, about("Of the moving average of the weights, per step.")] = 0.995
-    warmup: Annotated[int, about("Steps of linear warm-up.")] = 100
-    cooldown: Annotated[float, about("Last share of the budget, over which the rates fall to zero.")] = 0.2
-    cfg: Annotated[float, about("Guidance of the sample pictures.")] = 2.5
-    seed: Annotated[int, about("Seed of weights, data order and noise.")] = 0
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise InputError(f"batch size {self.batch_size} must be at least 1.")
-        check_rates(lr=self.lr, muon_lr=self.muon_lr)
-        for name, value in (("corrupt", self.corrupt), ("captions dropped", self.drop_captions)):
-            if not 0 <= value < 1:
-                raise InputError(f"{name} {value} is a share: 0 or more, and below 1.")
+    batch_size: Batch = 32
+    lr: Annotated[float, Option("Peak rate of AdamW (tables, prefix, norms).", gt=0, le=1)] = 1.5e-3
+    muon_lr: Annotated[float, Option("Peak rate of Muon (matrices), in AdamW's scale.", gt=0, le=1)] = 2e-3
+    corrupt: Annotated[float, share("Share of the codes it reads replaced by random ones.")] = 0.0
+    drop_captions: Annotated[float, share("Share of the captions that are hidden, for guidance.")] = 0.1
+    decay: Decay = 0.995
+    warmup: Warmup = 100
+    cooldown: Annotated[
+        float, Option("Last share of the budget, over which the rates fall to zero.", gt=0, le=1)
+    ] = 0.2
+    cfg: Annotated[float, Option("Guidance of the sample pictures.", ge=1)] = 2.5
+    seed: Seed = 0
 
 
 class TargetTask(Task):
@@ -100,13 +92,13 @@ class TargetTask(Task):
         if start is not None:
             self.first_weights = self.begin(model, start)
         self.model = model.to(device).train()
-        self.average = averaged(self.model)  # type: ignore[assignment]
+        self.average = averaged(self.model)
         self.dtype = torch.bfloat16 if half_width(device) else torch.float32
         matrices = [p for p in self.model.decoder.blocks.parameters() if p.ndim == 2]
         self.optimizers = muon_and_adamw(self.model, matrices, settings.muon_lr, settings.lr, decay=0.1)
         self.others = self.optimizers["adamw"].param_groups[0]["params"]
-        self.sampler = VariantSampler(
-            BatchSampler(len(codes.train), settings.batch_size, settings.seed), codes.train.codes.shape[1]
+        self.sampler = Sampler(
+            len(codes.train), codes.train.codes.shape[1], settings.batch_size, settings.seed
         )
         self.words = word_ids(self.model, codes.train)
         self.val_words = word_ids(self.model, codes.val)
@@ -143,7 +135,7 @@ class TargetTask(Task):
         null = torch.rand(len(index), generator=generator) < self.hparams.drop_captions
         input_codes = corrupt_codes(codes, self.hparams.corrupt, self.model.vocab, generator)
         batch = [x.to(self.device) for x in (self.words[index], null, input_codes, codes)]
-        with hardware.autocast(self.device):
+        with autocast(self.device):
             loss = self.loss(*batch)
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
@@ -188,10 +180,10 @@ class TargetTask(Task):
         """Validation pictures [M], some at a time: (codes [B, length], the average's logits [B, length, V])."""
         generator = torch.Generator().manual_seed(0)
         for part in index.split(16):
-            found = self.codes.val.pick(part, torch.zeros_like(part)).to(self.device)
+            found = self.codes.val.pick(part).to(self.device)
             codes = self.average.from_cache(found, generator)
             null = torch.zeros(len(part), dtype=torch.bool, device=self.device)
-            with hardware.autocast(self.device):
+            with autocast(self.device):
                 logits = code_logits(
                     self.average, self.val_words[part].to(self.device), null, codes, self.dtype
                 )
@@ -230,3 +222,13 @@ def corrupt_codes(codes: Tensor, share: float, vocab: int, generator: torch.Gene
         return codes
     other = torch.randint(vocab, codes.shape, generator=generator)
     return torch.where(torch.rand(codes.shape, generator=generator) < share, other, codes)
+
+
+def unigram(codes: Codes, vocab: int) -> float:
+    """Nats per validation code under the smoothed frequencies of the training codes: what context must beat."""
+    train, val = (
+        torch.bincount(split.codes.flatten().long(), minlength=vocab).double()
+        for split in (codes.train, codes.val)
+    )
+    p = (train + 1) / (train + 1).sum()
+    return -(val / val.sum() * p.log()).sum().item()

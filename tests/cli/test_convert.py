@@ -83,7 +83,7 @@ def test_a_model_is_replaced_only_when_asked_to(run, model: Path, tmp_path: Path
     "verb",
     [
         ["models", "convert", "nature-128", "file/m"],
-        ["train", "--self", "--model", "nature-128", "--out", "file/m"],
+        ["train", "--self", "--model", "nature-128", "-o", "file/m"],
     ],
 )
 def test_a_folder_that_cannot_be_made_is_refused_at_once(verb, run, elsewhere: Path) -> None:

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 from cyclopts import App
 from helpers.documents import DOCS, PAGES, ROOT, blocks, prose
-from typer.core import TyperCommand
-from typer.main import get_command
 
 from lanternpp import Pipeline
-from lanternpp.cli import VERBS, old
+from lanternpp.cli import VERBS
 from lanternpp.models import FAMILIES
 
 RUN = [ROOT / "README.md", DOCS / "quickstart.md", DOCS / "extending.md"]
@@ -52,7 +50,6 @@ def test_every_command_of_the_pages_can_be_read(run, monkeypatch: pytest.MonkeyP
         found.add(tokens[0])
 
     monkeypatch.setattr(App, "__call__", read)
-    monkeypatch.setattr(TyperCommand, "invoke", lambda self, ctx: None)
     commands = [(block, args) for page in PAGES for block in blocks(page, "sh") for args in block.commands]
     for block, args in commands:
         if "--help" not in args:
@@ -70,8 +67,6 @@ def options() -> set[str]:
         for argument in app.assemble_argument_collection()
         for option in argument.names
     }
-    for verb in get_command(old.app).commands.values():
-        every |= {option for p in verb.params for option in (*p.opts, *p.secondary_opts)}
     return {option for option in every if option.startswith("-")}
 
 

@@ -24,7 +24,7 @@ from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.models.published import PUBLISHED
 from lanternpp.proposers import PROPOSERS
 from lanternpp.proposers.jacobi import COUPLINGS, INITS
-from lanternpp.training.report import Report
+from lanternpp.training.state import Report
 from lanternpp.trees import TREES
 
 COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()"]
@@ -64,7 +64,7 @@ def test_help_names_everything_that_a_dial_may_be(dial: str, known: Iterable[str
 def test_a_model_that_ships_is_not_said_to_be_in_a_cache(run) -> None:
     outcome = run("train", "--model", "nature-128", "--self", "--minutes", 1)
     assert outcome.code == 2 and outcome.err.count("\n") == 1
-    assert "nature-128 ships with this package: name a folder for the drafter with --out DIR" in outcome.err
+    assert "nature-128 ships with this package: name a folder for the drafter with -o DIR" in outcome.err
 
 
 def test_a_refusal_from_the_shell() -> None:
@@ -76,7 +76,7 @@ def test_a_refusal_from_the_shell() -> None:
 @pytest.mark.parametrize(("verb", "now"), RETIRED.items())
 def test_a_retired_verb_names_the_one_that_does_its_work(verb: str, now: str, run) -> None:
     for options in (), ("--help",), ("x", "--steps", 50):
-        outcome = run(verb, *options)
+        outcome = run(*verb.split(), *options)
         assert (outcome.code, outcome.out) == (2, "")
         assert outcome.err == f"lanternpp: error: `{verb}` is now `{now}`\n"
 
@@ -139,7 +139,7 @@ def drawing(folder: Path) -> None:
 
 def training(folder: Path) -> None:
     report = Report("target", folder)
-    with report.bar(0.25):
+    with report.bar():
         report.advance(1.0, 0.25, "step 1")
 
 

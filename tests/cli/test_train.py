@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from helpers.checkpoints import write_llamagen
 from helpers.families import write_janus
 from PIL import Image
 from safetensors.torch import save_file
 
 from lanternpp.nn import checkpoints
-from lanternpp.training.material import codes, samples
+from lanternpp.training import codes
 from lanternpp.util import files
 
 PROMPT = {"c2i": "7", "t2i": "a red tulip", "janus": "a photo of the red tulip"}
@@ -81,14 +82,14 @@ def test_a_newcomers_drafter_works_in_compare(name: str, run, shelf: Path) -> No
     assert (drawn.code, drawn.err) == (0, "") and "parallel (auto: " in drawn.out
     done = run("train", "--model", name, *own(name))
     assert done.code == 0 and f"weights in {name}/drafter" in done.err
-    assert "drawing" not in done.err, "the pictures were drawn for the other drafter"
+    assert "own pictures" not in done.err, "the pictures were drawn for the other drafter"
     drawn = run(*relaxed)  # as the README has it, with no option that a small codebook would need
     assert (drawn.code, drawn.err) == (0, "") and "lantern++" in drawn.out
 
 
 @pytest.mark.parametrize("kind", ["eagle", "parallel"])
 def test_a_drafter_elsewhere_is_named(kind: str, run, shelf: Path) -> None:
-    done = run("train", "--model", "janus", "--kind", kind, "--out", "mine", *own("janus"))
+    done = run("train", "--model", "janus", "--kind", kind, "-o", "mine", *own("janus"))
     assert done.code == 0 and f"--drafter mine --method {kind}" in done.err
     assert not (shelf / "janus" / "drafter").exists()
     compare = ("compare", PROMPT["janus"], "--model", "janus", "--runs", 1, "--method", kind, "--json")
@@ -101,14 +102,14 @@ def test_a_corrupt_photo_is_named_once_and_left_out(run, shelf: Path, photos: Pa
     train = ("train", "--model", "janus", "--data", "photos", "--crops", 1, *SMALL)
     (photos / "train" / "004.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
     done = run(*train)
-    assert done.code == 0 and "encoding 99 pictures" in done.err
-    assert done.err.count("warning") == 1 and "1 of 100 pictures skipped in photos/train: 004.png" in done.err
+    assert done.code == 0, done.err
+    assert done.err.count("warning") == 1 and "1 of 104 pictures skipped in photos: 004.png" in done.err
     facts = json.loads((shelf / "janus/drafter/provenance.json").read_text())["data"]
     assert (facts["train"], facts["skipped"]) == (99, ["004.png"])
     assert run("compare", PROMPT["janus"], "--model", "janus", "--runs", 1).code == 0
     (photos / "train" / "005.png").unlink()
     refused(
-        run(*train, "--out", "other"), "2 of 100 pictures in photos/train are unreadable", "005.png (missing)"
+        run(*train, "-o", "other"), "2 of 100 pictures in photos/train are unreadable", "005.png (missing)"
     )
     assert not (shelf / "other").exists()
 
@@ -131,67 +132,81 @@ def test_other_settings_are_named_before_anything_is_drawn_or_encoded(
     train = ("train", "--model", "janus", *own("janus"))
     assert run(*train).code == 0
     before = {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
-    for module, name in ((samples, "generate"), (codes, "encode")):
-        monkeypatch.setattr(module, name, lambda *_: pytest.fail("work was done"))
+    for name in ("generate", "decode"):
+        monkeypatch.setattr(codes, name, lambda *_: pytest.fail("work was done"))
     refused(run(*train, "--lr", 0.01, "--loss", "lk"), "lr 0.001 -> 0.01", "loss 'guided' -> 'lk'")
     refused(run(*train, "--layers", 2), "layers 1 -> 2", "--restart")
     refused(run(*train, "--cfg", 2), "cfg 5.0 -> 2.0; data '", "what it learns from")
-    refused(run(*train, "--samples", 9), "(data '", "what it learns from")
-    refused(run(*train[:4], "--data", "photos", *SMALL), "(data '")
+    refused(run(*train[:5], 9, *train[6:]), "(data '", "what it learns from")
+    refused(run(*train[:3], "--data", "photos", *SMALL), "(data '")
     assert {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()} == before
 
 
-def test_rollouts_end_once_and_go_on_from_their_end_when_asked(run, shelf: Path) -> None:
-    base = (
-        "train",
-        "--model",
-        "t2i",
-        "--kind",
-        "parallel",
-        "--self",
-        "--prompts",
-        "prompts.txt",
-        *SMALL,
-    )
-    refused(run(*base, "--rollouts", 5), "no parallel drafter to go on with")
-    refused(run(*base, "--rollouts", 0), "--rollouts 0 must be at least 1")
+def test_a_drafter_goes_on_from_recorded_runs_in_another_folder(run, shelf: Path) -> None:
+    base = ("train", "--model", "t2i", "--kind", "parallel", "--self", "--prompts", "prompts.txt", *SMALL)
+    runs = ("--rollouts", 5, "--drafter", "t2i/parallel", "-o", "next")
+    refused(run(*base, *runs), "t2i/parallel holds no parallel drafter to go on with")
+    refused(run(*base, *runs[2:], "--rollouts", 0), "--rollouts 0 is out of range")
+    refused(run(*base, "--rollouts", 5), "give both")
+    refused(run(*base, "--method", "lantern++"), "give both")
     assert run(*base, "--samples", 6).code == 0
-    place = shelf / "t2i/parallel"
-    first, bytes_of_first = weights(place), (place / "model.safetensors").read_bytes()
-    assert run(*base, "--rollouts", 5).code == 0
-    second = weights(place)
-    assert second != first
-    again = run(*base, "--rollouts", 5)
-    assert again.code == 0 and "recording" not in again.err and weights(place) == second
-    refused(run(*base, "--rollouts", 6), "(data '")
-    (place / "config.json").unlink()  # as a kill may leave it, where new weights come with a new config
-    assert run(*base, "--rollouts", 5).code == 0 and weights(place) == second
-    relaxed = (*base, "--rollouts", 5, "--method", "lantern++")
+    first = weights(shelf / "t2i/parallel")
+    refused(run(*base, *runs[:4]), "t2i/parallel holds the drafter that it begins with", "-o DIR")
+    assert run(*base, *runs).code == 0
+    second = weights(shelf / "next")
+    assert second != first == weights(shelf / "t2i/parallel")
+    again = run(*base, *runs)
+    assert again.code == 0 and "recorded runs" not in again.err and weights(shelf / "next") == second
+    refused(run(*base, *runs[2:], "--rollouts", 6), "(data '")
+    relaxed = (*base, *runs, "--method", "lantern++")
     refused(run(*relaxed), "(data '")
-    grow = ("--restart", "--levels", 16, "--aux-layers", 1, "--layers", 2)
-    more = run(*relaxed, *grow)
-    assert more.code == 0 and "recording" in more.err and weights(place) != second
-    config = json.loads((place / "config.json").read_text())
+    more = run(*relaxed, "--restart", "--levels", 16, "--aux-layers", 1, "--layers", 2)
+    assert more.code == 0 and "recorded runs" in more.err and weights(shelf / "next") != second
+    config = json.loads((shelf / "next/config.json").read_text())
     assert (config["queries"], config["aux_layers"], config["layers"]) == (15, [0], 2)
-    drawn = run(
-        "compare", PROMPT["t2i"], "--model", "t2i", "--runs", 1, "--method", "parallel", "--tree", "chain-16"
-    )
+    compare = ("compare", PROMPT["t2i"], "--model", "t2i", "--drafter", "next", "--runs", 1)
+    drawn = run(*compare, "--method", "parallel", "--tree", "chain-16")
     assert (drawn.code, drawn.err) == (0, "")
-    (place / "model.safetensors").write_bytes(bytes_of_first)
-    refused(run(*base, "--rollouts", 5), "another drafter than its rollouts began with", "--restart")
 
 
-def test_options_of_the_other_kind_and_a_method_without_runs_are_refused(run, shelf: Path) -> None:
-    train = ("train", "--model", "janus", *own("janus"))
-    refused(run(*train, "--levels", 9), "--levels is for drafters of --kind parallel")
-    refused(run(*train, "--muon-lr", 0.1), "--muon-lr is for drafters of --kind parallel")
-    refused(run(*train, "--kind", "parallel", "--rounds", 2), "--rounds is for drafters of --kind eagle")
-    refused(run(*train, "--kind", "parallel", "--method", "lantern++"), "add --rollouts N")
-    refused(
-        run(*train, "--kind", "parallel", "--aux-layers", 2),
-        "--aux-layers 2 is too many: the target has 1 layers below",
-    )
-    assert not (shelf / "janus" / "parallel" / "state.pt").exists()
+def test_a_folder_of_codes_is_learned_from(run, shelf: Path) -> None:
+    assert run("train", "--model", "janus", *own("janus")).code == 0
+    (kept,) = (shelf / "janus" / "codes").glob("self-*")
+    train = ("train", "--model", "janus", "-o", "mine", *SMALL)
+    done = run(*train, "--codes", kept, "--kind", "parallel")
+    assert done.code == 0, done.err
+    facts = json.loads((shelf / "mine/provenance.json").read_text())["data"]
+    assert (facts["train"], facts["val"], facts["folder"]) == (9, 1, kept.name)
+    train = ("train", "--model", "janus", "-o", "other", *SMALL)
+    refused(run(*train, "--codes", kept, "--self"), "leave --self and --data out")
+    refused(run(*train, "--codes", "janus"), "has no `codes` [n, ")
+    refused(run(*train, "--codes", "none"), "none has no codes: --codes takes a folder")
+    codes = {"codes": torch.full((2, 16), 9999)}
+    save_file(codes, shelf / "x.safetensors", metadata={"facts": '{"texts": ["a", "b"]}'})
+    refused(run(*train, "--codes", "."), "x.safetensors has codes that are not of 0 to ")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--levels", 9), "--levels is for drafters of --kind parallel"),
+        (("--muon-lr", 0.1), "--muon-lr is for drafters of --kind parallel"),
+        (("--rollouts", 2), "--rollouts is for drafters of --kind parallel"),
+        (("--loss", "block"), "loss 'block' is none of eagle's"),
+        (("--taps", 2), "--taps is now --aux-layers"),
+        (("--kind", "parallel", "--rounds", 2), "--rounds is for drafters of --kind eagle"),
+        (("--kind", "parallel", "--cache-features"), "--cache-features is for drafters of --kind eagle"),
+        (
+            ("--kind", "parallel", "--aux-layers", 2),
+            "--aux-layers 2 is too many: the target has 1 layers below",
+        ),
+    ],
+)
+def test_what_a_training_cannot_do_is_refused(
+    options: tuple[object, ...], said: str, run, shelf: Path
+) -> None:
+    refused(run("train", "--model", "janus", *own("janus"), *options), said)
+    assert not list((shelf / "janus").glob("*/state.pt"))
 
 
 def weights(folder: Path) -> dict[str, list[float]]:

@@ -18,8 +18,7 @@ from safetensors import safe_open
 
 from lanternpp.cli import main
 from lanternpp.nn import checkpoints
-from lanternpp.training import drafter, parallel, rollouts  # noqa: F401 (once)
-from lanternpp.training.material import cached, codes, runs, samples  # noqa: F401
+from lanternpp.training import codes, features, rollouts
 from lanternpp.tuning import study  # noqa: F401
 
 JOURNALS = ("trials.jsonl", "turns.jsonl")
@@ -29,7 +28,7 @@ COMMANDS = {
     "own": f"{TRAIN} --self --prompts mine --samples 12 --sample-batch 1 --cache-features --loss guided "
     "--steps 26 --batch-size 3",
     "pictures": f"{TRAIN} --data photos --kind parallel --steps 26 --batch-size 4",
-    "rollouts": f"{TRAIN} --self --prompts mine --kind parallel --rollouts 12 --steps 26 --batch-size 3",
+    "rollouts": f"{TRAIN} --self --prompts mine --kind parallel --rollouts 12 --drafter tiny/parallel -o tiny/next --steps 26 --batch-size 3",
     "tune": "tune --model tiny --prompts mine --nodes 5 --depth 3 --rounds 2 --trials 6 -n 2 --no-plots --dtype float32",
 }
 
@@ -57,7 +56,7 @@ def obey(name: str, folder: str, life: float | None = None) -> None:
     torch.set_num_threads(1)
     os.chdir(folder)
     os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
-    cached.SHARD, codes.PART, runs.PART = 1 << 14, 1, 2
+    features.SHARD, codes.PART, codes.BATCH, rollouts.PART = 1 << 14, 8, 4, 2
     began = time.process_time()
     if life is not None:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # nothing of ours runs when it comes, as with SIGKILL

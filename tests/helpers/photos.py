@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,16 @@ from PIL import Image
 
 from common import script
 from lanternpp.cli import main
+from lanternpp.engine.sampling import Sampling
+from lanternpp.models.base import Target
+from lanternpp.models.vq.folder import read_vq
 from lanternpp.models.vq.model import VQ, VQConfig
+from lanternpp.models.words import WordsConfig, WordsTarget
 from lanternpp.nn import checkpoints
-from lanternpp.training.pictures import to_bytes
+from lanternpp.training.codes import Codes, Split
+from pictures import to_bytes
+
+CONFIG = WordsConfig(("red", "blue", "square"), ("square",), 32, 2, 2, 48, grid=4, vocab=64, slots=3)
 
 
 def draw(folder: Path, count: int, size: tuple[int, int] = (40, 36)) -> None:
@@ -68,6 +76,33 @@ def model(tokenizer: Path, tmp_path: Path) -> Path:
     """A model folder with a tokenizer and nothing else."""
     shutil.copytree(tokenizer, tmp_path / "model" / "tokenizer")
     return tmp_path / "model"
+
+
+@pytest.fixture
+def ready(model: Path) -> Path:
+    """The same with a target of random weights."""
+    torch.manual_seed(1)
+    target = WordsTarget(CONFIG, read_vq(model / "tokenizer"))
+    for name, parameter in target.named_parameters():
+        if "table" in name or "prefix" in name:
+            torch.nn.init.normal_(parameter, std=0.4)
+    config, tensors = target.folded()
+    checkpoints.save(model / "target", {"kind": "words", **vars(config)}, tensors)
+    return model
+
+
+def teacher_of(target: Target, store: Path = Path()) -> Any:
+    """What a task asks of a `Teacher`, of a target that is there."""
+    device, frozen = torch.device("cpu"), target.eval().requires_grad_(False)
+    known = {"device": device, "target": frozen, "origin": "made", "sampling": Sampling(), "store": store}
+    return SimpleNamespace(**known, cfg=3.0, trainable=lambda: frozen)
+
+
+def made_codes(count: int) -> Codes:
+    """Random codes of pictures of red and blue squares, the same to train and to validate."""
+    codes = torch.randint(64, (count, 1, 16), generator=torch.Generator().manual_seed(1)).to(torch.uint16)
+    split = Split(codes, ("a red square", "a blue square", "a photo") * (count // 3))
+    return Codes(split, split, {"codes": "made"})
 
 
 @pytest.fixture

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 
-from lanternpp.training.drafter import DrafterSettings, train
-from lanternpp.training.hardware import pick
-from lanternpp.training.material.samples import SelfSampling
-from lanternpp.training.run import TrainingOptions
+from lanternpp.training.drafter import train
+from lanternpp.training.eagle import EagleTask
+from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
 
 
 def learn(model: str, rank: int, size: int, port: int) -> None:
@@ -20,8 +19,7 @@ def learn(model: str, rank: int, size: int, port: int) -> None:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
     place = Path(model)
-    options = TrainingOptions(place / "drafter", 4, checks=1, log_steps=2, device=pick("cpu"))
-    settings = DrafterSettings(loss="guided", batch_size=4, warmup=2, noise=0.0)
-    assert train(
-        None, place, 1, settings, options, self_sampling=SelfSampling(place / "mine", 8, 4), follow=True
-    )
+    options = TrainingOptions(place / "drafter", 4, checks=1, log_steps=2, device="cpu")
+    settings = DrafterSettings(loss="guided", batch_size=4, warmup=2, noise=0.0).of("eagle")
+    own = TrainingData(own=True, prompts=place / "mine", samples=8, sample_batch=4)
+    assert train(place, EagleTask, settings, own, options)

@@ -17,7 +17,7 @@ from lanternpp.evaluation.classifier import read_classifier, read_reference
 from lanternpp.evaluation.features import ClassifierFeatures, extract
 from lanternpp.evaluation.pictures import Gallery
 from lanternpp.evaluation.quality import Quality
-from lanternpp.training.run import TrainingOptions
+from lanternpp.training.options import TrainingOptions
 
 CPU = torch.device("cpu")
 SHAPE = {"stem": 16, "channels": (32, 48), "blocks": (1, 1)}
@@ -76,7 +76,7 @@ def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(data: Path, model: P
 
 def test_pictures_are_drawn_again_once(data: Path, model: Path) -> None:
     assert not go(data, model, stop=1)
-    (kept,) = (model / "codes").glob("redrawn-*.safetensors")
+    (kept,) = (model / "codes").glob("redrawn-train-*/*.safetensors")
     changed = kept.stat().st_mtime_ns
     assert go(data, model)
     assert kept.stat().st_mtime_ns == changed
@@ -97,8 +97,8 @@ def test_what_it_cannot_learn_from_is_refused(data: Path, model: Path, tmp_path:
     path.write_text("".join(json.dumps({**row, "label": ""}) + "\n" for row in rows))
     with pytest.raises(InputError, match=r"4 pictures have none, e.g. blue/001.png"):
         go(data, model)
-    with pytest.raises(InputError, match="lr 2"):
-        ClassifierSettings(lr=2)
+    with pytest.raises(InputError, match="--lr 2 is out of range"):
+        go(data, model, lr=2)
 
 
 def test_words_are_those_that_many_captions_say_and_no_label_does() -> None:

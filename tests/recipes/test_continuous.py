@@ -21,11 +21,10 @@ from lanternpp.models.vq.folder import read_kl, read_vq
 from lanternpp.models.vq.kl import KLConfig
 from lanternpp.models.vq.model import VQ
 from lanternpp.nn.sources import Source
-from lanternpp.training import drafter
-from lanternpp.training.drafter import DrafterSettings
-from lanternpp.training.laws import TIMES, DiffusionLaws, LatentLaws
-from lanternpp.training.material.codes import Codes, Split
-from lanternpp.training.run import TrainingOptions
+from lanternpp.training.codes import Codes, Split
+from lanternpp.training.drafter import train as train_drafter
+from lanternpp.training.eagle import TIMES, DiffusionComparison, EagleTask, LatentComparison
+from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
 from latents import ContinuousTask, DiffusionTask, LatentTask
 from target import Head, Shape
 from target import train as train_target
@@ -77,11 +76,9 @@ def diffusion(*args: Any, **more: Any) -> bool:
 
 
 def eagle(data: Path, model: Path, steps: int = 4, stop: int | None = None, compiled: bool = False) -> bool:
-    settings, where = (
-        DrafterSettings(batch_size=4, warmup=2),
-        options(model / "drafter", steps, stop, compiled),
-    )
-    return drafter.train(data, model, 1, settings, where, crops=1)
+    settings = DrafterSettings(batch_size=4, warmup=2).of("eagle")
+    where = options(model / "drafter", steps, stop, compiled)
+    return train_drafter(model, EagleTask, settings, TrainingData(data, crops=1), where)
 
 
 def facts(model: Path, part: str, name: str = "validation") -> Any:
@@ -225,8 +222,8 @@ def test_a_target_of_latents_begins_with_the_weights_of_one_of_codes(
     assert {"decoder.blocks.1.wqkv.weight", "word_table", "slot_table", "null_prefix"} <= same
     assert said.endswith("latent_in is fitted to the vectors that the other model reads of 12 pictures")
     begun, start = (read_target(place, torch.float32) for place in (tmp_path / "mine", model))
-    (cached,) = (tmp_path / "mine" / "codes").glob("*.safetensors")
-    moments, generator = load_file(cached)["train"][:, 0].float(), torch.Generator().manual_seed(0)
+    (cached,) = (tmp_path / "mine" / "codes").glob("train-*/*.safetensors")
+    moments, generator = load_file(cached)["codes"][:, 0].float(), torch.Generator().manual_seed(0)
     latents = begun.from_cache(moments, generator)
     vectors = start.embed(start.vq.encode(begun.vq.decode(moments[..., :4])))
     left = (vectors - begun.embed(latents)).flatten(0, 1)
@@ -275,8 +272,8 @@ def test_moments_are_kept_on_disk_in_half_precision(latent_model: tuple[Path, Pa
     read = read_target(place, torch.float32)
     assert isinstance(read, ContinuousTarget)
     assert read.reader().encode(torch.randn(2, 3, 32, 32)).shape == (2, 16, 8)
-    (cached,) = (place / "codes").glob("*.safetensors")
-    found = load_file(cached)["train"]
+    (cached,) = (place / "codes").glob("train-*/*.safetensors")
+    found = load_file(cached)["codes"]
     assert found.shape == (12, 2, 16, 8) and found.dtype == torch.float16
 
 
@@ -284,16 +281,16 @@ def test_expected_acceptance_is_the_overlap_of_the_two_laws() -> None:
     torch.manual_seed(0)
     p = torch.tensor([0.0, 0.0, 0.0]).expand(20_000, 3)  # one component of one channel
     q = torch.tensor([0.0, 1.0, 0.0]).expand(20_000, 3)
-    laws = LatentLaws("guided", 1)
+    laws = LatentComparison("guided", 1)
     overlap = 2 * torch.special.ndtr(torch.tensor(-0.5)).item()
     assert laws.acceptance(q, p).mean().item() == pytest.approx(overlap, abs=0.01)
-    gap = laws.soft_cross_entropy(q, p) - laws.soft_cross_entropy(p, p)
+    gap = laws.cross_entropy(q, p) - laws.cross_entropy(p, p)
     assert gap.item() == pytest.approx(0.5, abs=0.03)  # the divergence of two Gaussians one apart
 
 
 def test_diffusion_heads_are_compared_at_the_same_noisy_latents() -> None:
     torch.manual_seed(0)
-    laws = DiffusionLaws("guided", 2, 5)
+    laws = DiffusionComparison("guided", 2, 5)
     points = laws.points(torch.zeros(3, 7, 2))
     assert points.shape == (3, 7, TIMES, 3) and (points[..., -1, 0] == 0.2).all()
     p = torch.randn(50_000, TIMES, 2)
@@ -308,7 +305,7 @@ def test_diffusion_heads_are_compared_at_the_same_noisy_latents() -> None:
 
 
 @pytest.mark.parametrize("model_of", ["latent_model", "diffusion_model"])
-def test_a_drafter_is_measured_while_it_draws(model_of: str, request: pytest.FixtureRequest) -> None:
+def test_a_drafter_is_measured(model_of: str, request: pytest.FixtureRequest) -> None:
     found = facts(request.getfixturevalue(model_of)[1], "drafter")
     assert 0 < found["accept"] <= 1 and {"accept2", "guided", "feature"} <= found.keys()
 
@@ -322,10 +319,23 @@ def test_what_is_of_codes_is_refused(latent_model: tuple[Path, Path], tmp_path: 
     with pytest.raises(InputError, match=r"corrupt 0\.1"):
         target(data, ready, corrupt=0.1)
     with pytest.raises(InputError, match="choose paper or guided"):
-        drafter.train(data, ready, 1, DrafterSettings(loss="lk"), options(tmp_path / "d", 2), crops=1)
+        train_drafter(
+            ready,
+            EagleTask,
+            DrafterSettings(loss="lk").of("eagle"),
+            TrainingData(data),
+            options(tmp_path / "d", 2),
+        )
     with pytest.raises(InputError, match="--cache-features"):
-        drafter.train(data, ready, 1, DrafterSettings(), options(tmp_path / "d", 2), crops=1, cache=True)
-    with pytest.raises(InputError, match="denoising steps 0"):
+        train_drafter(
+            ready,
+            EagleTask,
+            DrafterSettings().of("eagle"),
+            TrainingData(data),
+            options(tmp_path / "d", 2),
+            cache=True,
+        )
+    with pytest.raises(InputError, match="--denoising-steps 0"):
         where = options(tmp_path / "t", 2)
         train_target(
             data, ready, SHAPE, TargetSettings(), where, head="diffusion", own=Head(denoising_steps=0)

@@ -120,7 +120,7 @@ def test_latents_from_photos_to_a_comparison(head: tuple[object, ...], done, ref
         ("tokenizer", ("--codes-of", "nature-128", "--down", 4), "--down and --codes are those of"),
         ("tokenizer", ("--codes-of", "nature-128", "--size", 100), "size 100 is not a multiple of 8"),
         ("tokenizer", ("--channels", 4), "--channels 4 is of tokenizers of --kind kl"),
-        ("tokenizer", ("--lr", 2), "lr 2.0 must be between 0 and 1"),
+        ("tokenizer", ("--lr", 2), "--lr 2.0 is out of range"),
         ("target", SHAPE, "holds no tokenizer: run recipes/nature/tokenizer.py"),
         ("target", ("--head", "diffusion", "--components", 3), "--components 3 is of --head mixture"),
         (
@@ -129,7 +129,7 @@ def test_latents_from_photos_to_a_comparison(head: tuple[object, ...], done, ref
             "--denoising-steps 3 is of --head diffusion",
         ),
         ("target", ("--denoiser-width", 16), "--denoiser-width 16 is of --head diffusion"),
-        ("target", ("--head", "diffusion", "--denoising-steps", 0), "denoising steps 0"),
+        ("target", ("--head", "diffusion", "--denoising-steps", 0), "--denoising-steps 0"),
         ("target", ("--dim", 30), "dim 30 over 6 heads"),
         ("classifier", (), "holds no tokenizer"),
     ],

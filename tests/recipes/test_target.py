@@ -1,11 +1,7 @@
 """The target's training and the code cache beneath it."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +10,16 @@ import pytest
 import torch
 
 from captions import one_per_subject, vocabulary, word_ids
+from common import read_codes
 from lanternpp.api.model import read_target
 from lanternpp.errors import InputError
 from lanternpp.models.vq.folder import read_vq
-from lanternpp.training.data import BatchSampler
-from lanternpp.training.material import codes as cache
-from lanternpp.training.material.codes import Codes, Split, VariantSampler, read_codes, unigram
-from lanternpp.training.run import TrainingOptions
+from lanternpp.training.codes import Codes, Sampler, Split
+from lanternpp.training.options import TrainingOptions
+from pictures import Pictures
 from target import Shape, train
 from weights import init_weights
-from words import TargetSettings, TargetTask, code_logits, corrupt_codes
+from words import TargetSettings, TargetTask, code_logits, corrupt_codes, unigram
 
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "hidden": 48}
 CPU = torch.device("cpu")
@@ -53,19 +49,17 @@ def test_the_cache_is_written_once_and_keyed_by_what_decides_it(data: Path, mode
     assert codes.train.codes.shape == (12, 4, 16)
     assert codes.val.codes.shape == (4, 1, 16)
     assert codes.train.labels[0] in codes.train.texts[0]
-    (path,) = (model / "codes").glob("*.safetensors")
+    (path,) = (model / "codes").glob("train-*/*.safetensors")
     before = path.stat().st_mtime_ns
     again = read_codes(data, model, 2, CPU)
     assert path.stat().st_mtime_ns == before
     assert torch.equal(again.train.codes, codes.train.codes)
     assert (again.train.texts, again.data) == (codes.train.texts, codes.data)
     read_codes(data, model, 1, CPU)
-    assert len(list((model / "codes").glob("*.safetensors"))) == 2
+    assert len(list((model / "codes").glob("train-*"))) == 2
 
 
 def test_cached_codes_are_the_tokenizers(data: Path, model: Path) -> None:
-    from lanternpp.training.data import Pictures
-
     codes = read_codes(data, model, 1, CPU)
     vq = read_vq(model / "tokenizer")
     pictures = Pictures.read(data, "train", vq.config.size)
@@ -75,31 +69,9 @@ def test_cached_codes_are_the_tokenizers(data: Path, model: Path) -> None:
         assert agree > 0.9  # the cache is encoded in bfloat16 where that is fast
 
 
-def test_a_kill_while_encoding_leaves_nothing_half_written(data: Path, model: Path) -> None:
-    script = f"""
-        import os, signal
-        from pathlib import Path
-        import torch
-        from lanternpp.training.material import codes, shards
-        save = shards.save_file
-        def save_file(tensors, path, metadata):
-            if path.parent.name != "codes":
-                return save(tensors, path, metadata)
-            Path(path).write_bytes(b"half of it")
-            os.kill(os.getpid(), signal.SIGKILL)
-        shards.save_file = save_file
-        codes.read_codes(Path({str(data)!r}), Path({str(model)!r}), 1, torch.device("cpu"))
-    """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env=environment, check=False)
-    assert killed.returncode == -9
-    assert not list((model / "codes").glob("*.safetensors"))
-    assert len(read_codes(data, model, 1, CPU).train) == 12
-
-
 def test_a_broken_cache_is_named(data: Path, model: Path) -> None:
     read_codes(data, model, 1, CPU)
-    (path,) = (model / "codes").glob("*.safetensors")
+    (path,) = (model / "codes").glob("val-*/*.safetensors")
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(InputError, match=rf"{path.name} cannot be read .*delete it"):
         read_codes(data, model, 1, CPU)
@@ -108,16 +80,14 @@ def test_a_broken_cache_is_named(data: Path, model: Path) -> None:
 def test_missing_parts_name_the_command_to_run(data: Path, model: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"run recipes/nature/tokenizer\.py"):
         go(data, tmp_path / "none")
-    with pytest.raises(InputError, match="crops 0"):
-        read_codes(data, model, 0, CPU)
     with pytest.raises(InputError, match="dim 30 over 2 heads"):
-        Shape(**{**SHAPE, "dim": 30})
-    with pytest.raises(InputError, match=r"corrupt 1\.5 is a share"):
-        TargetSettings(corrupt=1.5)
+        Shape(**{**SHAPE, "dim": 30}).check()
+    with pytest.raises(InputError, match=r"--corrupt 1\.5 is out of range"):
+        go(data, model, corrupt=1.5)
 
 
 def test_every_variant_comes_once_before_any_comes_again() -> None:
-    sampler = VariantSampler(BatchSampler(8, 4, seed=3), 6)
+    sampler = Sampler(8, 6, 4, seed=3)
     seen = torch.zeros(8, 6, dtype=torch.int64)
     for step in range(2 * 6):  # six epochs of two steps
         index, variant, _ = sampler(step)
@@ -249,7 +219,6 @@ def test_unigram_is_what_frequencies_alone_cost() -> None:
     other = replace(codes.val, codes=torch.zeros(1, 1, 16, dtype=torch.uint16))
     p = (codes.train.codes.flatten().long() == 0).double().mean()
     assert unigram(replace(codes, val=other), 8) == pytest.approx(-p.log().item(), abs=0.02)
-    assert cache.unigram is unigram
 
 
 def test_training_begins_with_the_weights_of_another_model(data: Path, model: Path, tmp_path: Path) -> None:

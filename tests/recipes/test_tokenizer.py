@@ -19,9 +19,11 @@ from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import read_classifier
 from lanternpp.models.vq.folder import read_vq
 from lanternpp.models.vq.model import VQConfig
-from lanternpp.training.data import Pictures
-from lanternpp.training.run import STATE, TrainingOptions, set_rate
+from lanternpp.training.loop import set_rate
+from lanternpp.training.options import TrainingOptions
+from lanternpp.training.state import STATE
 from losses import Perceptual
+from pictures import Pictures
 from tokenizer import TokenizerSettings, TokenizerTask, train
 
 TINY = VQConfig(size=32, codes=64, channels=(16, 32), encoder_blocks=(1, 1), decoder_blocks=(1, 1), thin=16)
@@ -163,9 +165,9 @@ def test_it_learns_four_pictures(data: Path, tmp_path: Path) -> None:
 
 def test_a_budget_is_required_and_positive(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--steps N, --minutes M"):
-        TrainingOptions(tmp_path)
+        TrainingOptions(tmp_path).check()
     with pytest.raises(InputError, match="--minutes -1"):
-        TrainingOptions(tmp_path, minutes=-1)
+        TrainingOptions(tmp_path, minutes=-1).check()
     assert TrainingOptions(tmp_path, steps=10, minutes=1).progress(2, 45) == 0.75
 
 
@@ -213,7 +215,7 @@ def test_a_perceptual_weight_needs_a_classifier_and_is_logged_in_both_parts(
 
 def test_the_rate_is_constant_until_it_falls_to_zero_over_the_cooldown() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
-    task = SimpleNamespace(cooldown=0.25, warmup=4, optimizers={"only": optimizer})
+    task = SimpleNamespace(cooldown=0.25, warmup=4, param_groups=lambda: optimizer.param_groups)
     group = optimizer.param_groups[0]
     group["initial_lr"] = 2.0
     rates = []

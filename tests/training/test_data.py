@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from lanternpp.errors import InputError
-from lanternpp.training.data import BatchSampler, DataWarning, Pictures, generator, read_rows
+from lanternpp.training.codes import DataWarning, Sampler, generator
+from lanternpp.training.pictures import read_rows
+from pictures import Pictures
 
 
 def test_a_corrupt_picture_is_named_skipped_and_counted(
@@ -81,9 +83,9 @@ def test_crops_are_what_they_say(data: Path) -> None:
 
 
 def test_order_visits_every_picture_once_an_epoch_and_depends_on_the_step_alone() -> None:
-    sampler = BatchSampler(10, 5, seed=3)
+    sampler = Sampler(10, 1, 5, seed=3)
     seen = [sampler(step)[0] for step in range(4)]
     assert sorted(torch.cat(seen[:2]).tolist()) == list(range(10))
     assert sorted(torch.cat(seen[2:]).tolist()) == list(range(10))
-    assert torch.equal(BatchSampler(10, 5, seed=3)(3)[0], seen[3])
+    assert torch.equal(Sampler(10, 1, 5, seed=3)(3)[0], seen[3])
     assert not torch.equal(torch.cat(seen[:2]), torch.cat(seen[2:]))

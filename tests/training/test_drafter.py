@@ -6,52 +6,32 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.photos import made_codes, teacher_of
 from torch import Tensor
 
 from lanternpp.api.model import read_target
 from lanternpp.drafters.eagle import EagleDrafter
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
-from lanternpp.models.vq.folder import read_vq
-from lanternpp.models.words import WordsConfig, WordsTarget
 from lanternpp.nn import checkpoints
 from lanternpp.nn.sources import Source
-from lanternpp.training import losses
-from lanternpp.training.drafter import DrafterSettings, DrafterTask, train
+from lanternpp.training import eagle
+from lanternpp.training.codes import Split
+from lanternpp.training.drafter import train
+from lanternpp.training.eagle import EagleTask
 from lanternpp.training.features import CaptionPrompts, drafter_inputs
-from lanternpp.training.material.codes import Codes, Split
-from lanternpp.training.run import TrainingOptions
-
-CPU = torch.device("cpu")
-CONFIG = WordsConfig(("red", "blue", "square"), ("square",), 32, 2, 2, 48, grid=4, vocab=64, slots=3)
+from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
 
 
-@pytest.fixture
-def ready(model: Path) -> Path:
-    """A model folder with a tokenizer and a target of random weights."""
-    torch.manual_seed(1)
-    target = WordsTarget(CONFIG, read_vq(model / "tokenizer"))
-    for name, parameter in target.named_parameters():
-        if "table" in name or "prefix" in name:
-            torch.nn.init.normal_(parameter, std=0.4)
-    config, tensors = target.folded()
-    checkpoints.save(model / "target", {"kind": "words", **vars(config)}, tensors)
-    return model
-
-
-def task(ready: Path, count: int = 6, **settings: Any) -> DrafterTask:
-    generator = torch.Generator().manual_seed(1)
-    codes = torch.randint(64, (count, 1, 16), generator=generator).to(torch.uint16)
-    split = Split(codes, ("a red square", "a blue square", "a photo") * (count // 3), ("",) * count)
-    target = read_target(ready, torch.float32)
-    hparams = DrafterSettings(**{"batch_size": count, **settings})
-    return DrafterTask(hparams, 1, target, Codes(split, split, {"codes": "made"}), "made", CPU)
+def task(ready: Path, count: int = 6, **settings: Any) -> EagleTask:
+    hparams = DrafterSettings(**{"batch_size": count, "cfg": 3.0, **settings}).of("eagle")
+    return EagleTask(hparams, teacher_of(read_target(ready, torch.float32)), made_codes(count))
 
 
 def go(data: Path, model: Path, steps: int = 4, stop: int | None = None, **settings: Any) -> bool:
     options = TrainingOptions(model / "drafter", steps, stop_after=stop, log_steps=1, checks=1)
-    hparams = DrafterSettings(**{"batch_size": 4, "warmup": 2, **settings})
-    return train(data, model, 1, hparams, options, crops=1)
+    hparams = DrafterSettings(**{"batch_size": 4, "warmup": 2, **settings}).of("eagle")
+    return train(model, EagleTask, hparams, TrainingData(data, crops=1), options)
 
 
 def test_lk_is_the_negative_log_of_the_chance_that_verification_keeps_a_draft() -> None:
@@ -61,16 +41,16 @@ def test_lk_is_the_negative_log_of_the_chance_that_verification_keeps_a_draft() 
         for place in range(5):  # draw x from q, keep it with probability min(1, p / q)
             mine, other = q[row, place].softmax(-1), p[row, place].softmax(-1)
             kept[row, place] = sum(m * min(1.0, o / m) for m, o in zip(mine, other, strict=True))
-    assert torch.allclose(losses.acceptance(q, p).double(), kept, atol=1e-6)
-    assert losses.lk_loss(q, p).item() == pytest.approx(-kept.log().mean().item(), abs=1e-6)
-    assert losses.lk_loss(p, p).item() == pytest.approx(0.0, abs=1e-6)
+    assert torch.allclose(eagle.acceptance(q, p).double(), kept, atol=1e-6)
+    assert eagle.lk_loss(q, p).item() == pytest.approx(-kept.log().mean().item(), abs=1e-6)
+    assert eagle.lk_loss(p, p).item() == pytest.approx(0.0, abs=1e-6)
 
 
 def test_soft_cross_entropy_is_least_where_the_two_agree() -> None:
     p, q = torch.randn(2, 4, 8)
     law = torch.distributions.Categorical(logits=p)
-    assert losses.soft_cross_entropy(p, p).item() == pytest.approx(law.entropy().mean().item(), abs=1e-5)
-    gap = losses.soft_cross_entropy(q, p) - losses.soft_cross_entropy(p, p)
+    assert eagle.soft_cross_entropy(p, p).item() == pytest.approx(law.entropy().mean().item(), abs=1e-5)
+    gap = eagle.soft_cross_entropy(q, p) - eagle.soft_cross_entropy(p, p)
     expected = torch.distributions.kl_divergence(law, torch.distributions.Categorical(logits=q)).mean()
     assert gap.item() == pytest.approx(expected.item(), abs=1e-5)
 
@@ -89,7 +69,7 @@ def test_lessons_pair_a_feature_with_the_input_one_ahead(ready: Path) -> None:
 def test_guided_losses_are_those_of_the_merged_rows(ready: Path) -> None:
     made = task(ready, loss="lk", cfg=3.0, noise=0.0)
     index = torch.arange(6)
-    codes = made.codes.train.pick(index, torch.zeros_like(index))
+    codes = made.codes.train.pick(index)
     _, distribution = made.loss(*made.train(index, 2), codes)
     p, q = [], []
     with torch.no_grad():
@@ -123,7 +103,7 @@ def test_a_second_round_reads_the_drafters_own_features(ready: Path) -> None:
     found = {}
     for rounds in (1, 2):
         made = task(ready, loss="guided", cfg=3.0, noise=0.0, rounds=rounds)
-        codes = made.codes.train.pick(index, torch.zeros_like(index))
+        codes = made.codes.train.pick(index)
         found[rounds] = made.loss(*made.train(index, 2), codes)[1].item()
     with torch.no_grad():
         prompts, _ = made.train(index, 2)
@@ -132,10 +112,10 @@ def test_a_second_round_reads_the_drafters_own_features(ready: Path) -> None:
         predicted = torch.cat((features[:, :3], first[:, 2:-1]), 1)
         second = made.model.forward_sequence(next_inputs, predicted)[:, 3:]
         p, q = (Guidance(3.0).merge(made.target.head(x)) for x in (features[:, 4:], second))
-    expected = (found[1] + losses.soft_cross_entropy(q, p).item()) / 2
+    expected = (found[1] + eagle.soft_cross_entropy(q, p).item()) / 2
     assert found[2] == pytest.approx(expected, rel=1e-5)
-    with pytest.raises(InputError, match="rounds 0 must be at least 1"):
-        DrafterSettings(rounds=0)
+    with pytest.raises(InputError, match="rounds 0 is out of range"):
+        DrafterSettings(rounds=0).of("eagle")
 
 
 def test_the_target_does_not_move(ready: Path) -> None:
@@ -166,13 +146,13 @@ def test_a_tenth_of_the_captions_is_dropped_under_the_papers_loss(
 def test_captions_in_two_branches_are_beside_the_null_prompt(ready: Path) -> None:
     target = read_target(ready, torch.float32)
     texts = ("a blue square", "a photo", "a red square")
-    captions = CaptionPrompts(target, Split(torch.zeros(3, 1, 16, dtype=torch.uint16), texts, ("",) * 3))
+    captions = CaptionPrompts(target, Split(torch.zeros(3, 1, 16, dtype=torch.uint16), texts))
     assert captions.known_texts == ["a blue square", "a red square"]
     expected = target.prompt(["a red square", None], 2).embeds
     prompts, start = captions(torch.tensor([2, 1]), 2)
     assert torch.equal(prompts, expected) and start is None
     with pytest.raises(InputError, match="none of the captions"):
-        CaptionPrompts(target, Split(torch.zeros(1, 1, 16, dtype=torch.uint16), ("a photo",), ("",)))
+        CaptionPrompts(target, Split(torch.zeros(1, 1, 16, dtype=torch.uint16), ("a photo",)))
 
 
 def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(data: Path, ready: Path, twin: Path) -> None:
@@ -187,7 +167,6 @@ def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(data: Path, ready: P
     target = read_target(ready, torch.float32)
     one, two = (EagleDrafter.read(Source.open(x / "drafter"), target, torch.float32) for x in (ready, twin))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-    assert list((ready / "drafter" / "samples").glob("*.png"))
     facts = json.loads((ready / "drafter" / "provenance.json").read_text())
     assert facts["validation"].keys() >= {
         "accept",
@@ -196,7 +175,6 @@ def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(data: Path, ready: P
         "paper",
         "guided",
         "lk",
-        "codes_per_pass",
     }
     with pytest.raises(InputError, match=r"loss 'lk' -> 'guided'"):
         go(data, ready)
@@ -215,8 +193,8 @@ def test_missing_parts_name_the_command_to_run(data: Path, model: Path, tmp_path
         go(data, tmp_path / "none")
     with pytest.raises(InputError, match=r"run recipes/nature/target\.py"):
         go(data, model)
-    with pytest.raises(InputError, match="loss 'l2' is unknown: choose paper, guided, lk"):
-        DrafterSettings(loss="l2")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="loss 'block' is none of eagle's: choose paper, guided, lk"):
+        DrafterSettings(loss="block").of("eagle")
 
 
 def test_inheriting_starts_from_the_targets_last_block(ready: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from helpers.checkpoints import write_llamagen
 from helpers.families import write_chameleon, write_janus
 from helpers.models import write_model
+from helpers.photos import teacher_of
 
 from lanternpp.accept.exact import Exact
 from lanternpp.api.model import read_target
@@ -16,8 +17,10 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.tree import TreeProposer
+from lanternpp.training.codes import Codes, Split
+from lanternpp.training.eagle import EagleTask
 from lanternpp.training.features import CaptionPrompts, causal_mask, drafter_inputs
-from lanternpp.training.material.codes import Split
+from lanternpp.training.options import DrafterSettings
 from lanternpp.trees import build_tree
 
 LONG = "the sea at sunset " * 9 + "the red tulip"  # over 32 tokens: shorter prompts are padded beside it
@@ -48,7 +51,7 @@ def test_teacher_forced_features_are_those_of_the_engines_drafter(name: str, tmp
         engine.step()
     codes = engine.collect(0).codes[None].repeat(2, 1)
 
-    captions = CaptionPrompts(target, Split(codes[:1, None].repeat(2, 1, 1), texts, ("", "")))
+    captions = CaptionPrompts(target, Split(codes[:1, None].repeat(2, 1, 1), texts))
     prompts, start = captions(torch.tensor([0]), 2)
     assert (start is not None) == (name != "words")
     next_inputs, features = drafter_inputs(target, prompts, codes, start)
@@ -67,9 +70,28 @@ def test_a_dropped_caption_is_the_unconditional_prompt_beside_it(tmp_path: Path)
     write_llamagen(tmp_path, text=True)
     target = read_target(tmp_path, torch.float32).eval()
     texts = ("a red tulip of", "blue")
-    captions = CaptionPrompts(target, Split(torch.zeros(2, 1, 16, dtype=torch.uint16), texts, ("", "")))
+    captions = CaptionPrompts(target, Split(torch.zeros(2, 1, 16, dtype=torch.uint16), texts))
     both, start = captions(torch.tensor([0, 1]), 2)
     drawn, begin = captions(torch.tensor([0, 1]), 1, torch.tensor([True, False]))
     assert start is not None and begin is not None
     assert torch.equal(drawn[0], both[2]) and torch.equal(drawn[1], both[1])
     assert begin.tolist() == [start[2], start[1]]
+
+
+@pytest.mark.parametrize("loss", ["paper", "guided"])
+def test_features_from_the_disk_teach_as_computed_ones_do(
+    loss: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path)
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(32, (6, 2, 16), generator=generator).to(torch.uint16)
+    split = Split(codes, ("a red tulip", "tulip", "red tulip") * 2)
+    figures = []
+    for cache in (False, True):
+        settings = DrafterSettings(cfg=3.0, loss=loss, batch_size=4, drop_captions=0.4)  # type: ignore[arg-type]
+        teacher = teacher_of(read_target(tmp_path, torch.float32), tmp_path / "codes")
+        made = EagleTask(settings.of("eagle"), teacher, Codes(split, split, {"codes": "made"}), cache)
+        torch.manual_seed(0)
+        figures.append([made.step(step, 0.0)["loss"].item() for step in range(4)])
+    assert figures[0] == pytest.approx(figures[1], rel=1e-3)
+    assert "the features of all pictures: 6 pictures, about 57.0 KiB in" in capsys.readouterr().err

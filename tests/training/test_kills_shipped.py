@@ -20,7 +20,7 @@ from lanternpp.nn import checkpoints
 COMMANDS = {
     "tune": "tune --method lantern++ --prompts mine --nodes 3 --depth 2 --rounds 1 -n 1 --no-plots --no-save",
     "train": "train --model copy --self --prompts mine --samples 4 --sample-batch 2 --kind parallel --levels 3 --warmup 2 "
-    "--checks 1 --save-minutes 0 --steps 3 --batch-size 2 --out trained",
+    "--checks 1 --save-minutes 0 --steps 3 --batch-size 2 -o trained",
 }
 BEGUN = {"tune": "**/measurements.jsonl", "train": "trained/**/state.pt"}  # what is there once it is at work
 # a shell's background ignores Ctrl-C

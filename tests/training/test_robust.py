@@ -20,7 +20,7 @@ from lanternpp.drafters.base import DrafterWarning, mark
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
-from lanternpp.training.material import shards
+from lanternpp.training import material
 from lanternpp.training.state import rewind
 from lanternpp.util import files
 
@@ -105,9 +105,9 @@ def test_a_full_disk_leaves_no_piece_of_a_shard(tmp_path: Path, monkeypatch: pyt
         path.write_bytes(b"half")
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(shards, "save_file", full)
+    monkeypatch.setattr(material, "save_file", full)
     with pytest.raises(InputError, match=r"00000\.safetensors could not be written, the disk is full"):
-        shards.write_file(tmp_path / "00000.safetensors", {"x": torch.zeros(4)}, {})
+        material.write_file(tmp_path / "00000.safetensors", {"x": torch.zeros(4)}, {})
     assert not list(tmp_path.iterdir())
 
 
@@ -115,12 +115,12 @@ def test_a_cache_that_would_not_fit_is_refused_before_it_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = shutil.disk_usage(tmp_path)._replace(free=1 << 29)
-    monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: free)
-    shards.check_disk_space(tmp_path / "new" / "cache", 1 << 20, "the features")
+    monkeypatch.setattr(material.shutil, "disk_usage", lambda path: free)
+    material.check_disk_space(tmp_path / "new" / "cache", 1 << 20, "the features")
     with pytest.raises(
         InputError, match=r"the features takes? 1\.0 GiB in .*cache and the disk has 512\.0 MiB"
     ):
-        shards.check_disk_space(tmp_path / "new" / "cache", 1 << 30, "the features")
+        material.check_disk_space(tmp_path / "new" / "cache", 1 << 30, "the features")
     assert not (tmp_path / "new").exists()
 
 

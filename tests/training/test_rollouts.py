@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.photos import teacher_of
 from helpers.toys import ToyTarget, parallel
 
 from lanternpp.accept.exact import Exact
@@ -17,9 +18,8 @@ from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.errors import InputError
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.training.features import drafter_inputs
-from lanternpp.training.material.runs import Rollout, record, replay
-from lanternpp.training.parallel import ParallelSettings
-from lanternpp.training.rollouts import RolloutTask, grown
+from lanternpp.training.options import DrafterSettings
+from lanternpp.training.rollouts import Rollout, RolloutTask, grown, record, replay
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 
@@ -104,7 +104,9 @@ def test_training_drafts_as_the_engine_did(
     drafter = parallel(target, aux_layers=aux_layers)
     (run,) = record(target, drafter, ["stone"], 3.0, 4, batch=1)
     assert run.kept.max() > 1 and len(seen) == len(run.kept) > 4
-    made = task(target, [run, run, run], anchors=len(seen), levels=4, noise=0.0, aux_layers=len(aux_layers))
+    settings = settings_of(anchors=len(seen), noise=0.0, aux_layers=len(aux_layers))
+    begin = grown(drafter, settings, target)
+    made = RolloutTask(settings, teacher_of(target), [run, run, run], 2, {"codes": "runs"}, begin)
     read = made.drafts(made.train, [run], torch.tensor([0]), torch.Generator())
     assert read.hints is not None and read.hints.any() and read.start is not None and read.start[0] == 1
     with torch.no_grad():
@@ -120,18 +122,18 @@ def test_a_drafter_that_grows_drafts_as_before() -> None:
     """And what was added can learn: its last matrices alone are zero."""
     target = ToyTarget(layers=3)
     small = parallel(target)
-    large = grown(small, 2, 9, 2, target)
+    large = grown(small, settings_of(layers=2, levels=9, aux_layers=2), target)
     layers = len(small.decoder.blocks)
     assert (
         len(large.decoder.blocks) == layers + 1 and large.config.queries == 8 and large.aux_layers == (0, 1)
     )
-    assert grown(large, 1, 2, 0, target).config == large.config
+    assert grown(large, settings_of(levels=2), target).config == large.config
     with pytest.raises(InputError, match="--aux-layers 1: the drafter reads 2 layers already"):
-        grown(large, 1, 2, 1, target)
+        grown(large, settings_of(levels=2, aux_layers=1), target)
     with pytest.raises(
         InputError, match="--aux-layers 3 is too many: the target has 2 layers below its last"
     ):
-        grown(small, 1, 2, 3, target)
+        grown(small, settings_of(levels=2, aux_layers=3), target)
     torch.manual_seed(0)
     dim = small.decoder.config.dim
     next_inputs, features = torch.randn(1, 6, dim), torch.randn(1, 6, 3 * dim)
@@ -151,7 +153,6 @@ def test_a_drafter_that_grows_drafts_as_before() -> None:
     )
 
 
-def task(target: ToyTarget, rollouts: list[Rollout], **settings: Any) -> RolloutTask:
-    hparams = ParallelSettings(**{"batch_size": 2, "levels": 4, "turn": 16, **settings})
-    cpu = torch.device("cpu")
-    return RolloutTask(hparams, 1, target, rollouts, 2, {"codes": "runs"}, "made", cpu)
+def settings_of(**settings: Any) -> DrafterSettings:
+    small = {"batch_size": 2, "levels": 4, "turn": 16, "cfg": 3.0}
+    return DrafterSettings(**{**small, **settings}).of("parallel")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lanternpp.kernels.loading import kernels
-from lanternpp.training.teacher import read_teacher
+from lanternpp.training.options import TrainingOptions
+from lanternpp.training.teacher import Teacher
 
 
 @pytest.mark.parametrize("able", [False, True])
@@ -17,11 +18,11 @@ def test_a_target_that_has_drawn_is_read_again_to_learn_from(
 ) -> None:
     for probe in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
         monkeypatch.setattr(torch.cpu, probe, lambda: able)
-    teacher = read_teacher("nature-128", tmp_path / "drafter", torch.device("cpu"))
+    teacher = Teacher("nature-128", TrainingOptions(tmp_path / "drafter", device="cpu"), None, draws=True)
     assert teacher.dtype is (torch.bfloat16 if able else torch.float32)
     assert teacher.drawing_dtype is (torch.bfloat16 if able or kernels() else torch.float32)
-    drawn_with = teacher.read(draws=True)
+    drawn_with = teacher.target
     assert next(drawn_with.parameters()).dtype is teacher.drawing_dtype
-    learned_from = teacher.unpacked(drawn_with)
+    learned_from = teacher.trainable()
     assert next(learned_from.parameters()).dtype is teacher.dtype
     assert (learned_from is drawn_with) == (teacher.drawing_dtype is torch.float32)

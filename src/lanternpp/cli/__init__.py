@@ -27,6 +27,7 @@ VERBS = {
     "tune": "Find the draft tree, or Jacobi window, that draws fastest with a method on this machine.",
     "models": "List models, methods and trees; download, convert or warm a model.",
     "serve": "Draw over HTTP, with OpenAI's Images API at /v1 and a page at /.",
+    "train": "Train a drafter for a target, on pictures, on what the target draws, or on codes.",
 }
 # Verbs and options of earlier versions, and what does their work now.
 RETIRED = {
@@ -36,11 +37,18 @@ RETIRED = {
     "gpu-report": "make gpu",
     "convert": "models convert",
     "warm": "models warm",
+    "train drafter": "train",
+    "train tokenizer": "python recipes/nature/tokenizer.py",
+    "train target": "python recipes/nature/target.py",
+    "train judge": "python recipes/nature/classifier.py",
+    "train classifier": "python recipes/nature/classifier.py",
 }
 RENAMED = {
     **{f"--{old}": DIALS[now].option for old, now in DIALS_RENAMED.items()},
     "--lanes": "--max-engines",
     "--out": "-o",
+    "--resume": "the default",
+    "--taps": "--aux-layers",
 }
 
 
@@ -83,12 +91,9 @@ def main(args: Sequence[str] | None = None) -> None:
 def run(args: Sequence[str]) -> object:
     """Run a verb and return what it returns: None, or an exit status."""
     named = next(iter(args), "--help")
-    if named in RETIRED:
-        raise InputError(f"`{named}` is now `{RETIRED[named]}`")
-    if named not in VERBS and not named.startswith("-"):
-        from lanternpp.cli import old
-
-        return old.run(args)
+    for words in (named, " ".join(args[:2])):
+        if words in RETIRED:
+            raise InputError(f"`{words}` is now `{RETIRED[words]}`")
     app = App(
         name="lanternpp",
         help="Visual autoregressive models that draw faster: speculative decoding with relaxed acceptance.",

@@ -6,8 +6,6 @@ import textwrap
 from collections.abc import Sequence
 from typing import Literal
 
-import typer
-
 TEXT = 24  # least width of a last column with prose
 
 
@@ -38,7 +36,7 @@ def show_table(
     if spare and not fits(wide, console.width) and fits(wide[:-1], console.width):
         headings, rows, prose, wide = headings[:-1], [row[:-1] for row in rows], False, wide[:-1]
     if title:
-        typer.echo(filled(title, console.width))
+        print(filled(title, console.width))
     if fits(wide, console.width):
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         for place, heading in enumerate(headings):
@@ -51,7 +49,7 @@ def show_table(
     else:
         blocks(headings, rows, console.width)
     if caption:
-        typer.echo(filled(caption, console.width))
+        print(filled(caption, console.width))
 
 
 def fits(wide: Sequence[int], width: int) -> bool:
@@ -62,11 +60,11 @@ def fits(wide: Sequence[int], width: int) -> bool:
 def blocks(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> None:
     """Print every row as a block of lines; no word is broken."""
     for row in rows:
-        typer.echo(row[0])
+        print(row[0])
         for heading, cell in zip(headings[1:], row[1:], strict=True):
             if cell:
-                typer.echo(filled(f"  {heading}: {cell}", width))
-    typer.echo("")
+                print(filled(f"  {heading}: {cell}", width))
+    print()
 
 
 def filled(line: str, width: int) -> str:

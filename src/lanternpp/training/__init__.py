@@ -1,1 +1,1 @@
-"""Training of the tokenizer, the target and the drafter, on one skeleton (`run.py`)."""
+"""Trainings of drafters."""

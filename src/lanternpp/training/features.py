@@ -1,16 +1,26 @@
-"""What a drafter learns from: prompts, and a frozen target's features of known codes."""
+"""What a drafter learns from: prompts, and a frozen target's features of known codes, computed or from a cache on disk."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.models.base import PromptWarning, Target
-from lanternpp.training.material.codes import Split
+from lanternpp.training.codes import Split
+from lanternpp.training.loop import autocast
+from lanternpp.training.material import Done, Material, Shard, parts_of
+from lanternpp.training.teacher import Teacher
+from lanternpp.util.files import digest
+
+SHARD = 1 << 28  # bytes of a shard of features, about
+BATCH = 8
 
 
 class CaptionPrompts:
@@ -23,11 +33,11 @@ class CaptionPrompts:
         target.cache_prompts(len(set(split.texts)))
         for text in (None, *dict.fromkeys(split.texts)):
             try:
-                prompt = self._prompt([text], 2)
+                embeds, start = self._prompt([text], 2)
             except InputError:
                 continue
-            widths.append(prompt[0].shape[1])
-            starts.append(prompt[1])
+            widths.append(embeds.shape[1])
+            starts.append(start)
             if text is not None:
                 self.known_texts.append(text)
         target.release_encoder()
@@ -43,18 +53,17 @@ class CaptionPrompts:
     ) -> tuple[Tensor, Tensor | None]:
         """Prompts of pictures index [B]: [branches * B, T, D], and the slots [branches * B] they begin at.
 
-        The start is None where no prompt is padded. A second branch holds the unconditional prompts, and so does
-        the first where drop [B].
+        The start is None where no prompt is padded. A second branch holds the unconditional prompts, and so does a single
+        one where drop [B].
         """
         texts = [self.texts[i] for i in index.tolist()]
         embeds, start = self._prompt(texts, branches if drop is None else 2)
         if drop is not None:
-            conditional, unconditional = embeds.chunk(2)
+            assert branches == 1
+            (embeds, other), (start, begins) = embeds.chunk(2), start.chunk(2)
             dropped = drop.to(embeds.device)
-            kept = torch.where(dropped[:, None, None], unconditional, conditional)
-            begins = torch.where(dropped, start.chunk(2)[1], start.chunk(2)[0])
-            embeds = kept if branches == 1 else torch.cat((kept, unconditional))
-            start = begins if branches == 1 else torch.cat((begins, start.chunk(2)[1]))
+            embeds = torch.where(dropped[:, None, None], other, embeds)
+            start = torch.where(dropped, begins, start)
         missing = self.slots - embeds.shape[1]
         if missing:
             embeds, start = F.pad(embeds, (0, 0, missing, 0)), start + missing
@@ -112,3 +121,60 @@ def spread_aux_layers(count: int, layers: int) -> tuple[int, ...]:
             f"--aux-layers {count} is too many: the target has {layers - 1} layers below its last."
         )
     return tuple(layers * (i + 1) // (count + 1) - 1 for i in range(count))
+
+
+class FeatureCache:
+    """The target's features of all pictures of a split in their variants, under both prompts, on disk; missing ones are computed.
+
+    name: of the codes. InputError where the disk has no room.
+    """
+
+    def __init__(self, teacher: Teacher, captions: CaptionPrompts, split: Split, name: str):
+        self.target, self.captions, self.split = captions.target, captions, split
+        like = next(self.target.parameters())
+        slots = captions.slots + self.target.length - 1
+        size = split.codes.shape[1] * 2 * slots * self.target.decoder.config.dim * like.element_size()
+        self.each = max(min(SHARD // size, len(split)), 1)
+        key = digest(
+            [teacher.origin, name, str(like.dtype), str(captions.slots), str(self.each), *split.texts]
+        )
+        parts, contents = parts_of(len(split), self.each), "the features of all pictures"
+        folder = teacher.store / f"features-{key}"
+        self.material = Material(folder, parts, self._compute, "features", contents, size).build()
+        self._files: dict[int, Any] = {}
+
+    def __call__(self, index: Tensor, variant: Tensor, branches: int, drop: Tensor | None = None) -> Tensor:
+        """Of pictures index [B] in variants [B]: [branches * B, S, D] on the CPU; unconditional where drop [B]."""
+        rows = [self._one(i, v) for i, v in zip(index.tolist(), variant.tolist(), strict=True)]
+        one, other = torch.stack(rows, 1)  # [B, S, D] twice
+        if drop is not None:
+            one = torch.where(drop[:, None, None], other, one)
+        return torch.cat((one, other)) if branches == 2 else one
+
+    def _one(self, index: int, variant: int) -> Tensor:
+        number, place = divmod(index, self.each)
+        if number not in self._files:
+            self._files[number] = safe_open(self.material.path(number), framework="pt").__enter__()
+        piece = self._files[number].get_slice("features")
+        found: Tensor = piece[place : place + 1, variant : variant + 1][0, 0]
+        return found
+
+    def _compute(self, parts: Sequence[range], done: Done) -> Iterator[Shard]:
+        dtype = next(self.target.parameters()).dtype
+        for part in parts:
+            features = []
+            for index in torch.arange(part.start, part.stop).split(BATCH):
+                found = [self._features(index, v) for v in range(self.split.codes.shape[1])]
+                features.append(torch.stack(found, 1))
+                done(int(index[-1]) + 1 - part.start)
+            yield {"features": torch.cat(features).to(dtype)}, {"pictures": len(part)}
+
+    @torch.no_grad()
+    def _features(self, index: Tensor, variant: int) -> Tensor:
+        """Of pictures index [B] in a variant: [B, 2, S, D] on the CPU."""
+        device = self.target.decoder.rotary_table.device
+        codes = self.split.pick(index, torch.full_like(index, variant)).to(device)
+        prompts, start = self.captions(index, 2)
+        with autocast(device):
+            _, features = drafter_inputs(self.target, prompts, codes.repeat(2, 1), start)
+        return torch.stack(features.chunk(2), 1).cpu()

@@ -1,141 +1,171 @@
-"""Training of a parallel drafter: every level of a draft at once, on guided features, from many anchors."""
+"""Training of a parallel drafter: every level of a draft at once, on guided features, from many anchors.
+
+With x_1 .. x_g drawn from the drafter's q, block verification (`engine/verify/joint.py`) decides 1 + sum E[w_i] codes, where
+w_i = exp(s_i - max_{j <= i} s_j) and s_i is the sum of the log ratios log p_j(x_j) / q_j(x_j) up to level i, s_0 = 0.
+The same expectation is one over chains that the target drew, as p = q exp(s):
+
+    E_q[w_i] = E_p[exp(-max_{j <= i} s_j)]
+
+A recorded picture is such a chain after each of its codes. So the codes of a draft can be estimated without drawing one; the
+last code of each chain is summed over all its values, not only the recorded one. Where pictures are not the target's own, the
+estimate still grows to its greatest value, g + 1, as q goes to p. Each draft's own chance of being accepted is learned, which
+such a sum is, times the codes that depend on it (`chain_gain`). The ratios at the recorded codes themselves are taken as they
+are: a drafter that may raise q there learns the recorded codes by heart, and drafts no better.
+
+The same chains train the drafter to predict what is accepted. A draft is accepted, given that those before it are, with
+probability w_i / w_{i-1}, whose mean over the draft is sum_y min(p_i(y), q_i(y) / w_{i-1}); a chain comes so far, and is
+accepted so far, as often as the target draws it, times exp(-max_{j < i} s_j).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.drafters.base import mark
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.guidance import Guidance
-from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
-from lanternpp.training import hardware
-from lanternpp.training.data import BatchSampler, evenly_spaced
-from lanternpp.training.drafts import (
-    DraftBatch,
-    DraftFigures,
-    DraftMeasure,
-    chain_gain,
-    confidence_loss,
-    gather_slots,
-    keep_chances,
-    level_cost,
-    rounded,
-)
+from lanternpp.training.codes import Codes, evenly_spaced
+from lanternpp.training.drafter import DrafterTask
 from lanternpp.training.features import CaptionPrompts, drafter_inputs, spread_aux_layers
-from lanternpp.training.material.codes import Codes, VariantSampler
-from lanternpp.training.material.gather import gather
-from lanternpp.training.material.samples import SelfSampling
-from lanternpp.training.run import Task, TrainingOptions, averaged, run
-from lanternpp.training.task import check_rates, muon_and_adamw
-from lanternpp.training.team import team
+from lanternpp.training.loop import autocast, muon_and_adamw, team
+from lanternpp.training.options import DrafterSettings
+from lanternpp.training.teacher import Teacher
 
-LOSSES = ("guided", "lk", "both", "block")
-MOST_LEVELS = 64
 PLACES = 20  # of a picture that a validation drafts from, about
 FIRST = 0.5  # weight of the loss of the first level at more slots
+FURTHEST = 60.0  # exp of more is not computed, as it may be infinite
+SMALLEST = 1e-6  # chance whose logarithm is taken
+
+
+def keep_chances(p: Tensor, log_q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Along chains that the target drew: how often drafts come there, relative to it, and keep the next guess then, [..., g].
+
+    The product estimates the mean w_1 .. w_g of drafts. Only the second is differentiable, in log_q of its own level. p and
+    log_q [..., g, V] behind every code of the chain; codes [..., g], drawn from p.
+    """
+    at = codes[..., None]
+    gain = log_q.detach().gather(-1, at) - p.gather(-1, at).clamp(min=torch.finfo(p.dtype).tiny).log()
+    before = F.pad(gain[..., 0].cumsum(-1)[..., :-1], (1, 0))  # -s_{i - 1}
+    least = before.cummin(-1).values  # at most 0, which is that of the root
+    more = (before - least).clamp(max=FURTHEST).exp()[..., None]
+    return least.exp(), torch.minimum(p, more * log_q.exp()).sum(-1)
+
+
+def chain_gain(kept: Tensor, keep: Tensor) -> Tensor:
+    """Log of the codes 1 + sum of kept [..., g] that drafts decide, to be differentiated in keep [..., g].
+
+    A level's chance `keep` is a factor of its own `kept` and of those of all levels after it.
+    """
+    kept = kept.detach()
+    codes, depend = 1 + kept.sum(), kept.flip(-1).cumsum(-1).flip(-1)
+    gain = (depend * keep.clamp(min=SMALLEST).log()).sum() / codes
+    return codes.log() + gain - gain.detach()
+
+
+def level_cost(loss: str, p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of `ParallelSettings` and the acceptance at each place, [...], of p and log_q [..., V]."""
+    chance = torch.minimum(log_q.exp(), p).sum(-1)
+    cost = torch.zeros_like(chance)
+    if loss != "lk":
+        cost = cost - (p * log_q).sum(-1)
+    if loss in ("lk", "both"):
+        cost = cost - chance.log()
+    return cost, chance.detach()
+
+
+def confidence_loss(logits: Tensor, reach: Tensor, chance: Tensor) -> Tensor:
+    """Cross-entropy of predictions to `keep_chances`, all [..., g], weighted by how often drafts come there."""
+    weight, chance = reach.detach(), chance.detach().clamp(0, 1).float()
+    cost = F.binary_cross_entropy_with_logits(logits, chance, reduction="none")
+    return (cost * weight).sum() / weight.sum().clamp(min=1e-6)
 
 
 @dataclass(frozen=True)
-class ParallelSettings:
-    """Hyperparameters: all that decides the result, except the budget and the machine.
+class DraftBatch:
+    """Inputs of B pictures: S slots, the first T of them the prompt's. Drafts of `levels` codes begin behind A slots, the anchors."""
 
-    The loss of a level is cross-entropy to the target's guided distribution (`guided`), -log of the acceptance
-    (`lk`), or the sum of both (`both`); level l counts `fade` ** l. `block` is `guided` and, for the chain as a whole,
-    -log of the codes that block verification would decide of a draft (`drafts.keep_chances`).
-    """
+    prompts: Tensor  # [R, T, D] the conditional ones first; those of B rows where no pass of the target will be needed
+    start: Tensor | None  # [R] where prompts begin; None: all at slot 0
+    codes: Tensor  # [B, S - T + 1]
+    next_inputs: Tensor  # [B, S - 1, D] the input after each slot
+    features: Tensor  # [B, S, (1 + aux) D] guided, float32
+    anchors: Tensor  # [B, A] slots
+    hints: Tensor | None = None  # [B, S - 1 + A * (levels - 1), D]
+    rows: Tensor | None = None  # [R, S, D] the features before guidance, where drafts are measured exactly
 
-    loss: Literal["guided", "lk", "both", "block"] = "both"
-    cfg: float = 3.0
-    batch_size: int = 16
-    lr: float = 2e-3  # AdamW: queries, norms, biases
-    muon_lr: float = 8e-3  # Muon: the matrices, in AdamW's scale
-    levels: int = 14  # codes of a draft
-    anchors: int = 20  # slots of a picture behind which a step drafts
-    firsts: int = 128  # slots of a picture behind which a step learns the first level alone, besides
-    fade: float = 0.88
-    noise: float = 0.1  # width of the uniform noise that is added to features
-    turn: int = 256
-    aux_layers: int = 0  # layers of the target below its last that are read too, evenly spread
-    seed: int = 0
-    decay: float = 0.995
-    warmup: int = 50
+    def level_slots(self, levels: int) -> tuple[Tensor, Tensor]:
+        """[B, A, levels]: the slots that decide the codes of drafts, and 1.0 where they are in the picture, else 0.0."""
+        level = torch.arange(levels, device=self.anchors.device)
+        slots, last = self.anchors[..., None] + 1 + level, self.features.shape[1] - 1
+        return slots.clamp(max=last), (slots <= last).float()
 
-    def __post_init__(self) -> None:
-        if self.loss not in LOSSES:
-            raise InputError(f"loss {self.loss!r} is unknown: choose {', '.join(LOSSES)}.")
-        check_rates(lr=self.lr, muon_lr=self.muon_lr)
-        if not 2 <= self.levels <= MOST_LEVELS:
-            raise InputError(f"levels {self.levels} must be 2 to {MOST_LEVELS}.")
-        if self.aux_layers < 0:
-            raise InputError(f"aux_layers {self.aux_layers} must be at least 0.")
-        if not 0 < self.fade <= 1:
-            raise InputError(f"fade {self.fade} must be above 0, and 1 at most: 1 counts all levels alike.")
+    @property
+    def drafter_start(self) -> Tensor | None:
+        """Where the drafter's rows begin, [B]: as the conditional prompts."""
+        return None if self.start is None else self.start[: len(self.codes)]
 
 
-class ParallelTask(Task):
-    """A parallel drafter for a frozen target."""
+def gather_slots(x: Tensor, slot: Tensor) -> Tensor:
+    """x [B, S, D] at slots [B, A, L] -> [B, A, L, D]; slots beyond the last are the last."""
+    slot = slot.clamp(max=x.shape[1] - 1)
+    return x.gather(1, slot.flatten(1)[..., None].expand(-1, -1, x.shape[-1])).unflatten(1, slot.shape[1:])
 
-    name = "parallel"
+
+class ParallelTask(DrafterTask):
+    """A parallel drafter."""
+
+    name = kind = "parallel"
     keep = "refused"
     model: ParallelDrafter
     average: ParallelDrafter
 
-    def __init__(
-        self,
-        settings: ParallelSettings,
-        layers: int,
-        target: Target,
-        codes: Codes,
-        origin: str,
-        device: torch.device,
-        sampling: Sampling | None = None,
-    ):
-        torch.manual_seed(settings.seed)
-        self.hparams, self.codes, self.device = settings, codes, device
+    def __init__(self, settings: Any, teacher: Teacher, codes: Codes):
         self.guidance = Guidance(settings.cfg)
-        self.measure = DraftMeasure(target, self.guidance, sampling or Sampling())
-        self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
-        self.target = target.to(device).eval().requires_grad_(False)
-        shape = target.decoder.config
+        super().__init__(settings, teacher, codes)
+        self.training_loss = self.loss
+
+    @classmethod
+    def check(cls, settings: DrafterSettings, target: Target) -> None:
+        """Whether the target has codes, and as many layers as are read."""
+        spread_aux_layers(settings.aux_layers, target.decoder.config.layers)
+        if target.channels:
+            raise InputError(
+                "the model draws continuous latents, which drafters of --kind eagle alone predict."
+            )
+
+    def make(self) -> ParallelDrafter:
+        """The drafter; what conditions on codes and hints, and what predicts the confidence, begins at zero."""
+        settings, shape = self.hparams, self.target.decoder.config
+        more = {"queries": settings.levels - 1, "turn": settings.turn, "confidence": True}
         aux_layers = spread_aux_layers(settings.aux_layers, shape.layers)
-        self.config = ParallelConfig.like(
-            shape,
-            layers,
-            queries=settings.levels - 1,
-            turn=settings.turn,
-            aux_layers=aux_layers,
-            confidence=True,
-        )
-        facts = {"data": codes.data["codes"], "target": origin}
-        self.settings = {**self.config.flat(), **asdict(settings), **facts}
-        self.model = ParallelDrafter(self.config, target.decoder.rotary_table).float().to(device).train()
-        for name, parameter in self.model.named_parameters():
+        config = ParallelConfig.like(shape, settings.layers, aux_layers=aux_layers, **more)
+        drafter = ParallelDrafter(config, self.target.decoder.rotary_table).float()
+        for name, parameter in drafter.named_parameters():
             if name.startswith(("hint.", "up.", "confidence.weight")):
                 nn.init.zeros_(parameter)
-        self.average = averaged(self.model)  # type: ignore[assignment]
+        return drafter
+
+    def make_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Muon for the matrices, AdamW for the rest."""
         others = ("queries", "confidence.weight")
         matrices = [p for name, p in self.model.named_parameters() if p.dim() == 2 and name not in others]
-        self.optimizers = muon_and_adamw(self.model, matrices, settings.muon_lr, settings.lr, decay=0.01)
-        self.sampler = VariantSampler(
-            BatchSampler(len(codes.train), settings.batch_size, settings.seed), codes.train.codes.shape[1]
-        )
-        self.train, self.val = CaptionPrompts(target, codes.train), CaptionPrompts(target, codes.val)
-        self.training_loss = self.loss
+        return muon_and_adamw(self.model, matrices, self.hparams.muon_lr, self.hparams.lr, decay=0.01)
 
     def speed_up(self) -> None:
         """Compile drafter, head and loss as one graph of one shape. Validations have other shapes and are not compiled."""
         self.training_loss = torch.compile(self.loss, fullgraph=True, dynamic=False)
 
-    def draft_batch(self, captions: CaptionPrompts, index: Tensor, codes: Tensor, pick: Tensor) -> DraftBatch:
-        """Inputs of pictures index [B] with codes [B, length], drafted behind the codes pick [A]."""
+    def draft_batch(
+        self, captions: CaptionPrompts, index: Tensor, codes: Tensor, pick: Tensor, exact: bool = False
+    ) -> DraftBatch:
+        """Inputs of pictures index [B] with codes [B, length], drafted after the codes pick [A]; exact: to be measured."""
         prompts, start = captions(index, self.guidance.branches)
         with torch.no_grad():
             rows = self.guidance.rows(codes)
@@ -144,11 +174,11 @@ class ParallelTask(Task):
             )
         anchors = (prompts.shape[1] - 1 + pick).to(self.device).expand(len(codes), -1)
         guided = self.guidance.merge(features)
-        return DraftBatch(prompts, start, codes, next_inputs[: len(codes)], guided, anchors)
+        last = features[..., : next_inputs.shape[-1]] if exact else None
+        return DraftBatch(prompts, start, codes, next_inputs[: len(codes)], guided, anchors, rows=last)
 
-    def training_batch(self, step: int) -> DraftBatch:
+    def training_batch(self, index: Tensor, variant: Tensor, generator: torch.Generator) -> DraftBatch:
         """The inputs of a training step."""
-        index, variant, generator = self.sampler(step)
         index, variant = team().share(index), team().share(variant)
         codes = self.codes.train.pick(index, variant).to(self.device)
         pick = torch.randperm(codes.shape[1] - 1, generator=generator)[: self.hparams.anchors].sort()[0]
@@ -157,32 +187,20 @@ class ParallelTask(Task):
     def validation_batches(self) -> Iterator[DraftBatch]:
         """The inputs of a validation."""
         for part in evenly_spaced(len(self.codes.val), 64).split(8):
-            codes = self.codes.val.pick(part, torch.zeros_like(part)).to(self.device)
+            codes = self.codes.val.pick(part).to(self.device)
             places = max(codes.shape[1] - self.hparams.levels, 3) - 2
             pick = torch.arange(2, 2 + places, max(places // PLACES, 1))
-            yield self.draft_batch(self.val, part, codes, pick)
+            yield self.draft_batch(self.val, part, codes, pick, exact=True)
 
-    def step(self, step: int, progress: float) -> dict[str, Tensor]:
-        """One update."""
-        with hardware.autocast(self.device):
-            batch = self.training_batch(step)
-            last = batch.features[..., : batch.next_inputs.shape[-1]]
-            noise = (torch.rand_like(last) - 0.5) * self.hparams.noise
-            figures = self.training_loss(self.model, batch, noise, self.first_slots(batch))
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad()
-        (figures["loss"] + figures["confidence"]).backward()
-        team().average(self.model)
-        named = self.model.named_parameters()
-        nn.utils.clip_grad_norm_([p for name, p in named if not name.startswith("confidence")], 0.5)
-        for optimizer in self.optimizers.values():
-            optimizer.step()
-        return {name: value for name, value in figures.items() if value.dim() == 0}
-
-    def first_slots(self, batch: DraftBatch) -> Tensor:
-        """Random slots of every picture behind which codes are decided, [B, firsts], or all of them."""
+    def losses(self, index: Tensor, variant: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """`loss`, `confidence` and `accept`, as of `loss`."""
+        batch = self.training_batch(index, variant, generator)
+        last = batch.features[..., : batch.next_inputs.shape[-1]]
+        noise = (torch.rand_like(last) - 0.5) * self.hparams.noise
+        # Random slots of every picture after which the first level alone is learned.
         order = torch.rand(len(batch.codes), batch.codes.shape[1] - 1, device=self.device).argsort(1)
-        return order[:, : self.hparams.firsts] + batch.prompts.shape[1] - 1
+        firsts = order[:, : self.hparams.firsts] + batch.prompts.shape[1] - 1
+        return self.training_loss(self.model, batch, noise, firsts)
 
     def loss(
         self,
@@ -191,9 +209,11 @@ class ParallelTask(Task):
         noise: Tensor | None = None,
         firsts: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """`loss` and `confidence`, whose sum a step minimises; `accept`, the mean acceptance; `levels`, that of each level [levels].
+        """`loss` and `confidence`, whose sum a step minimises; `accept`, the mean acceptance; of each level [levels], `levels`,
+        its acceptance, `kept`, E[w_i], and `expected`, the prediction of it.
 
-        confidence: the loss of predicting what is kept, which moves the layer that predicts alone. firsts: as of `first_slots`.
+        confidence: the loss of predicting what is kept, which moves the layer that predicts alone. firsts [B, n]: slots
+        after which the first level alone counts too.
         """
         level_slots, in_picture = batch.level_slots(self.hparams.levels)
         first_level, features = self.level_features(drafter, batch, noise)
@@ -214,14 +234,31 @@ class ParallelTask(Task):
             first = gather_slots(first_level, firsts[..., None])[:, :, 0]
             at_firsts = self.distributions(batch, firsts + 1, first)
             loss = loss + FIRST * level_cost(self.hparams.loss, *at_firsts)[0].mean()
-        levels = chance.sum((0, 1)) / counted
-        confidence = confidence_loss(drafter, features, reach * in_picture, keep)
-        return {"loss": loss, "confidence": confidence, "accept": levels.mean(), "levels": levels}
+        assert drafter.confidence is not None
+        logits, reach = drafter.confidence(features.detach())[..., 0].float(), reach.detach() * in_picture
+        confidence = confidence_loss(logits, reach, keep)
+        by_level = {
+            "levels": chance,
+            "kept": reach * keep.detach(),
+            "expected": reach * logits.detach().sigmoid(),
+        }
+        found = {name: x.sum((0, 1)) / counted for name, x in by_level.items()}
+        return {"loss": loss, "confidence": confidence, "accept": found["levels"].mean(), **found}
 
     def distributions(self, batch: DraftBatch, slots: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """At slots [B, n], p of the target and log q of features [B, n, D], both [B, n, V]."""
+        """At slots [B, n], p of the target and log q of features [B, n, D], both [B, n, V].
+
+        Training takes the head of guided features, which are the guided logits where the head is linear; a validation merges
+        logits, and samples as drawing does.
+        """
         like = batch.next_inputs
         with torch.no_grad():
+            if batch.rows is not None:
+                truth = gather_slots(batch.rows, self.guidance.rows(slots)[..., None])[:, :, 0].to(like.dtype)
+                logits = self.guidance.merge(self.target.head(truth)), self.target.head(features).float()
+                place = slots + 1 - batch.prompts.shape[1]
+                p, q = (self.teacher.sampling.probs(self.target.constrain(x, place)) for x in logits)
+                return p, q.clamp(min=1e-20).log()
             truth = gather_slots(batch.features[..., : like.shape[-1]], slots[..., None])[:, :, 0]
             p = self.target.head(truth.to(like.dtype)).float().softmax(-1)
         return p, self.target.head(features).float().log_softmax(-1)
@@ -235,7 +272,7 @@ class ParallelTask(Task):
     def level_features(
         self, drafter: ParallelDrafter, batch: DraftBatch, noise: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Features of the first level behind all slots, [B, S - 1, D], and of every level behind the anchors, [B, A, levels, D].
+        """Features of the first level after all slots, [B, S - 1, D], and of every level after the anchors, [B, A, levels, D].
 
         These are not conditioned on a code yet.
         """
@@ -252,56 +289,25 @@ class ParallelTask(Task):
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
-        """What is kept of drafts that are drawn behind held-out codes.
+        """What is accepted of drafts after held-out codes, estimated as in training.
 
-        Besides the figures of `DraftFigures`, chain: the codes that a walk from the root would decide if the levels were
-        independent; accept: the mean acceptance of each level behind recorded codes.
+        codes: those that block verification decides per draft, 1 + sum of `kept`, E[w_i] by level; predicted: the same of
+        `expected`, what the drafter predicts of that; refused: the drafted codes of a draft that are not accepted; chain:
+        the codes that a walk from the root would decide if the levels were independent; accept: the mean acceptance of
+        each level after recorded codes.
         """
-        found, drafts = [], DraftFigures()
-        generator = torch.Generator().manual_seed(self.hparams.seed)
+        found = []
         for batch in self.validation_batches():
-            with hardware.autocast(self.device):
-                found.append(self.loss(self.average, batch)["levels"])
-                in_picture = batch.level_slots(self.hparams.levels)[1]
-                _, features = self.level_features(self.average, batch)
-                drafts.add(*self.measure.weights(self.average, features, batch, generator), in_picture)
-        accept = torch.stack(found).mean(0)
-        chain = 1 + accept.cumprod(0).sum().item()
-        return {**drafts.result(), "chain": chain, "accept": rounded(accept)}
-
-    @torch.no_grad()
-    def sample(self, path: Path) -> None:
-        """Draws nothing: the acceptances of `validate` say enough."""
-
-    def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The averaged drafter."""
-        return {
-            "kind": "parallel",
-            **self.config.flat(),
-            "target": mark(self.target),
-        }, self.average.state_dict()
+            with autocast(self.device):
+                figures = self.loss(self.average, batch)
+            found.append(torch.stack([figures[name] for name in ("kept", "expected", "levels")]))
+        kept, expected, accept = torch.stack(found).mean(0)
+        codes, predicted = (1 + x.sum().item() for x in (kept, expected))
+        chain, refused = 1 + accept.cumprod(0).sum().item(), 1 + len(kept) - codes
+        lists = {"kept": rounded(kept), "expected": rounded(expected), "accept": rounded(accept)}
+        return {"codes": codes, "predicted": predicted, "refused": refused, "chain": chain, **lists}
 
 
-def train(
-    data: Path | None,
-    model: str | Path,
-    layers: int,
-    settings: ParallelSettings,
-    options: TrainingOptions,
-    crops: int = 2,
-    limit: int | None = None,
-    self_sampling: SelfSampling | None = None,
-    follow: bool = False,
-) -> bool:
-    """Train a parallel drafter of `model` in the folder of `options`; False if interrupted. See `drafter.train`."""
-    if layers < 1:
-        raise InputError(f"layers {layers} must be at least 1.")
-    known = asdict(settings) | {"layers": layers}
-
-    def check(target: Target) -> None:
-        spread_aux_layers(settings.aux_layers, target.decoder.config.layers)
-
-    found = gather(model, options, data, self_sampling, known, follow, crops, limit, check)
-    settings = replace(settings, cfg=found.cfg)
-    known_target = found.target, found.codes, found.origin, options.device, found.sampling
-    return run(ParallelTask(settings, layers, *known_target), options)
+def rounded(values: Tensor) -> list[float]:
+    """To four digits."""
+    return [round(value, 4) for value in values.tolist()]

@@ -47,9 +47,10 @@ def record(
     prompts: Sequence[str | None],
     passes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Path:
-    """Draw with each of these settings for so many passes, by default PASSES, and write the rates to `acceptance.json` in a folder; its path."""
-    rows, passes = [], passes or PASSES
+) -> dict[str, float]:
+    """Draw with each of these settings for so many passes, by default PASSES, and write the rates of models of codes to
+    `acceptance.json` in a folder. Returns codes per pass by method and strength."""
+    rows, found, passes = list[dict[str, Any]](), dict[str, float](), passes or PASSES
     for place, settings in enumerate(methods):
         engine = pipe.new_engine(settings)
         counter = AcceptanceByRank(pipe.target.length)
@@ -64,6 +65,8 @@ def record(
         counts = Counts.of(counter)
         if counts.passes:
             rows.append({"method": settings.method, "strength": strength(settings), "counts": asdict(counts)})
-    path = folder / FILE
-    write_text(path, json.dumps({"acceptance": rows}) + "\n")
-    return path
+            relaxed = f" lambda {settings.lam:g}" if settings.lam is not None else ""
+            found[f"{settings.method}{relaxed}"] = int(counter.codes) / counts.passes
+    if not pipe.target.channels:
+        write_text(folder / FILE, json.dumps({"acceptance": rows}) + "\n")
+    return found

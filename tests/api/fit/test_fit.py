@@ -242,8 +242,9 @@ def test_a_training_stores_the_rates_of_its_drafter(model: Path, timed) -> None:
         *(("lantern++", lam, "chain-4") for lam in (1.5, 2.0, 3.0)),
     ]
     timed(STEPS)
-    path = record(pipe, methods[:2], model / "parallel", [PROMPT], 100)
-    (row, counts), relaxed = read_rates(path.parent)
+    codes = record(pipe, methods[:2], model / "parallel", [PROMPT], 100)
+    assert codes.keys() == {"parallel", "lantern++ lambda 1.5"} and min(codes.values()) >= 1
+    (row, counts), relaxed = read_rates(model / "parallel")
     assert row == strength(methods[0]) and relaxed[0]["lam"] == 1.5
     shorter = pipe.settings("parallel", tree="chain-2", batch_size=8)
     engine, observer = pipe.new_engine(shorter), AcceptanceByRank(pipe.target.length)
@@ -257,8 +258,8 @@ def test_a_training_stores_the_rates_of_its_drafter(model: Path, timed) -> None:
 def test_drafts_that_fit_into_no_picture_have_no_rates(model: Path) -> None:
     pipe = pipeline(model)
     deep = pipe.settings("parallel", tree="chain-16", batch_size=2)  # a picture has 16 codes
-    path = record(pipe, [deep], model / "parallel", [PROMPT], 5)
-    assert json.loads(path.read_text()) == {"acceptance": []} and read_rates(model / "parallel") == ()
+    assert record(pipe, [deep], model / "parallel", [PROMPT], 5) == {}
+    assert read_rates(model / "parallel") == () and (model / "parallel" / FILE).is_file()
 
 
 @pytest.mark.parametrize(

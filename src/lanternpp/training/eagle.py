@@ -1,0 +1,319 @@
+"""Training of an EAGLE drafter (arXiv 2401.15077): the target's next feature, and with it its next code or latent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lanternpp.drafters.diffusion import DRAFTER, DiffusionDrafter
+from lanternpp.drafters.eagle import EagleDrafter
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.latents import GaussianMixture, MixtureGuidance
+from lanternpp.errors import InputError
+from lanternpp.models.base import Target
+from lanternpp.models.latents.denoiser import noisy
+from lanternpp.models.latents.target import DiffusionTarget
+from lanternpp.training.codes import Codes, evenly_spaced
+from lanternpp.training.drafter import DrafterTask
+from lanternpp.training.features import FeatureCache, causal_mask, drafter_inputs
+from lanternpp.training.loop import autocast, team
+from lanternpp.training.options import DrafterSettings
+from lanternpp.training.teacher import Teacher
+
+CHECK_PICTURES = 96  # validation pictures measured at a check; at the end all are
+TIMES = 4  # at which diffusion heads are compared at every place; the last is the time of their last step
+SAMPLES = 4  # latents drawn from the target at every place, by which integrals are estimated
+
+
+def soft_cross_entropy(logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Mean nats of `logits` [..., V] under the distribution of `target_logits` [..., V]."""
+    return -(target_logits.float().softmax(-1) * logits.float().log_softmax(-1)).sum(-1).mean()
+
+
+def acceptance(logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Chance that a draft from `logits` [..., V] is accepted by a target of `target_logits` [..., V]: sum min(p, q)."""
+    return torch.minimum(logits.float().softmax(-1), target_logits.float().softmax(-1)).sum(-1)
+
+
+def lk_loss(logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Mean of -log acceptance (the LK loss)."""
+    return -acceptance(logits, target_logits).log().mean()
+
+
+class CodeComparison:
+    """Distributions over codes, given by logits [..., V]."""
+
+    kind = "eagle"  # of the drafter that is trained
+    drafter: type[EagleDrafter] = EagleDrafter
+
+    def __init__(self, loss: str):
+        self.name = loss
+        self.fields: dict[str, Any] = {}  # of the drafter's config, besides its decoder's
+
+    def guidance(self, scale: float) -> Guidance:
+        """Classifier-free guidance of this scale."""
+        return Guidance(scale)
+
+    def points(self, codes: Tensor) -> Tensor:
+        """Where the distributions of codes [B, n, ...] are compared, [B, n, ...]; here nowhere in particular."""
+        return codes
+
+    def head(
+        self, target: Target, network: Target | EagleDrafter, features: Tensor, points: Tensor
+    ) -> Tensor:
+        """Features [R, n, D] that a target or its drafter predicts -> distributions [R, n, P]; points [B, n, ...]."""
+        return target.head(features)
+
+    def loss(self, q: Tensor, p: Tensor) -> Tensor:
+        """The loss on the drafter's q beside the target's p."""
+        loss = q.new_zeros(())
+        if self.name != "lk":
+            loss = loss + self.cross_entropy(q, p)
+        return loss + lk_loss(q, p) if self.name in ("lk", "both") else loss
+
+    def cross_entropy(self, q: Tensor, p: Tensor) -> Tensor:
+        """Mean nats of q under p."""
+        return soft_cross_entropy(q, p)
+
+    def acceptance(self, q: Tensor, p: Tensor) -> Tensor:
+        """The chance that a draft from q is accepted, [...]."""
+        return acceptance(q, p)
+
+    def agreement(self, q: Tensor, p: Tensor) -> Tensor:
+        """How often both have the same likeliest code."""
+        return (p.argmax(-1) == q.argmax(-1)).double().mean()
+
+
+class LatentComparison(CodeComparison):
+    """Mixtures over latents, given by parameters [..., P]; integrals are estimated by a few latents drawn from p."""
+
+    def __init__(self, loss: str, channels: int):
+        super().__init__(loss)
+        if loss not in ("paper", "guided"):
+            raise InputError(f"loss {loss!r} takes an integral over latents: choose paper or guided.")
+        self.channels = channels
+
+    def guidance(self, scale: float) -> Guidance:
+        """Guidance of the mixtures' parameters."""
+        return MixtureGuidance(scale, self.channels)
+
+    def log_probs(self, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        """Logarithms of q and p at latents drawn from p, [..., SAMPLES] each."""
+        with torch.no_grad():
+            u = torch.rand(*p.shape[:-1], SAMPLES, 1 + self.channels, device=p.device)
+            latents = GaussianMixture.of(p.float(), self.channels).draw(u.clamp(1e-6, 1 - 1e-6))
+        log_q, log_p = (
+            GaussianMixture.of(x.float()[..., None, :], self.channels).log_prob(latents) for x in (q, p)
+        )
+        return log_q, log_p
+
+    def loss(self, q: Tensor, p: Tensor) -> Tensor:
+        """The cross-entropy."""
+        return self.cross_entropy(q, p)
+
+    def cross_entropy(self, q: Tensor, p: Tensor) -> Tensor:
+        """Mean nats of a number of a latent under q, the latents drawn from p."""
+        return -self.log_probs(q, p)[0].mean() / self.channels
+
+    def acceptance(self, q: Tensor, p: Tensor) -> Tensor:
+        """The mean of min(1, q / p) under p, which is the chance that a draft from q is accepted."""
+        log_q, log_p = self.log_probs(q, p)
+        return (log_q - log_p).clamp(max=0).exp().mean(-1).clamp_min(1e-6)
+
+    def agreement(self, q: Tensor, p: Tensor) -> Tensor:
+        """How often both have the same heaviest component."""
+        first, second = (GaussianMixture.of(x, self.channels).log_weight.argmax(-1) for x in (q, p))
+        return (first == second).double().mean()
+
+
+class DiffusionComparison(LatentComparison):
+    """What diffusion heads predict of the same noisy latents: a Gaussian of v for each, compared like components of a mixture."""
+
+    kind = DRAFTER
+    drafter = DiffusionDrafter
+
+    def __init__(self, loss: str, channels: int, steps: int):
+        super().__init__(loss, channels)
+        self.steps, self.fields = steps, {"channels": channels}
+
+    def points(self, codes: Tensor) -> Tensor:
+        """Times and the latents with noise in them, [B, n, TIMES, 1 + C]."""
+        clean = codes.float()[:, :, None].expand(-1, -1, TIMES, -1)
+        t = torch.rand(clean.shape[:-1], device=clean.device)
+        t = torch.where(torch.arange(TIMES, device=t.device) == TIMES - 1, 1 / self.steps, t)[..., None]
+        return torch.cat((t, noisy(clean, torch.randn_like(clean), t)[0]), -1)
+
+    def head(
+        self, target: Target, network: Target | EagleDrafter, features: Tensor, points: Tensor
+    ) -> Tensor:
+        """The Gaussians of v by the network's own head, [R, n, TIMES (1 + 2 C)]."""
+        assert isinstance(network, DiffusionTarget | DiffusionDrafter)
+        points = points.repeat(len(features) // len(points), 1, 1, 1)
+        conditions = network.denoiser.conditions(features)[..., None, :]
+        v, log_std = network.denoiser(points[..., 1:], points[..., 0], conditions)
+        return torch.cat((torch.zeros_like(v[..., 0]), v.flatten(-2), log_std.flatten(-2)), -1)
+
+    def cross_entropy(self, q: Tensor, p: Tensor) -> Tensor:
+        """Nats a number that q lies from p: the mean divergence of their Gaussians."""
+        own, other = (GaussianMixture.of(x.float(), self.channels) for x in (p, q))
+        spread = (2 * own.log_std).exp() + (own.mean - other.mean).square()
+        return (other.log_std - own.log_std + (spread * (-2 * other.log_std).exp() - 1) / 2).mean()
+
+    def acceptance(self, q: Tensor, p: Tensor) -> Tensor:
+        """The chance that a draft is accepted if both trajectories come to the same place before their last step."""
+        last = []
+        for mixture in (GaussianMixture.of(q, self.channels), GaussianMixture.of(p, self.channels)):
+            ends = mixture.mean[..., -1, :], mixture.log_std[..., -1, :]
+            last.append(torch.cat((torch.zeros_like(mixture.log_weight[..., :1]), *ends), -1))
+        return super().acceptance(*last)
+
+    def agreement(self, q: Tensor, p: Tensor) -> Tensor:
+        """The share of the variance of the target's v that the drafter's explains."""
+        own, other = (GaussianMixture.of(x, self.channels).mean for x in (p, q))
+        return 1 - (own - other).square().mean() / own.var()
+
+
+def comparison_of(target: Target, loss: str) -> CodeComparison:
+    """The comparison for what a target predicts. InputError where there is no such loss for it."""
+    if isinstance(target, DiffusionTarget):
+        return DiffusionComparison(loss, target.channels, target.config.denoising_steps)
+    return LatentComparison(loss, target.channels) if target.channels else CodeComparison(loss)
+
+
+class EagleTask(DrafterTask):
+    """An EAGLE drafter. The target's features are computed from codes in every step, or read from a cache."""
+
+    name = "drafter"
+    keep = "lk"
+    model: EagleDrafter
+    average: EagleDrafter
+
+    def __init__(self, settings: Any, teacher: Teacher, codes: Codes, cache: bool = False):
+        self.comparison = comparison_of(teacher.target, settings.loss)
+        self.guidance = self.comparison.guidance(1.0 if settings.loss == "paper" else settings.cfg)
+        super().__init__(settings, teacher, codes)
+        self.cached: FeatureCache | None = None
+        if cache and self.target.channels:
+            raise InputError(
+                "--cache-features is of codes, and the latents of pictures are drawn anew in every step."
+            )
+        if cache:
+            self.cached = FeatureCache(teacher, self.train, codes.train, codes.data["codes"])
+
+    @classmethod
+    def check(cls, settings: DrafterSettings, target: Target) -> None:
+        """Whether there is such a loss for what the target predicts."""
+        comparison_of(target, settings.loss or "")
+
+    @property
+    def kind(self) -> str:
+        """Of a drafter of codes, or of latents."""
+        return self.comparison.kind
+
+    def make(self) -> EagleDrafter:
+        """The drafter, as its target's last block where it inherits."""
+        shape, made = self.target.decoder.config, self.comparison.drafter
+        config = made.config_class.like(shape, self.hparams.layers, **self.comparison.fields)
+        drafter = made(config, self.target.decoder.rotary_table)
+        if self.hparams.inherit:
+            drafter.inherit(self.target)
+        return drafter
+
+    def make_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """AdamW."""
+        weights, rate = self.model.parameters(), self.hparams.lr
+        return {"model": torch.optim.AdamW(weights, rate, (0.9, 0.95), weight_decay=0.0, fused=True)}
+
+    def speed_up(self) -> None:
+        """Compile target, drafter and loss as one graph of one shape."""
+        self.loss = torch.compile(self.loss, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+
+    def losses(self, index: Tensor, variant: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """`loss` and its two parts, `feature` and `distribution`."""
+        drop = torch.rand(len(index), generator=generator) < self.hparams.drop_captions
+        index, variant, drop = map(team().share, (index, variant, drop))
+        codes = self.target.from_cache(self.codes.train.pick(index, variant).to(self.device))
+        branches = self.guidance.branches
+        dropped = drop if branches == 1 else None
+        known = None
+        if self.cached is not None:
+            known = self.cached(index, variant, branches, dropped).to(self.device)
+        feature, distribution = self.loss(*self.train(index, branches, dropped), codes, known)
+        loss = feature + self.hparams.weight * distribution
+        return {"loss": loss, "feature": feature, "distribution": distribution}
+
+    def loss(
+        self, prompts: Tensor, start: Tensor | None, codes: Tensor, known: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """prompts [R, T, D] from start [R] on, codes [B, length] -> loss on features, loss on distributions.
+
+        known [R, S, D]: the target's features, if they are cached.
+        """
+        rows, merge, comparison = self.guidance.rows, self.guidance.merge, self.comparison
+        with torch.no_grad():
+            next_inputs, features = drafter_inputs(self.target, prompts, rows(codes), start, known)
+            noise = (torch.rand_like(features, dtype=torch.float32) - 0.5) * self.hparams.noise
+            true_features, points = features[:, prompts.shape[1] :], comparison.points(codes[:, 1:])
+            logits = merge(comparison.head(self.target, self.target, true_features, points))
+        mask, first = causal_mask(start, next_inputs.shape[1]), prompts.shape[1]
+        inputs = (features + noise)[:, :-1].to(features.dtype)
+        costs = []
+        for skipped in range(self.hparams.rounds):
+            every = self.model.forward_sequence(next_inputs, inputs, mask)
+            predicted, true = every[:, first - 1 + skipped :], true_features[:, skipped:]
+            drafts = comparison.head(self.target, self.model, predicted, points[:, skipped:])
+            distribution = comparison.loss(merge(drafts), logits[:, skipped:])
+            costs.append(torch.stack((F.smooth_l1_loss(predicted.float(), true.float()), distribution)))
+            inputs = torch.cat((features[:, :first], every[:, first - 1 : -1].to(features.dtype)), 1)
+        feature, distribution = torch.stack(costs).mean(0)
+        return feature, distribution
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, Any]:
+        """Losses and acceptance on some validation pictures."""
+        return self.validate_on(evenly_spaced(len(self.codes.val), CHECK_PICTURES))
+
+    @torch.no_grad()
+    def final(self) -> dict[str, Any]:
+        """The figures on every validation picture."""
+        figures = self.validate_on(torch.arange(len(self.codes.val)))
+        return {**figures, "validation_pictures": len(self.codes.val)}
+
+    def validate_on(self, index: Tensor) -> dict[str, float]:
+        """Expected acceptance after guidance (first draft level, and second), agreement of the best code, losses."""
+        comparison = self.comparison
+        guidance = comparison.guidance(self.hparams.cfg)
+        sums: dict[str, float] = {}
+        for part in index.split(8):
+            found = self.codes.val.pick(part).to(self.device)
+            codes = guidance.rows(self.target.from_cache(found, torch.Generator().manual_seed(0)))
+            prompts, start = self.val(part, guidance.branches)
+            first, count = prompts.shape[1], len(part)
+            with autocast(self.device):
+                next_inputs, features = drafter_inputs(self.target, prompts, codes, start)
+                mask = causal_mask(start, next_inputs.shape[1])
+                predicted = self.average.forward_sequence(next_inputs, features[:, :-1], mask)
+                own_features = torch.cat((features[:, :first], predicted[:, first - 1 : -1]), 1)
+                second_features = self.average.forward_sequence(next_inputs, own_features, mask)[:, first:]
+                predicted, true_features = predicted[:, first - 1 :], features[:, first:]
+                points, own = comparison.points(codes[:count, 1:]), (self.target, self.average)
+                target_logits = comparison.head(self.target, self.target, true_features, points)
+                logits = comparison.head(*own, predicted, points)
+                second = comparison.head(*own, second_features, points[:, 1:])
+            p, q, q2 = (guidance.merge(x) for x in (target_logits, logits, second))
+            accepted = comparison.acceptance(q, p)
+            figures = {
+                "accept": accepted.mean(),
+                "accept2": comparison.acceptance(q2, p[:, 1:]).mean(),
+                "agree": comparison.agreement(q, p),
+                "feature": F.smooth_l1_loss(predicted.float(), true_features.float()),
+                "paper": comparison.cross_entropy(logits[:count], target_logits[:count]),
+                "guided": comparison.cross_entropy(q, p),
+                "lk": -accepted.log().mean(),
+            }
+            for name, value in figures.items():
+                sums[name] = sums.get(name, 0.0) + value.item() * count
+        return {name: value / len(index) for name, value in sums.items()}

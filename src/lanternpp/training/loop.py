@@ -1,0 +1,293 @@
+"""The loop that all trainings share, alone or in several processes: budget, schedule, average, checks, resume, export."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lanternpp.errors import InputError
+from lanternpp.nn import checkpoints
+from lanternpp.training.options import TrainingOptions
+from lanternpp.training.state import Report, State, Task, as_text, begin_or_resume, write_provenance
+from lanternpp.util.devices import half_width, pick_device
+
+TIMEOUT = timedelta(days=1)  # the others wait while the first process draws, validates and saves
+
+
+class Team:
+    """The processes that share every batch: those of `accelerate launch` or torchrun, else this one alone.
+
+    One process needs no Accelerate. InputError where several have none.
+    """
+
+    def __init__(self) -> None:
+        self.size, self.rank = 1, 0
+        self.accelerator: Any = None
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return
+        try:
+            from accelerate import Accelerator
+            from accelerate.utils import InitProcessGroupKwargs
+        except ImportError:
+            raise InputError(
+                "training in several processes needs Accelerate: pip install 'lanternpp[train]'."
+            ) from None
+        self.accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)])
+        self.size, self.rank = self.accelerator.num_processes, self.accelerator.process_index
+        if self.accelerator.mixed_precision not in ("no", "bf16"):
+            raise InputError(
+                f"mixed precision {self.accelerator.mixed_precision} is not supported: use bf16 or no."
+            )
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process validates, prints and writes."""
+        return self.rank == 0
+
+    def share(self, batch: Tensor) -> Tensor:
+        """This process's part of a batch [B, ...]. InputError where the batch cannot be parted evenly."""
+        if len(batch) % self.size:
+            raise InputError(
+                f"a batch of {len(batch)} cannot be shared by {self.size} processes: use a multiple of {self.size}."
+            )
+        return batch[self.rank :: self.size]
+
+    def average_gradients(self, model: nn.Module) -> None:
+        """Replace the gradients of a model by their mean over the team, in one exchange."""
+        if self.accelerator is None:
+            return
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        flat = self.accelerator.reduce(torch.cat([x.flatten() for x in gradients]), "mean")
+        for x, part in zip(gradients, flat.split([x.numel() for x in gradients]), strict=True):
+            x.copy_(part.view_as(x))
+
+    def reduce(self, values: Iterable[float], how: str) -> list[float]:
+        """The "mean" or the "sum" over the team of each of some numbers, in one exchange."""
+        numbers = list(values)
+        if self.accelerator is None:
+            return numbers
+        tensor = torch.tensor(numbers, dtype=torch.float32, device=self.accelerator.device)
+        reduced: list[float] = self.accelerator.reduce(tensor, how).tolist()
+        return reduced
+
+    def leader_first(self) -> AbstractContextManager[None]:
+        """The first process runs the block first; the others then find its results on disk."""
+        found: AbstractContextManager[None] = (
+            nullcontext() if self.accelerator is None else self.accelerator.main_process_first()
+        )
+        return found
+
+    def device(self, name: str) -> torch.device:
+        """A device by name, or the process's own GPU where the team computes on GPUs."""
+        device = pick_device(name)
+        if self.accelerator is not None and self.accelerator.device.type == device.type:
+            device = self.accelerator.device
+        if device.type == "cuda":
+            torch.backends.cudnn.benchmark = True  # steps have one shape
+        return device
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """bfloat16 where the launch asks for it or the device multiplies in it; else float32."""
+        if self.accelerator is not None and self.accelerator.mixed_precision != "no":
+            asked: AbstractContextManager[object] = self.accelerator.autocast()
+            return asked
+        in_half = half_width(device) is torch.bfloat16
+        return torch.autocast(device.type, dtype=torch.bfloat16) if in_half else nullcontext()
+
+
+@cache
+def team() -> Team:
+    """The team that this process belongs to."""
+    return Team()
+
+
+def autocast(device: torch.device) -> AbstractContextManager[object]:
+    """The precision of a step: `Team.autocast`."""
+    return team().autocast(device)
+
+
+def run(task: Task, options: TrainingOptions) -> bool:
+    """Train `task` to the end of its budget. False if interrupted; the state is saved and resumes. InputError."""
+    options.check()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    state, leads = begin_or_resume(task, options), team().leads
+    if options.compile:
+        task.speed_up()
+    report = Report(task.name, options.folder, silent=not leads)
+    if task.first_weights and not state.step:
+        report.say(task.first_weights)
+    started, saved = time.monotonic() - state.seconds, time.monotonic()
+    progress = options.progress(state.step, state.seconds)
+    checking = last = 0.0  # seconds of all checks of this process, and of the last one
+    validated: dict[str, Any] | None = None  # the figures of the last step's weights
+    with report.bar(), stoppable() as stop:
+        while progress < 1:
+            update(task, state, progress)
+            elapsed = time.monotonic() - started + last  # with the check at the end
+            stopped, elapsed = team().reduce((stop.is_set(), elapsed if leads else 0.0), "sum")
+            state.seconds, progress = elapsed - last, options.progress(state.step, elapsed)
+            line, log = f"step {state.step}", state.step % options.log_steps == 0 or progress >= 1
+            if log:
+                means = [value.item() / state.counted for value in state.sums.values()]
+                figures = dict(zip(state.sums, team().reduce(means, "mean"), strict=True))
+                check_finite(figures, state.step)
+                report.write({"step": state.step, "seconds": round(state.seconds, 2), **figures})
+                line += f"  {as_text(figures)}"
+                state.sums, state.counted = {}, 0
+            report.advance(state.seconds, progress, line, last=progress >= 1)
+            validated = None
+            check = int(progress * options.checks) > state.checked and (
+                progress >= 1 or options.affords(checking, state.seconds)
+            )
+            if check:
+                state.checked = int(progress * options.checks)
+                if leads:
+                    began = time.monotonic()
+                    validated = validate(task, state, report, options)
+                    last = time.monotonic() - began
+                    checking += last
+            interrupted = stopped > 0 or state.step == options.stop_after
+            due = check or interrupted or time.monotonic() - saved > 60 * options.save_minutes
+            if due and leads:
+                state.write(task, options.folder)
+                saved = time.monotonic()
+            if interrupted and progress < 1:
+                report.say(f"stopped at step {state.step}; the same command resumes it")
+                return False
+    if leads:
+        finish(task, state, options, report, validated)
+    return True
+
+
+def update(task: Task, state: State, progress: float) -> None:
+    """One step, and what `state` counts of it."""
+    set_rate(task, progress, state.step)
+    torch.manual_seed((task.settings["seed"] * 1_000_003 + state.step + (team().rank << 40)) % 2**63)
+    for name, value in task.step(state.step, progress).items():
+        state.sums[name] = state.sums[name] + value.detach() if name in state.sums else value.detach().clone()
+    state.counted += 1
+    update_average(task.average, task.model, min(task.decay, (1 + state.step) / (10 + state.step)))
+    state.step += 1
+
+
+def validate(task: Task, state: State, report: Report, options: TrainingOptions) -> dict[str, Any]:
+    """Validate and sample the average; remember it where it is the best so far. Returns the figures."""
+    figures = task.validate()
+    report.write({"step": state.step, "validation": figures})
+    report.say(f"step {state.step}  validation: {as_text(figures)}")
+    if task.keep and (state.best is None or figures[task.keep] < state.best["figure"]):
+        weights = {name: tensor.detach().cpu().clone() for name, tensor in task.average.state_dict().items()}
+        state.best = {"figure": figures[task.keep], "step": state.step, "weights": weights}
+    task.sample(options.folder / "samples" / f"{state.step:07d}.png")
+    return figures
+
+
+def finish(
+    task: Task, state: State, options: TrainingOptions, report: Report, validated: dict[str, Any] | None
+) -> None:
+    """Export the average (the best one, where the task keeps it) with its provenance.
+
+    validated: the figures of the last step's weights, where they are known.
+    """
+    exported = state.step
+    if state.best is not None:
+        exported = state.best["step"]
+        task.average.load_state_dict(state.best["weights"])
+        validated = validated if exported == state.step else None
+    figures = {**(validated or task.validate()), **task.final()}
+    config, tensors = task.export()
+    facts = {
+        "trains": task.name,
+        "data": task.data,
+        "settings": task.settings,
+        "first_weights": task.first_weights,
+        "steps": state.step,
+        "exported_step": exported,
+        "minutes": round(state.seconds / 60, 2),
+        "validation": figures,
+        "parameters": sum(p.numel() for p in task.average.parameters()),
+        "store": options.store,
+    }
+    write_provenance(options.folder, facts, task.device)
+    exact = [name for name in tensors if name.endswith("codebook")]
+    checkpoints.save(options.folder, config, tensors, options.store, keep=exact)
+    report.say(f"done after {state.step} steps: {as_text(figures)}; weights in {options.folder}")
+
+
+def set_rate(task: Task, progress: float, step: int) -> None:
+    """Linear warm-up over steps; then a constant rate that falls to zero over the task's cooldown.
+
+    Without a cooldown: a cosine over the budget, down to 2 % of the rate.
+    """
+    if task.cooldown is None:
+        factor = 0.02 + 0.98 * (0.5 + 0.5 * math.cos(math.pi * progress))
+    else:
+        factor = min((1 - progress) / task.cooldown, 1.0)
+    factor *= min((step + 1) / task.warmup, 1.0)
+    for group in task.param_groups():
+        group["lr"] = group["initial_lr"] * factor
+
+
+@torch.no_grad()
+def update_average(average: nn.Module, model: nn.Module, decay: float) -> None:
+    """Move the averaged weights a step towards the model's; buffers are copied."""
+    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - decay)
+    averages, values = list(average.buffers()), list(model.buffers())
+    if averages:
+        torch._foreach_copy_(averages, values)
+
+
+def check_finite(figures: dict[str, float], step: int) -> None:
+    """InputError before a broken model overwrites a good state."""
+    broken = [name for name, value in figures.items() if not math.isfinite(value)]
+    if broken:
+        raise InputError(
+            f"{', '.join(broken)} is no longer finite at step {step}: --restart with a lower --lr."
+        )
+
+
+@contextmanager
+def stoppable() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C (or SIGTERM) sets; a second Ctrl-C interrupts at once."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+
+    def request(number: int, frame: object) -> None:
+        if event.is_set():
+            raise KeyboardInterrupt
+        event.set()
+
+    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield event
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def muon_and_adamw(
+    model: nn.Module, matrices: list[nn.Parameter], muon_lr: float, lr: float, decay: float
+) -> dict[str, torch.optim.Optimizer]:
+    """Muon for some of a model's matrices, with updates as large as AdamW's (arXiv 2502.16982), and AdamW for the other weights.
+
+    decay: the weight decay of the matrices; the others have none.
+    """
+    chosen = set(map(id, matrices))
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    return {
+        "muon": torch.optim.Muon(matrices, muon_lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+        "adamw": torch.optim.AdamW(others, lr, (0.9, 0.95), weight_decay=0.0, fused=True),
+    }
