@@ -134,7 +134,7 @@ def test_heads(library: object, rng: Random, vocab: int) -> None:
     exact = stored_in_8_bits(weight) if int8 else weight.double()
     features = torch.randn(guidance.branches * pictures, nodes, inputs).to(HALF)
     packed = Packed(library, [weight], [bias], int8)  # type: ignore[arg-type]
-    found = NativeHead(packed, library)(features, guidance.scale, guidance.branches)  # type: ignore[arg-type]
+    found = NativeHead(packed)(features, guidance.scale, guidance.branches)
     guided = guidance.merge(features.double()).to(HALF)
     given = multiplied(guided, library) if int8 else guided.double()
     expected = F.linear(given, exact, None if bias is None else bias.double())

@@ -77,7 +77,8 @@ class Packed:
         branches 2: x [2 B, ...] is guided with this scale first -> [B, ...].
         """
         x = x.contiguous()
-        out = torch.empty(x.shape[0] // branches, *x.shape[1:-1], self.outputs, dtype=dtype)
+        leading = x.shape[:-1] if branches == 1 else (x.shape[0] // branches, *x.shape[1:-1])
+        out = torch.empty(*leading, self.outputs, dtype=dtype)
         if count := out.numel() // self.outputs:
             sizes = {"rows": count, "pitch": x.shape[-1], "branches": branches, "guidance": guidance}
             memory = scratch(self.library.linear_bytes(byref(self.struct), count))
