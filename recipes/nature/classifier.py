@@ -22,9 +22,9 @@ from common import (
     Seed,
     Training,
     Warmup,
+    fraction,
     options_of,
     script,
-    share,
     tokenizer_of,
     verb,
 )
@@ -65,9 +65,9 @@ class ClassifierSettings:
     redrawn: Annotated[
         int, Option("Training pictures that it also sees as the tokenizer draws them.", ge=0)
     ] = 4096
-    share: Annotated[float, share("Share of a step's pictures that are redrawn.")] = 0.33
+    share: Annotated[float, fraction("Share of a step's pictures that are redrawn.")] = 0.33
     words: Annotated[float, Option("Weight of the caption words beside the label.", ge=0)] = 1.0
-    small: Annotated[float, share("Share of the budget that trains on smaller pictures.")] = 0.6
+    small: Annotated[float, fraction("Share of the budget that trains on smaller pictures.")] = 0.6
     weight_decay: Annotated[float, Option("Weight decay of the matrices.", ge=0)] = 0.05
     decay: Decay = 0.998
     warmup: Warmup = 100

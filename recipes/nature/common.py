@@ -36,7 +36,7 @@ Warmup = Annotated[int, Option("Steps of linear warm-up.", ge=1)]
 Seed = Annotated[int, Option("Seed of weights, data order and noise.", ge=0, le=2**32)]
 
 
-def share(about: str) -> Option:
+def fraction(about: str) -> Option:
     """An option that is a share, below 1."""
     return Option(about, ge=0, le=0.999)
 

@@ -18,10 +18,10 @@ from common import (
     Limit,
     Model,
     Training,
+    fraction,
     options_of,
     read_codes,
     script,
-    share,
     tokenizer_of,
     verb,
 )
@@ -54,7 +54,7 @@ class Shape:
     layers: Annotated[int, Option("Blocks.", ge=1)] = 14
     heads: Annotated[int, Option("Attention heads.", ge=1)] = 6
     hidden: Annotated[int, Option("Width inside a block's SwiGLU.", ge=1)] = 1024
-    dropout: Annotated[float, share("Dropout inside the blocks.")] = 0.0
+    dropout: Annotated[float, fraction("Dropout inside the blocks.")] = 0.0
 
     def check(self) -> None:
         """InputError where no decoder has this shape."""

@@ -22,9 +22,9 @@ from common import (
     Seed,
     Training,
     Warmup,
+    fraction,
     options_of,
     script,
-    share,
     tokenizer_of,
     verb,
 )
@@ -97,7 +97,7 @@ class TokenizerSettings:
     batch_size: Batch = 32
     lr: Rate = 5e-4
     adversarial: Annotated[bool, Option("Sharpen the decoder against a discriminator.", negative=True)] = True
-    adversarial_start: Annotated[float, share("Share of the budget before that.")] = 0.5
+    adversarial_start: Annotated[float, fraction("Share of the budget before that.")] = 0.5
     adversarial_weight: Annotated[
         float, Option("Its gradient, in lengths of the reconstruction's.", ge=0)
     ] = 0.3

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from captions import one_per_subject, word_ids
-from common import Batch, Decay, Seed, Warmup, share
+from common import Batch, Decay, Seed, Warmup, fraction
 from lanternpp.accept.exact import Exact
 from lanternpp.api.model import pack_target
 from lanternpp.engine.batching import generate
@@ -46,8 +46,8 @@ class TargetSettings:
     batch_size: Batch = 32
     lr: Annotated[float, Option("Peak rate of AdamW (tables, prefix, norms).", gt=0, le=1)] = 1.5e-3
     muon_lr: Annotated[float, Option("Peak rate of Muon (matrices), in AdamW's scale.", gt=0, le=1)] = 2e-3
-    corrupt: Annotated[float, share("Share of the codes it reads replaced by random ones.")] = 0.0
-    drop_captions: Annotated[float, share("Share of the captions that are hidden, for guidance.")] = 0.1
+    corrupt: Annotated[float, fraction("Share of the codes it reads replaced by random ones.")] = 0.0
+    drop_captions: Annotated[float, fraction("Share of the captions that are hidden, for guidance.")] = 0.1
     decay: Decay = 0.995
     warmup: Warmup = 100
     cooldown: Annotated[

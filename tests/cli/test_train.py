@@ -105,7 +105,7 @@ def test_a_corrupt_photo_is_named_once_and_left_out(run, shelf: Path, photos: Pa
     assert done.code == 0, done.err
     assert done.err.count("warning") == 1 and "1 of 104 pictures skipped in photos: 004.png" in done.err
     facts = json.loads((shelf / "janus/drafter/provenance.json").read_text())["data"]
-    assert (facts["train"], facts["skipped"]) == (99, ["004.png"])
+    assert (facts["train"], facts["skipped"]) == (99, ["004.png (cannot identify image file)"])
     assert run("compare", PROMPT["janus"], "--model", "janus", "--runs", 1).code == 0
     (photos / "train" / "005.png").unlink()
     refused(

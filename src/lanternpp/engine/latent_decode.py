@@ -34,13 +34,13 @@ class LatentEngine(Engine):
         measure_tv: bool = False,
         verifier: Verifier = verify_tokenwise,
     ):
+        parts = self.parts(target, sampling, guidance)
+        super().__init__(target, proposer, rule, *parts[:2], batch, verifier=parts[2])
         if verifier is not verify_tokenwise and proposer.depth:
             raise InputError(
                 "drafts of continuous latents are verified one by one, as verifying several together takes an integral: "
                 "use --verify token"
             )
-        parts = self.parts(target, sampling, guidance)
-        super().__init__(target, proposer, rule, *parts[:2], batch, verifier=parts[2])
         self.codes = torch.zeros(*self.codes.shape, target.channels, device=self.codes.device)
         proposer.root = self.codes[:, 0].clone()
 
