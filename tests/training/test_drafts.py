@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 from helpers.distributions import Contexts, chain_distribution, contexts
-from helpers.toys import ToyTarget, parallel
 
 from lanternpp.engine.verify.joint import chain_tails
 from lanternpp.training.parallel import chain_gain, keep_chances
