@@ -18,11 +18,11 @@ from lanternpp.api.model import ASSETS
 from lanternpp.nn import checkpoints
 
 COMMANDS = {
-    "tune": "tune --method lantern++ --prompts mine --nodes 3 --depth 2 --rounds 1 -n 1 --no-plots --no-save",
+    "tune": "tune --method lantern++ --prompts mine --nodes 3 --depth 2 --rounds 1 --trials 4 -n 1 --no-plots --no-save",
     "train": "train --model copy --self --prompts mine --samples 4 --sample-batch 2 --kind parallel --levels 3 --warmup 2 "
     "--checks 1 --save-minutes 0 --steps 3 --batch-size 2 -o trained",
 }
-BEGUN = {"tune": "**/measurements.jsonl", "train": "trained/**/state.pt"}  # what is there once it is at work
+BEGUN = {"tune": "**/trials.jsonl", "train": "trained/**/state.pt"}  # what is there once it is at work
 # a shell's background ignores Ctrl-C
 RUN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from lanternpp.cli import main; main()"
 

@@ -17,6 +17,8 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
+from filelock import FileLock
+
 from lanternpp.api.options import BASELINE, EngineDials, SamplingDials, names
 from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.api.settings import dials_read
@@ -297,9 +299,11 @@ class Tuner:
     def _opened(self) -> Any:
         """The study of the folder. A trial that a kill ended is put in line again with what it had measured."""
         runlog.read_rows(self.folder / LOG, dict, REMEDY)
-        storages = self.optuna.storages
+        storages, log = self.optuna.storages, str(self.folder / LOG)
+        # The system releases this lock when the process is killed; Optuna's own would be waited for.
+        lock = FileLock(f"{log}.lock")
         try:
-            storage = storages.JournalStorage(storages.journal.JournalFileBackend(str(self.folder / LOG)))
+            storage = storages.JournalStorage(storages.journal.JournalFileBackend(log, lock_obj=lock))
             study = self.optuna.create_study(study_name=self.method, storage=storage, load_if_exists=True)
         except (KeyError, ValueError, TypeError) as error:
             raise InputError(f"{self.folder / LOG} is damaged ({error}): {REMEDY}") from None
