@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from ctypes import byref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.stopwatch import TimedEngine
 from lanternpp.kernels import loading as native
+from lanternpp.kernels.structs import Pass
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 
@@ -119,3 +121,15 @@ def test_what_is_unknown_in_c_is_drawn_by_parts(
 def test_without_kernels_there_are_no_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.SWITCH, "0")
     assert engine_of(Pipeline.from_pretrained("nature-128"), "ar", 1).fused is None
+
+
+@pytest.mark.parametrize("part", ["target", "drafter"])
+def test_a_pass_over_more_rows_takes_no_less_memory(pipeline: Pipeline, part: str) -> None:
+    """A step has memory for its largest pass, and a drafter's passes over a chain of three may have three rows or six."""
+    proposer = engine_of(pipeline, "parallel", 1).proposer
+    passes = {"target": pipeline.target, "drafter": proposer.drafter}[part].decoder.native
+    sizes = []
+    for nodes in range(1, 40):
+        work = Pass(1, nodes, 300)
+        sizes.append(passes.library.scratch_bytes(byref(passes.shape), passes.layers, byref(work), 2))
+    assert sizes == sorted(sizes)

@@ -34,11 +34,10 @@ typedef struct {
 
 static void plan_own(const Work *w, Own *own, char **at) {
     const int64_t queries = w->p.nodes * w->group, slots = up_to(32, w->p.slots);
-    if (w->few) {
-        own->normed = new_inputs(at, w->m, &w->layers->wqkv);
-        own->mixed = new_inputs(at, w->m, &w->layers->wo);
-        own->active = new_inputs(at, w->m, &w->layers->w2);
-    }
+    const int64_t few = w->m < FEW_ROWS ? w->m : FEW_ROWS; /* also where there are more, so that more rows never take less memory */
+    own->normed = new_inputs(at, few, &w->layers->wqkv);
+    own->mixed = new_inputs(at, few, &w->layers->wo);
+    own->active = new_inputs(at, few, &w->layers->w2);
     own->query = arena_alloc(at, 4 * queries * w->head);
     own->weights = arena_alloc(at, 4 * queries * slots);
     own->values = arena_alloc(at, 2 * slots * w->head);
