@@ -132,32 +132,29 @@ class PictureCodes:
             }
             codes = torch.cat([tensors["codes"] for tensors, _ in shards])
             splits[split] = Split(codes, tuple(facts["texts"]), tuple(facts["labels"]))
-            skipped += facts["skipped"]
-        if skipped:
-            count = sum(len(rows.files) for rows in self.rows.values())
-            said = f"{len(skipped)} of {count} pictures skipped in {self.data}: {'; '.join(skipped[:5])}"
-            warnings.warn(said, DataWarning, stacklevel=2)
+            skipped += [name for name, _ in facts["skipped"]]
+            if bad := dict(facts["skipped"]):
+                said = f"{len(bad)} of {len(rows.files)} pictures skipped in {rows.root}: {listed(bad)}"
+                warnings.warn(said, DataWarning, stacklevel=2)
         counts = {split: len(found) for split, found in splits.items()}
         known = {"folder": self.data.resolve().name, **counts, "skipped": skipped[:20]}
         return Codes(splits["train"], splits["val"], {**known, "crops": self.crops, "codes": self.key})
 
     def _material(self, split: str, rows: Rows) -> Material:
         reader, variants = self.reader, 2 * self.crops if split == "train" else 1
-        bad = list[str]()
+        bad = dict[str, str]()  # why, by file
 
         def compute(parts: Sequence[range], done: Done) -> Iterator[Shard]:
             with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
                 for part in parts:
                     names = rows.files[part.start : part.stop]
                     images = list(pool.map(lambda name: decode(rows.root / name, reader.size), names))
-                    new = [
-                        f"{name} ({x})" for name, x in zip(names, images, strict=True) if isinstance(x, str)
-                    ]
-                    bad.extend(new)
+                    new = {n: x for n, x in zip(names, images, strict=True) if isinstance(x, str)}
+                    bad.update(new)
                     if len(bad) > CORRUPT * len(rows.files):
                         raise InputError(
                             f"{len(bad)} of {len(rows.files)} pictures in {rows.root} are unreadable, e.g. "
-                            f"{'; '.join(bad[:5])}: repair them or take their lines out of metadata.jsonl."
+                            f"{listed(bad)}: repair them or take their lines out of metadata.jsonl."
                         )
                     kept = [i for i, image in enumerate(images) if not isinstance(image, str)]
                     codes = torch.empty(len(kept), variants, reader.length, *reader.each, dtype=reader.stored)
@@ -171,7 +168,7 @@ class PictureCodes:
                         done(len(part) * (variant + 1) / variants)
                     rest = {"labels": rows.labels, "texts": rows.texts}
                     facts = {name: [x[part.start + i] for i in kept] for name, x in rest.items()}
-                    yield {"codes": codes}, {**facts, "skipped": new}
+                    yield {"codes": codes}, {**facts, "skipped": list(new.items())}
 
         folder = self.store / f"{split}-{self.key}"
         size = 2 * variants * reader.length * max(1, *reader.each, 1)
@@ -188,6 +185,11 @@ class PictureCodes:
             crop(image, size, across, down, zoom, bool(variant % 2))
             for image, (across, down, zoom) in zip(images, places.tolist(), strict=True)
         ]
+
+
+def listed(bad: dict[str, str]) -> str:
+    """The first unreadable files, each with what is wrong with it."""
+    return "; ".join(f"{name} ({why})" for name, why in list(bad.items())[:5])
 
 
 @dataclass(frozen=True)

@@ -70,13 +70,16 @@ class Material:
         count = sum(map(len, parts))
         check_disk_space(self.folder, count * self.item_bytes, self.contents)
         report, began, before = Report(self.title, self.folder), time.monotonic(), 0
+        room, announced = in_bytes(count * self.item_bytes), False
 
         def done(items: float) -> None:
+            nonlocal announced
+            if not announced:  # so that an error in the first items is all that is said
+                report.say(f"{self.contents}: {count} {self.unit}, about {room} in {self.folder}")
+                announced = True
             now = before + items
             report.advance(time.monotonic() - began, now / count, f"{now:.0f}/{count} {self.unit}")
 
-        room = in_bytes(count * self.item_bytes)
-        report.say(f"{self.contents}: {count} {self.unit}, about {room} in {self.folder}")
         with report.bar():
             for (tensors, facts), number in zip(self.compute(parts, done), missing, strict=True):
                 write_file(self.path(number), tensors, facts)
